@@ -1,0 +1,61 @@
+# Every target sets up .venv by itself; set-up runs again only when pyproject.toml or constraints.txt changes.
+#
+#   make train                     a first run of reinforcement learning, on this machine
+#   make test                      all tests             make test ARGS="-k store -x"
+#   make check                     format, lint, types, import contracts
+#   make bench                     speed figures, as JSON
+#   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+.PHONY: help setup train test check format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 7
+
+setup: $(STAMP)
+
+# torch comes first and alone: asked for together with the rest, pip may pick a newer build with gigabytes of CUDA.
+# Its pin is then left out of the constraints, so that a build chosen with TORCH=... stays.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "turnwise needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@echo 'setting up $(VENV) (about 1.3 GB; minutes on a slow line) ...'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/python -m turnwise.recipes.first_rl $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/turnwise bench sample --json $(ARGS)
+	$(BIN)/turnwise bench train --json $(ARGS)
+	$(BIN)/turnwise bench tree --json $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

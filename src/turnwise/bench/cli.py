@@ -1,0 +1,27 @@
+"""`turnwise bench sample | train | tree`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from turnwise.bench import report, sample, train, tree
+
+BENCHES = {"sample": sample, "train": train, "tree": tree}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="turnwise bench", description="Measure this machine, ours beside a peer.")
+    benches = parser.add_subparsers(dest="bench", required=True)
+    for name, module in BENCHES.items():
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        bench = benches.add_parser(name, help=summary, description=summary)
+        report.add_common_options(bench)
+        module.add_options(bench)
+    args = parser.parse_args(argv)
+    report.show(BENCHES[args.bench].run(args), as_json=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""What every benchmark shares: options, repeats, and how a figure is shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of each repeat; the figure is their median."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="name, directory, or random:qwen3-0.6b (shape only)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side; the median counts")
+    parser.add_argument("--warmups", type=int, default=1, help="runs before the timed ones")
+    parser.add_argument("--rank", type=int, default=16, help="LoRA rank; 0 samples from the base alone")
+    parser.add_argument("--peer", choices=("transformers", "none"), default="transformers")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each side, taking turns")
+    parser.add_argument("--side", choices=("both", "ours", "peer"), default="both", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def make_engine(args: argparse.Namespace, **settings: Any) -> Engine:
+    config = EngineConfig(device=args.device, dtype=args.dtype, seed=0, **settings)
+    return Engine(model_directory(args.model), config, name=args.model)
+
+
+def model_directory(name: str) -> Path:
+    """Where the model is; `random:` shapes are written once to the store."""
+    from turnwise.bench.shapes import random_model_directory
+    from turnwise.model_store import resolve_model
+
+    if name.startswith("random:"):
+        return random_model_directory(name.removeprefix("random:"))
+    return resolve_model(name).directory
+
+
+def timed(work: Callable[[], object], args: argparse.Namespace, device: torch.device) -> Timing:
+    """Run `work` warm-ups and repeats; device work is waited for."""
+    seconds = []
+    for index in range(args.warmups + args.repeats):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        if index >= args.warmups:
+            seconds.append(time.perf_counter() - start)
+    return Timing(seconds)
+
+
+def run_sides(bench: str, args: argparse.Namespace, sides: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Each side in processes of its own, taking turns: its memory is its own, and noise disturbs all alike."""
+    passed = {k: v for k, v in vars(args).items() if k not in ("bench", "side", "json", "rounds", "peer")}
+    options = [f"--{key.replace('_', '-')}={value}" for key, value in passed.items()]
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(args.rounds):
+        for side in sides:
+            command = [sys.executable, "-m", "turnwise.bench.cli", bench, f"--side={side}", "--json", *options]
+            reply = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            runs[side].append(json.loads(reply))
+    return runs
+
+
+def median_of(runs: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Highest memory so far: of the card, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def show(result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    table = Table(title=f"{result['bench']}: {result['model']} on {result['machine']}", show_header=False)
+    for key, value in result.items():
+        if key not in ("bench", "model", "machine"):
+            table.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))
+    Console().print(table)

@@ -1,0 +1,144 @@
+"""Sampling: one batch of prompts, and dialogues that grow; against transformers' `generate`.
+
+The dialogue load is what multi-turn RL does: each turn samples, then observed tokens arrive. Ours reads what is new;
+`generate` reads the dialogue again. Both sample at temperature 1 and never stop early; each
+side runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine, choose_device
+from turnwise.engine.lora import AnyPolicy
+from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dialogues", type=int, default=16, help="0 leaves the dialogue load out")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--dialogue-prompt", type=int, default=128)
+    parser.add_argument("--observed", type=int, default=32, help="tokens that the world adds after each turn")
+    parser.add_argument("--sampled", type=int, default=32, help="tokens sampled in each turn")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.side != "both":
+        return _run_ours(args) if args.side == "ours" else _run_transformers(args)
+    runs = run_sides("sample", args, ["peer", "ours"] if args.peer == "transformers" else ["ours"])
+    ours = runs["ours"]
+    result: dict[str, Any] = {
+        "bench": "sample",
+        "model": args.model,
+        "machine": ours[0]["machine"],
+        "dtype": ours[0]["dtype"],
+        "rank": args.rank,
+        "load": f"{args.prompts} prompts x {args.prompt_tokens} tokens, {args.new_tokens} sampled each",
+    }
+    if args.dialogues:
+        result["dialogue_load"] = (
+            f"{args.dialogues} dialogues x {args.turns} turns, {args.dialogue_prompt}-token prompt, "
+            f"{args.observed} observed + {args.sampled} sampled a turn"
+        )
+    for figure in ("", "dialogue_"):
+        if f"{figure}tokens_per_s" in ours[0]:
+            result[f"{figure}tokens_per_s"] = median_of(ours, f"{figure}tokens_per_s")
+            if "peer" in runs:
+                theirs = median_of(runs["peer"], f"{figure}tokens_per_s")
+                result[f"{figure}transformers_tokens_per_s"] = theirs
+                result[f"{figure}speedup"] = result[f"{figure}tokens_per_s"] / theirs
+    result["peak_gib"] = max(r["peak_gib"] for r in ours)
+    return result
+
+
+def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
+    engine = make_engine(args, max_num_seqs=max(args.prompts, args.dialogues, 256))
+    policy = _policy(engine, args.rank)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(100, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
+    starts = rng.integers(100, engine.vocab_size, (args.dialogues, args.dialogue_prompt)).tolist()
+    seen = rng.integers(100, engine.vocab_size, (args.turns, args.dialogues, args.observed)).tolist()
+
+    def batch() -> None:
+        engine.sampler.drop_cache()
+        sample_all(engine, prompts, args.new_tokens, policy)
+
+    def dialogues() -> None:
+        engine.sampler.drop_cache()
+        histories = [list(start) for start in starts]
+        for turn in range(args.turns):
+            replies = sample_all(engine, histories, args.sampled, policy)
+            histories = [h + r + o for h, r, o in zip(histories, replies, seen[turn], strict=True)]
+
+    return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch, dialogues)}
+
+
+def _run_transformers(args: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory(args.model), dtype=dtype)
+    model.to(device).eval()
+    vocab = model.config.vocab_size
+    prompts = torch.randint(100, vocab, (args.prompts, args.prompt_tokens), device=device)
+
+    def generate(ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        with torch.inference_mode():
+            return model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                pad_token_id=0,
+            )
+
+    def dialogues() -> None:
+        history = torch.randint(100, vocab, (args.dialogues, args.dialogue_prompt), device=device)
+        for _ in range(args.turns):
+            history = generate(history, args.sampled)
+            observed = torch.randint(100, vocab, (args.dialogues, args.observed), device=device)
+            history = torch.cat([history, observed], dim=1)
+
+    return _measure(args, device, lambda: generate(prompts, args.new_tokens), dialogues)
+
+
+def _measure(
+    args: argparse.Namespace, device: torch.device, batch: Callable[[], object], dialogues: Callable[[], object]
+) -> dict[str, Any]:
+    seconds = timed(batch, args, device).median
+    result = {"machine": machine(device), "tokens_per_s": args.prompts * args.new_tokens / seconds}
+    if args.dialogues:
+        seconds = timed(dialogues, args, device).median
+        result["dialogue_tokens_per_s"] = args.dialogues * args.turns * args.sampled / seconds
+    return {**result, "peak_gib": peak_gib(device)}
+
+
+def _policy(engine: Engine, rank: int) -> AnyPolicy:
+    return engine.publish(engine.create_adapter(LoraConfig(rank=rank, seed=0))) if rank else engine.base_policy
+
+
+def sample_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policy: AnyPolicy) -> list[list[int]]:
+    """The sampled tokens of every prompt, run together to the end."""
+    replies: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+
+        def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
+            if isinstance(reply, BaseException):
+                raise reply
+            replies[index] = list(reply.sequences[0].tokens)
+
+        engine.sampler.submit(prompt, SamplingParams(max_tokens=new_tokens, stop=[]), policy, on_done=keep)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    return [replies[i] for i in range(len(prompts))]

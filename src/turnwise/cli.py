@@ -1,0 +1,165 @@
+"""The `turnwise` command.
+
+Each branch imports what it needs when it runs, so that `turnwise --help` is instant. What a person can mend is a
+`TurnwiseError`: one message on stderr and exit code 2. Everything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from turnwise import __version__
+from turnwise.errors import TurnwiseError
+
+if TYPE_CHECKING:
+    from turnwise.model_store import ModelRow
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_EXAMPLES = """\
+examples:
+  turnwise model list                     what is here, and how to get the rest
+  turnwise model fetch smollm2            a small chat model, no account needed
+  turnwise model path smollm2             where it is, for use in $(...)
+  turnwise bench sample --help            measure sampling on this machine
+
+models live in $TURNWISE_HOME, or ~/.cache/turnwise. `turnwise COMMAND --help` tells more.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except TurnwiseError as error:
+        print(f"turnwise: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("turnwise: stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _build_parser()
+    if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
+        from turnwise.bench.cli import main as bench_main  # it has options of its own and parses them itself
+
+        return bench_main(arguments[1:]) or 0
+    options = parser.parse_args(arguments)
+    if options.command == "model":
+        return _run_model(options)
+    if options.command == "bench":
+        options.parser.print_help()
+        return 0
+    parser.print_help()
+    return 0
+
+
+def _run_model(options: argparse.Namespace) -> int:
+    from turnwise.model_store import fetch_model, list_models, parse_alias, resolve_model
+
+    if options.action == "fetch":
+        fetch_model(options.name, report=_say)
+    elif options.action == "path":
+        aliases = dict(parse_alias(text) for text in options.alias)
+        print(resolve_model(options.name, aliases, report=_say).directory)
+    elif options.action == "list":
+        _print_models(list_models())
+    else:
+        options.parser.print_help()
+    return 0
+
+
+def _say(line: str) -> None:
+    """Progress goes to stderr: stdout is for results that a script may read."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print_models(rows: Sequence[ModelRow]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from turnwise.model_store import format_count, home
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "params", "size", "type", "context", "status", "description"):
+        is_number = heading in ("params", "size", "context")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=heading != "description")
+    for row in rows:
+        table.add_row(
+            escape(row.name),
+            "" if row.num_parameters is None else format_count(row.num_parameters),
+            "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.1f} MB",
+            (row.architecture or "").removesuffix("ForCausalLM"),
+            "" if row.context_length is None else str(row.context_length),
+            "[green]ready[/green]" if row.is_ready else "[yellow]not here[/yellow]",
+            row.description,
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"\nstore: {home() / 'models'}", soft_wrap=True, markup=False)
+    for row in rows:
+        if not row.is_ready:
+            console.print(f"{row.name} is not here yet: {row.how_to_get}", soft_wrap=True, markup=False)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="turnwise",
+        description="Multi-turn reinforcement learning for LLM agents.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _add_model_commands(
+        commands.add_parser("model", help="fetch, list and find models", description="Find, fetch and list models.")
+    )
+    bench = commands.add_parser(
+        "bench",
+        help="measure speed on this machine: sample, train, tree",
+        description="Measure speed on this machine; `turnwise bench NAME --help` shows the options of one.",
+    )
+    bench.set_defaults(parser=bench)
+    bench.add_argument(
+        "benchmark",
+        nargs="?",
+        metavar="NAME",
+        help="sample (tokens drawn per second), train (tokens trained per second), tree (shared prefixes)",
+    )
+    return parser
+
+
+def _add_model_commands(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(parser=parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
+
+    fetch = actions.add_parser("fetch", help="download or make one of the store's own models")
+    fetch.add_argument("name", help="smollm2 (a 135M chat model) or tiny (random weights, for tests)")
+
+    actions.add_parser("list", help="show the store: what is ready, and how to get the rest")
+
+    path = actions.add_parser("path", help="print the directory of a model")
+    path.add_argument("name", help="a directory, a .gguf file, a name in the store or a name on the Hugging Face hub")
+    _add_alias_option(path)
+
+
+def _add_alias_option(parser: argparse.ArgumentParser) -> None:
+    """For every command that is given the name of a model."""
+    parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="A=B",
+        help="use model B where A is asked for; may be repeated (also TURNWISE_ALIASES=A=B,C=D)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

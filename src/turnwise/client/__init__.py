@@ -1,0 +1,1 @@
+"""What everything above the engine talks to: Tinker's clients, in process."""

@@ -1,0 +1,87 @@
+"""The engines of this process: one per model directory and `EngineConfig`, loaded on first use, shared by all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from turnwise.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A base model and the worker that runs it."""
+
+    name: str
+    """As its user named it."""
+    stored_model: str
+    """What the name stands for; differs from `name` when that is an alias."""
+    directory: Path
+    worker: EngineWorker
+
+    def get_tokenizer(self) -> Any:
+        return _load_tokenizer(self.directory)
+
+
+class EnginePool:
+    """Counts who uses which engine; the last to leave closes it."""
+
+    def __init__(self, load: Callable[[Path, EngineConfig, str], Engine]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[Path, EngineConfig], _Slot] = {}
+
+    def acquire(self, directory: Path, config: EngineConfig, name: str) -> EngineWorker:
+        """The worker of that model, started if it is not running; whoever gets it gives it back with `release`."""
+        with self._lock:
+            slot = self._slots.setdefault((directory.resolve(), config), _Slot())
+        with slot.lock:  # two callers at once load once
+            if slot.worker is None or slot.worker.is_stopped:
+                slot.worker = EngineWorker(lambda: self._load(directory, config, name), name=name)
+                slot.num_users = 0
+            slot.num_users += 1
+            return slot.worker
+
+    def release(self, worker: EngineWorker) -> None:
+        with self._lock:
+            slots = list(self._slots.values())
+        for slot in slots:
+            with slot.lock:
+                if slot.worker is not worker:
+                    continue
+                slot.num_users -= 1
+                if slot.num_users == 0:
+                    slot.worker = None
+                    worker.close()
+
+
+@dataclass(slots=True)
+class _Slot:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    worker: EngineWorker | None = None
+    num_users: int = 0
+
+
+def _load_engine(directory: Path, config: EngineConfig, name: str) -> Engine:
+    from turnwise.engine.engine import Engine  # torch
+
+    return Engine(directory, config, name=name)
+
+
+POOL = EnginePool(_load_engine)
+
+
+@cache
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(str(directory))

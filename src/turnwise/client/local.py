@@ -1,0 +1,259 @@
+"""The in-process service: Tinker's `ServiceClient` with the engine in the same process and no HTTP.
+
+    service = ServiceClient()
+    trainer = service.create_lora_training_client("Qwen/Qwen3-0.6B", rank=16)
+
+Importing this module loads neither torch nor transformers; the first client that is created does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from turnwise import model_store
+from turnwise.client import engines
+from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_id
+from turnwise.client.engines import LoadedModel
+from turnwise.client.sampling import SamplingClient
+from turnwise.client.training import TrainingClient, check_loadable
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.worker import EngineWorker
+from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
+from turnwise.types import GetServerCapabilitiesResponse, LoraConfig, SupportedModel
+
+if TYPE_CHECKING:
+    from turnwise.engine.engine import Engine
+    from turnwise.engine.lora import Adapter
+
+__all__ = ["SamplingClient", "ServiceClient", "TrainingClient"]
+
+
+class ServiceClient:
+    """Where training and sampling clients come from.
+
+    Clients of one base model share its engine, across services too; it is loaded when the first one is created. Use
+    it as a context manager, or call `close`, to free the device before the process ends.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        data_dir: str | Path | None = None,
+        engine: EngineConfig | None = None,
+        aliases: Mapping[str, str] | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            data_dir: Checkpoints are kept in `<data_dir>/checkpoints`; default: the model store's home.
+            aliases: `{asked: used}`, base models that stand in for others; on top of `TURNWISE_ALIASES`.
+            user_metadata: Written into every checkpoint.
+        """
+        if base_url is not None:
+            raise ConfigError(
+                f"base_url={base_url!r}; the remote client is not part of this release. "
+                "ServiceClient() without it trains and samples in this process"
+            )
+        self._config = engine or EngineConfig()
+        self._aliases = dict(aliases or {})
+        self._user_metadata = dict(user_metadata or {})
+        root = Path(data_dir).expanduser().absolute() if data_dir is not None else model_store.home()
+        self._store = CheckpointStore(root / "checkpoints")
+        self._store.remove_expired()
+        self._pool = engines.POOL
+        self._lock = threading.Lock()
+        self._workers: dict[Path, EngineWorker] = {}
+        self._is_closed = False
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """The models that are there already; a model directory or a hub name works as `base_model` too."""
+        ready = {row.name: row.context_length for row in model_store.list_models() if row.is_ready}
+        aliases = {**model_store.aliases_from_environment(), **self._aliases}
+        lengths = {**ready, **{name: ready.get(target) for name, target in aliases.items()}}
+        return GetServerCapabilitiesResponse(
+            supported_models=[SupportedModel(model_name=name, max_context_length=n) for name, n in lengths.items()]
+        )
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await asyncio.to_thread(self.get_server_capabilities)
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """A client that trains a new adapter on `base_model`."""
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+        model, model_id = self._resolve(base_model), new_model_id()
+        adapter = model.worker.run(model_id, lambda engine: engine.create_adapter(lora)).result()
+        return self._training_client(model, adapter, model_id, user_metadata)
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        return await asyncio.to_thread(
+            self.create_lora_training_client,
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+        )
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
+    ) -> TrainingClient:
+        """A client that trains on from a checkpoint's weights, with a fresh optimizer.
+
+        Args:
+            base_model: For adapters that do not say which base model they were made for.
+        """
+        return self._from_state(path, user_metadata, base_model, with_optimizer=False)
+
+    async def create_training_client_from_state_async(
+        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
+    ) -> TrainingClient:
+        return await asyncio.to_thread(self._from_state, path, user_metadata, base_model, with_optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
+    ) -> TrainingClient:
+        """A client that goes on where `save_state` left off."""
+        return self._from_state(path, user_metadata, base_model, with_optimizer=True)
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
+    ) -> TrainingClient:
+        return await asyncio.to_thread(self._from_state, path, user_metadata, base_model, with_optimizer=True)
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: object = None,  # noqa: ARG002 - nothing is lost on the way in process
+    ) -> SamplingClient:
+        """A client that samples from saved weights, or from a base model as it is."""
+        if model_path is not None:
+            checkpoint = self._store.find(model_path)
+            model = self._base_of(checkpoint, base_model)
+            check_loadable(checkpoint, model, with_optimizer=False)
+            directory = checkpoint.directory
+            policy = model.worker.run(new_model_id(), lambda engine: engine.load_policy(directory)).result()
+            return SamplingClient(model, policy)
+        if base_model is not None:
+            model = self._resolve(base_model)
+            return SamplingClient(model, model.worker.engine.base_policy)
+        raise ConfigError("create_sampling_client needs model_path (saved weights) or base_model")
+
+    async def create_sampling_client_async(
+        self, model_path: str | None = None, base_model: str | None = None, retry_config: object = None
+    ) -> SamplingClient:
+        return await asyncio.to_thread(self.create_sampling_client, model_path, base_model, retry_config)
+
+    def close(self) -> None:
+        """Leave the engines; one that no other service uses is closed, and its waiting requests fail."""
+        with self._lock:
+            self._is_closed = True
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            self._pool.release(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _resolve(self, base_model: str) -> LoadedModel:
+        self._check_open()
+        found = model_store.resolve_model(base_model, self._aliases)
+        return self._load(base_model, found.aliased_to or base_model, found.directory)
+
+    def _load(self, name: str, stored_model: str, directory: Path) -> LoadedModel:
+        with self._lock:
+            self._check_open()
+            worker = self._workers.get(directory)
+            if worker is None or worker.is_stopped:
+                worker = self._workers[directory] = self._pool.acquire(directory, self._config, stored_model)
+        return LoadedModel(name, stored_model, directory, worker)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineStoppedError("this ServiceClient is closed; create another one")
+
+    def _base_of(self, checkpoint: Checkpoint, base_model: str | None) -> LoadedModel:
+        """The base model that a checkpoint belongs to, or the one that the caller says it does."""
+        if base_model is not None:
+            return self._resolve(base_model)
+        info = checkpoint.info
+        if info is None:
+            return self._resolve(_peft_base_model(checkpoint))
+        directory = Path(info.model_directory)
+        if directory.is_dir():
+            return self._load(info.base_model, info.stored_model, directory)
+        return self._resolve(info.stored_model)
+
+    def _from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None, base_model: str | None, *, with_optimizer: bool
+    ) -> TrainingClient:
+        checkpoint = self._store.find(path)
+        model, model_id = self._base_of(checkpoint, base_model), new_model_id()
+        check_loadable(checkpoint, model, with_optimizer=with_optimizer)
+
+        def create(engine: Engine) -> Adapter:
+            adapter = engine.create_adapter(_lora_of(checkpoint))
+            try:
+                engine.load_adapter(adapter, checkpoint.directory, with_optimizer=with_optimizer)
+            except BaseException:
+                engine.drop_adapter(adapter)
+                raise
+            return adapter
+
+        adapter = model.worker.run(model_id, create).result()
+        return self._training_client(model, adapter, model_id, user_metadata)
+
+    def _training_client(
+        self, model: LoadedModel, adapter: Adapter, model_id: str, user_metadata: Mapping[str, str] | None
+    ) -> TrainingClient:
+        metadata = {**self._user_metadata, **(user_metadata or {})}
+        return TrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)
+
+
+def _lora_of(checkpoint: Checkpoint) -> LoraConfig:
+    if checkpoint.info is not None:
+        return checkpoint.info.lora
+    from turnwise.engine.adapter_files import read_lora_config  # torch
+
+    return read_lora_config(checkpoint.directory)
+
+
+def _peft_base_model(checkpoint: Checkpoint) -> str:
+    config = json.loads((checkpoint.directory / "adapter_config.json").read_text(encoding="utf-8"))
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{checkpoint.path} does not say which base model it is for; pass base_model=...")
+    return str(name)

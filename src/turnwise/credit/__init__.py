@@ -1,0 +1,1 @@
+"""Who deserves what: arithmetic on trajectories. numpy at most, no I/O."""

@@ -1,0 +1,212 @@
+"""Attention behind one interface: training over a prefix tree, prefill and decode over a paged KV cache.
+
+transformers' modelling code calls `attention_forward` for every layer (registered as "turnwise"); the plan that the
+engine passed to the model says what to do. Tokens are packed: batch 1, no padding.
+
+A prefix tree is laid out in preorder, so a node's descendants follow it directly. A token attends to its own node
+causally and to every ancestor node fully. Each of those is a dense, unmasked attention over slices; partial results
+are merged by their log-sum-exp. Backward needs no merge: with the merged output and log-sum-exp every part's
+gradient is exact on its own, since the softmax of the whole row is exp(score - logsumexp).
+
+Shape legend: N packed tokens, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from turnwise.engine import attention_cpu, attention_cuda
+from turnwise.engine.kvcache import KvCache
+from turnwise.errors import ModelError
+
+ATTENTION_NAME = "turnwise"
+
+
+class AttentionPlan(Protocol):
+    """What one forward pass does in its attention layers."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
+        ...
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; every option that would change the result and is not ours is refused."""
+    plan: AttentionPlan | None = kwargs.get("plan")
+    if plan is None:
+        raise ModelError(f"{type(module).__name__} does not pass its keyword arguments on to attention")
+    for option in ("softcap", "s_aux", "sliding_window"):
+        if kwargs.get(option) is not None:
+            raise ModelError(f"{type(module).__name__} asks for {option}={kwargs[option]}, which is not supported")
+    return plan.attend(module.layer_idx, query, key, value, kwargs["scaling"]), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Queries [q_start, q_stop) attend to keys [k_start, k_stop), all of them."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+    def shifted(self, by: int) -> Pair:
+        return Pair(self.q_start + by, self.q_stop + by, self.k_start + by, self.k_stop + by)
+
+
+@dataclass(frozen=True, slots=True)
+class Varlen:
+    """Many attentions in one variable-length call: query and key runs of each, end to end."""
+
+    q_bounds: Tensor
+    """[runs + 1] int32"""
+    k_bounds: Tensor
+    max_q: int
+    max_k: int
+    q_index: Tensor | None = None
+    """Packed tokens of the queries; None: all of them, in order."""
+    k_index: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Attention of a packed forest, for forward and backward."""
+
+    bounds: Sequence[int]
+    """[nodes + 1] node i holds packed tokens [bounds[i], bounds[i + 1]); each attends to itself causally."""
+    levels: Sequence[Sequence[Pair]]
+    """Per depth, inner node -> all its descendants; the pairs of one level do not overlap."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        if torch.is_grad_enabled() and query.requires_grad:
+            return _TreeAttention.apply(query, key, value, self, scale)  # type: ignore[no-any-return]
+        out, _ = _kernels(query).tree_forward(query, key, value, self, scale)
+        return out
+
+    def slices(self) -> Iterator[tuple[slice, slice, bool]]:
+        """(queries, keys, is causal) of every part; a token's own node comes before its ancestors."""
+        for start, stop in itertools.pairwise(self.bounds):
+            yield slice(start, stop), slice(start, stop), True
+        for pair in itertools.chain.from_iterable(self.levels):
+            yield slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop), False
+
+    def varlen(self, device: torch.device) -> list[Varlen]:
+        """The same as few variable-length calls: all nodes on themselves, then one call per level."""
+        if "_varlen" not in self.__dict__:
+            lengths = [stop - start for start, stop in itertools.pairwise(self.bounds)]
+            nodes = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+            parts = [Varlen(nodes, nodes, max(lengths), max(lengths))]
+            parts += [_level_varlen(level, device) for level in self.levels]
+            self.__dict__["_varlen"] = parts
+        return self.__dict__["_varlen"]
+
+
+def _level_varlen(level: Sequence[Pair], device: torch.device) -> Varlen:
+    q_runs = [(pair.q_start, pair.q_stop) for pair in level]
+    k_runs = [(pair.k_start, pair.k_stop) for pair in level]
+    return Varlen(
+        q_bounds=run_bounds(q_runs, device),
+        k_bounds=run_bounds(k_runs, device),
+        max_q=max(stop - start for start, stop in q_runs),
+        max_k=max(stop - start for start, stop in k_runs),
+        q_index=torch.cat([torch.arange(*run, device=device) for run in q_runs]),
+        k_index=torch.cat([torch.arange(*run, device=device) for run in k_runs]),
+    )
+
+
+def run_bounds(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """[runs + 1] int32: where each run starts once they are laid end to end."""
+    lengths = [stop - start for start, stop in runs]
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, plan, scale):  # type: ignore[override]
+        out, logsumexp = _kernels(query).tree_forward(query, key, value, plan, scale)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[override]
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        grads = _kernels(query).tree_backward(grad_out, query, key, value, out, logsumexp, ctx.plan, ctx.scale)
+        return *grads, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Packed tokens [start, stop) are new tokens of one sequence whose first `num_cached` tokens are in the cache."""
+
+    start: int
+    stop: int
+    num_cached: int
+    blocks: Tensor
+    """The sequence's block ids, as many as hold its cached tokens."""
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """Attention of one sampler step: decode rows first, one token each, then chunks of prompts."""
+
+    cache: KvCache
+    slots: Tensor
+    """[N] where each token's key and value go: block * block_size + offset."""
+    num_decode: int
+    block_table: Tensor
+    """[num_decode, max blocks] int32"""
+    context_lens: Tensor
+    """[num_decode] int32, the current token included."""
+    max_context: int
+    chunks: Sequence[Chunk]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        kernels = _kernels(query)
+        parts: list[Tensor] = []
+        if self.num_decode:
+            rows = query[0, :, : self.num_decode].transpose(0, 1)
+            parts.append(kernels.paged_decode(rows, self.cache.layer(layer), self, scale)[None])
+        if self.chunks:
+            parts.append(kernels.prefill(query, key, value, self, layer, scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def prefill_varlen(self) -> Varlen:
+        """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""
+        if "_varlen" not in self.__dict__:
+            device = self.slots.device
+            new = [(chunk.start, chunk.stop) for chunk in self.chunks]
+            q_bounds = run_bounds(new, device)
+            max_q = max(stop - start for start, stop in new)
+            if any(chunk.num_cached for chunk in self.chunks):
+                size = self.cache.block_size
+                old = [(c.blocks[:, None] * size + torch.arange(size, device=device)).view(-1) for c in self.chunks]
+                runs = [(0, c.num_cached + c.stop - c.start) for c in self.chunks]
+                pieces = [
+                    piece
+                    for slots, c in zip(old, self.chunks, strict=True)
+                    for piece in (slots[: c.num_cached], self.slots[c.start : c.stop])
+                ]
+                max_k = max(stop for _, stop in runs)
+                varlen = Varlen(q_bounds, run_bounds(runs, device), max_q, max_k, None, torch.cat(pieces))
+            else:
+                varlen = Varlen(q_bounds, q_bounds, max_q, max_q)
+            self.__dict__["_varlen"] = varlen
+        return self.__dict__["_varlen"]
+
+
+def _kernels(query: Tensor) -> Any:
+    return attention_cpu if query.device.type == "cpu" else attention_cuda

@@ -1,0 +1,109 @@
+"""Attention on a CPU: PyTorch's flash kernels over slices, and our paged decode kernel.
+
+Every function here takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from turnwise.engine.linear import cpu_kernels
+
+if TYPE_CHECKING:
+    from turnwise.engine.attention import PagedPlan, TreePlan
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest."""
+    _, num_heads, num_tokens, head_size = query.shape
+    out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
+    logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
+    for q, k, is_causal in plan.slices():
+        part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, is_causal, scale=scale)
+        if not is_causal:
+            part = merge(out[:, :, q], logsumexp[:, :, q], *part)
+        out[:, :, q], logsumexp[:, :, q] = part
+    return out.transpose(1, 2), logsumexp
+
+
+def tree_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    plan: TreePlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    for q, k, is_causal in plan.slices():
+        parts = _flash_backward(
+            grad_out[:, :, q],
+            query[:, :, q],
+            key[:, :, k],
+            value[:, :, k],
+            out[:, :, q],
+            logsumexp[:, :, q],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
+            if is_causal:  # a node on itself: the first to write its rows
+                grad[:, :, where] = piece
+            else:
+                grad[:, :, where] += piece
+    return grads
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax over two disjoint sets of keys, from each set's output [.., H, N, D] and log-sum-exp [.., H, N]."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (lse_a - lse).exp().unsqueeze(-1), (lse_b - lse).exp().unsqueeze(-1)
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+    _, num_heads, num_tokens, head_size = query.shape
+    out = query.new_empty(1, num_tokens - plan.num_decode, num_heads, head_size)
+    for chunk in plan.chunks:
+        part = slice(chunk.start, chunk.stop)
+        own, logsumexp = _flash(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True, scale=scale)
+        if chunk.num_cached:
+            cached = plan.cache.read(layer, chunk.blocks, chunk.num_cached)
+            own, _ = merge(own, logsumexp, *_flash(query[:, :, part], *cached, 0.0, False, scale=scale))
+        out[:, chunk.start - plan.num_decode : chunk.stop - plan.num_decode] = own.transpose(1, 2)
+    return out
+
+
+def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    """One query row [H, D] per sequence over its blocks."""
+    kernels = cpu_kernels() if query.dtype is torch.float32 else None
+    if kernels is not None and query.shape[-1] % 8 == 0:
+        return kernels.paged_decode(query.contiguous(), *layer, plan.block_table, plan.context_lens, scale)
+    return gather_decode(query, layer, plan, scale)
+
+
+def gather_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    """The plain form: gather every row's blocks side by side, mask what is beyond its context."""
+    rows = query.shape[0]
+    keys, values = (side[plan.block_table.long()].flatten(1, 2)[:, : plan.max_context] for side in layer)
+    visible = torch.arange(keys.shape[1], device=query.device)[None] < plan.context_lens[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.unsqueeze(2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=visible.view(rows, 1, 1, -1),
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.squeeze(2)

@@ -1,0 +1,197 @@
+"""Attention on CUDA: PyTorch's variable-length flash kernels for trees and prompts, our Triton kernel for decode.
+
+Flash attention takes bfloat16 and float16; float32 runs as plain torch (`attention_dense`), exact and slower. Every
+function takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D].
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from turnwise.engine import attention_dense
+from turnwise.engine.attention_cpu import gather_decode, merge
+
+if TYPE_CHECKING:
+    from turnwise.engine.attention import PagedPlan, TreePlan, Varlen
+
+log = logging.getLogger(__name__)
+
+_flash = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
+MAX_FLASH_HEAD = 256
+
+
+def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest."""
+    if not _has_flash(query):
+        return _dense_tree_forward(query, key, value, plan, scale)
+    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+    parts = plan.varlen(query.device)
+    out, logsumexp, _ = _varlen_forward(q, k, v, parts[0], True, scale)
+    for part in parts[1:]:
+        below, lse_below, _ = _varlen_forward(q[part.q_index], k[part.k_index], v[part.k_index], part, False, scale)
+        # merge() wants heads first; the log-sum-exp already is.
+        merged, lse = merge(
+            out[part.q_index].transpose(0, 1), logsumexp[:, part.q_index], below.transpose(0, 1), lse_below
+        )
+        out[part.q_index] = merged.transpose(0, 1)
+        logsumexp[:, part.q_index] = lse
+    return out[None], logsumexp[None]
+
+
+def tree_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    plan: TreePlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_flash(query):
+        return _dense_tree_backward(grad_out, query, key, value, out, logsumexp, plan, scale)
+    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+    g, o, lse = grad_out[0], out[0], logsumexp[0]
+    parts = plan.varlen(query.device)
+    grads = _varlen_backward(g, q, k, v, o, lse, parts[0], True, scale)
+    for part in parts[1:]:
+        qi, ki = part.q_index, part.k_index
+        assert qi is not None, "a level picks its queries by index"
+        assert ki is not None, "a level picks its keys by index"
+        below = _varlen_backward(g[qi], q[qi], k[ki], v[ki], o[qi], lse[:, qi].contiguous(), part, False, scale)
+        for grad, index, piece in zip(grads, (qi, ki, ki), below, strict=True):
+            grad.index_add_(0, index, piece)
+    dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
+    return dq, dk, dv
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+    first = plan.num_decode
+    q, k, v = (side[0, :, first:].transpose(0, 1) for side in (query, key, value))
+    if _has_flash(query):
+        varlen = plan.prefill_varlen()
+        if varlen.k_index is not None:
+            k, v = (side.flatten(0, 1)[varlen.k_index] for side in plan.cache.layer(layer))
+        # The causal edge is at the bottom right: the last query sees every key of its sequence.
+        return _varlen_forward(q, k, v, varlen, True, scale)[0][None]
+    out = torch.empty_like(q)
+    for chunk in plan.chunks:
+        part = slice(chunk.start, chunk.stop)
+        new = query[:, :, part], key[:, :, part], value[:, :, part]
+        own, lse = attention_dense.forward(*new, True, scale)
+        if chunk.num_cached:
+            cached = plan.cache.read(layer, chunk.blocks, chunk.num_cached)
+            own, _ = merge(own, lse, *attention_dense.forward(new[0], *cached, False, scale))
+        out[chunk.start - first : chunk.stop - first] = own[0].transpose(0, 1)
+    return out[None]
+
+
+def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    """One query row [H, D] per sequence over its blocks."""
+    kernel = triton_decode()
+    if kernel is None:
+        return gather_decode(query, layer, plan, scale)
+    return kernel.paged_decode(query, *layer, plan.block_table, plan.context_lens, plan.max_context, scale)
+
+
+@functools.cache
+def triton_decode() -> Any:
+    """The module with our decode kernel, or None where Triton does not run."""
+    try:
+        from turnwise.engine.kernels import triton_decode as module
+    except ImportError as cause:
+        log.warning("Triton is not available (%s): decode attention uses plain torch, slower", cause)
+        return None
+    return module
+
+
+def _has_flash(query: Tensor) -> bool:
+    head_size = query.shape[-1]
+    return query.dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= MAX_FLASH_HEAD
+
+
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, part: Varlen, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, logsumexp, rng_state, *_ = _flash(
+        q, k, v, part.q_bounds, part.k_bounds, part.max_q, part.max_k, 0.0, is_causal, False, scale=scale
+    )
+    return out, logsumexp, rng_state
+
+
+def _varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    part: Varlen,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, so no random state
+    return _flash_backward(
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        out.contiguous(),
+        logsumexp,
+        part.q_bounds,
+        part.k_bounds,
+        part.max_q,
+        part.max_k,
+        0.0,
+        is_causal,
+        state,
+        state,
+        scale=scale,
+    )
+
+
+def _dense_tree_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    for q, k, is_causal in plan.slices():
+        part = attention_dense.forward(query[:, :, q], key[:, :, k], value[:, :, k], is_causal, scale)
+        if not is_causal:
+            part = merge(out[:, :, q], logsumexp[:, :, q], *part)
+        out[:, :, q], logsumexp[:, :, q] = part
+    return out.transpose(1, 2), logsumexp
+
+
+def _dense_tree_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    plan: TreePlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for q, k, is_causal in plan.slices():
+        parts = attention_dense.backward(
+            grad_out[:, :, q],
+            query[:, :, q],
+            key[:, :, k],
+            value[:, :, k],
+            out[:, :, q],
+            logsumexp[:, :, q],
+            is_causal,
+            scale,
+        )
+        for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
+            grad[:, :, where] += piece
+    return grads

@@ -1,0 +1,227 @@
+"""The one facade over the device: create_adapter, forward_backward, optim_step, publish, sample, save, load.
+
+Nothing here is thread-safe; `worker.EngineWorker` is the one thread that calls it. Methods that take long are
+generators: they check everything first, yield between passes, and return their result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from turnwise.engine import adapter_files
+from turnwise.engine.columns import DatumColumns, datums_to_columns
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
+from turnwise.engine.losses import Loss, make_loss
+from turnwise.engine.memory import keep_freed_memory
+from turnwise.engine.models import CausalModel
+from turnwise.engine.optim import adamw_step
+from turnwise.engine.sampler import Sampler
+from turnwise.engine.trainer import Job, Trainer, outputs_of
+from turnwise.errors import ConfigError, DataError
+from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
+
+log = logging.getLogger(__name__)
+
+LossConfig = Mapping[str, float | str] | None
+CustomLoss = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
+
+CROSS_ENTROPY = make_loss("cross_entropy", None)
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+CPU_KV_BYTES = 1 << 30
+MAX_KV_TOKENS = 1 << 21
+
+
+class Engine:
+    """One base model on one device, its adapters, and a sampler over their published versions."""
+
+    def __init__(self, model_dir: Path, config: EngineConfig, *, name: str) -> None:
+        self.name = name
+        self.model_dir = Path(model_dir)
+        self.config = config
+        self.device, self.dtype = choose_device(config)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.model = CausalModel(self.model_dir, self.device, self.dtype)
+        self.arch = self.model.arch
+        self.vocab_size = self.model.vocab_size
+        self.max_context_length = self.model.max_context_length
+        self.base_policy = BasePolicy()
+        self.trainer = Trainer(
+            self.model,
+            config.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type],
+            share_prefixes=config.share_prefixes,
+        )
+        self.sampler = Sampler(self.model, config, self._num_blocks(), self.model_dir)
+        self._references: dict[str, AnyPolicy] = {}
+
+    def create_adapter(self, lora: LoraConfig) -> Adapter:
+        return Adapter(lora, target_shapes(self.model.linears, lora), self.device)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Free an adapter's tensors; its published policies live on."""
+        for tensor in (adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq):
+            tensor.resize_(0)
+
+    def forward(
+        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """Logprobs of every target, and the loss they give; no gradient."""
+        loss = make_loss(loss_fn, _without_reference(loss_fn_config))
+        job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], loss))
+        result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
+        metrics = loss.metrics(result.logprobs, result.entropies, result.columns)
+        return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)
+
+    def forward_backward(
+        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
+        outputs = yield from self.forward_backward_many([(adapter, datums)], loss_fn, loss_fn_config)
+        return outputs[0]
+
+    def forward_backward_many(
+        self, batches: Sequence[tuple[Adapter, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossConfig
+    ) -> Generator[None, None, list[ForwardBackwardOutput]]:
+        """Batches of several adapters in shared passes; each adapter gets its own gradient."""
+        loss = make_loss(loss_fn, _without_reference(loss_fn_config))
+        jobs = [Job(weights=adapter, datums=self._columns(datums, loss)) for adapter, datums in batches]
+        reference = None
+        if loss.needs_reference and any(d.ref_logprobs is None for job in jobs for d in job.datums):
+            reference = self._reference(str((loss_fn_config or {}).get("kl_reference", "base")))
+        before = [adapter.grad.clone() for adapter, _ in batches]
+        try:
+            return (yield from self.trainer.forward_backward(jobs, loss, reference))
+        except BaseException:
+            # A pass that failed must leave no half gradient behind.
+            for (adapter, _), grad in zip(batches, before, strict=True):
+                adapter.grad.copy_(grad)
+            raise
+
+    def forward_backward_custom(
+        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: CustomLoss
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """The caller's own loss over logprobs, one tensor per datum; its gradient is carried through the model."""
+        job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], CROSS_ENTROPY))
+        result = yield from self.trainer.logprobs(job, only_trained=False)
+        outputs = outputs_of(job, result)
+        leaves = [torch.tensor(out["logprobs"].data, dtype=torch.float32, requires_grad=True) for out in outputs]
+        with torch.enable_grad():
+            loss, metrics = loss_fn(list(datums), leaves)
+        if loss.dim() != 0 or not torch.isfinite(loss):
+            raise DataError(f"the custom loss returned {loss}; expected one finite number as a torch scalar")
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        flat = torch.zeros(int(result.offsets[-1]), device=self.device)
+        for datum, start, stop, grad in zip(job.datums, result.offsets, result.offsets[1:], grads, strict=False):
+            if grad is not None:
+                flat[int(start) + datum.target_start : int(stop)] = grad.to(self.device)
+        if not torch.isfinite(flat).all():
+            raise DataError("the custom loss has a gradient that is not finite")
+        everything = Job(weights=adapter, datums=[_train_all(d) for d in job.datums])
+        yield from self.trainer.backward_from(everything, flat)
+        numbers = {key if ":" in key else f"{key}:mean": float(value) for key, value in metrics.items()}
+        known = {"loss:sum": float(loss.detach()), "num_trained_tokens:sum": float(sum(len(leaf) for leaf in leaves))}
+        return ForwardBackwardOutput("ArrayRecord", outputs, {**numbers, **known})
+
+    def optim_step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
+        return adamw_step(adapter, params)
+
+    def publish(self, adapter: Adapter) -> Policy:
+        """A frozen copy of the adapter for sampling, under a version of its own."""
+        return adapter.publish(self.dtype)
+
+    def save_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
+        adapter_files.write_adapter(adapter, directory, str(self.model_dir), with_optimizer=with_optimizer)
+
+    def save_policy(self, policy: Policy, directory: Path) -> None:
+        adapter_files.write_adapter(policy, directory, str(self.model_dir), with_optimizer=False)
+
+    def load_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
+        """Replace an adapter's weights; its gradient is cleared, and its optimizer starts anew or is restored."""
+        flat = adapter_files.read_flat(directory, adapter.shapes, adapter.lora.rank, adapter.flat)
+        if with_optimizer:
+            adapter_files.read_optimizer(directory, adapter)
+        else:
+            adapter.num_steps = 0
+            adapter.exp_avg.zero_()
+            adapter.exp_avg_sq.zero_()
+        adapter.flat.copy_(flat)
+        adapter.grad.zero_()
+
+    def load_policy(self, directory: Path) -> Policy:
+        lora = adapter_files.read_lora_config(directory)
+        shapes = target_shapes(self.model.linears, lora)
+        flat = adapter_files.read_flat(directory, shapes, lora.rank).to(self.device)
+        return Policy(lora, shapes, flat, self.dtype)
+
+    def close(self) -> None:
+        """Drop everything that holds memory."""
+        self._references.clear()
+        del self.sampler, self.trainer, self.model
+
+    def _columns(self, datums: Sequence[Datum], loss: Loss) -> list[DatumColumns]:
+        if not datums:
+            raise DataError("no datums; send at least one")
+        return datums_to_columns(datums, loss=loss, vocab_size=self.vocab_size, max_length=self.max_context_length)
+
+    def _reference(self, where: str) -> AnyPolicy:
+        """The policy that a KL term is measured against: the base, or an adapter's directory."""
+        if where == "base":
+            return self.base_policy
+        if where not in self._references:
+            self._references[where] = self.load_policy(Path(where))
+        return self._references[where]
+
+    def _num_blocks(self) -> int:
+        per_token = self.model.kv_shape.bytes_per_token(self.dtype)
+        budget = self.config.kv_cache_gib * (1 << 30)
+        if not budget and self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = max(0, free - (1 - self.config.gpu_memory_utilization) * total) / 2
+        tokens = int((budget or CPU_KV_BYTES) // per_token)
+        tokens = min(tokens, MAX_KV_TOKENS, self.config.max_num_seqs * self.max_context_length)
+        num_blocks = tokens // self.config.block_size
+        if num_blocks < 2:
+            raise ConfigError(f"kv_cache_gib={self.config.kv_cache_gib} holds {tokens} tokens; give it more")
+        return num_blocks
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype of the frozen weights that `config` asks for."""
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device={config.device!r}; expected auto, cpu or cuda")
+    device = torch.device(wanted)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={config.device!r}, but torch sees no CUDA GPU; use device='cpu'")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, default if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _without_reference(config: LossConfig) -> dict[str, Any]:
+    """`kl_reference` is the engine's to read; the loss sees the logprobs that come of it."""
+    return {key: value for key, value in (config or {}).items() if key != "kl_reference"}
+
+
+def _with_weights(datum: Datum) -> Datum:
+    """Reading logprobs needs no choice of what to train: a datum without weights or mask gets weights of one."""
+    inputs = datum.loss_fn_inputs
+    if "target_tokens" not in inputs or "weights" in inputs or "mask" in inputs:
+        return datum
+    ones = TensorData([1.0] * len(inputs["target_tokens"]))
+    return Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, "weights": ones})
+
+
+def _train_all(datum: DatumColumns) -> DatumColumns:
+    """The same datum with every target trained."""
+    mask = np.arange(len(datum.input_ids)) >= datum.target_start
+    return replace(datum, mask=mask, weights=mask.astype(np.float32))

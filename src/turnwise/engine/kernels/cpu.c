@@ -1,0 +1,640 @@
+/* Sampling kernels for the CPU, float32: small-batch linear layers, paged decode attention, token sampling.
+ *
+ * Decoding a handful of sequences reads every weight and the whole KV cache once per token, so each kernel is laid out
+ * to stream its large operand exactly once, in memory order, and to keep everything else in registers or in L2.
+ *
+ * Vectors are GCC/Clang vector extensions, so this compiles for any target; intrinsics appear only where the extensions
+ * have no good spelling (max, horizontal sums, transposes) and each has a plain fallback. The file must be built
+ * without -ffast-math: masked logits are -inf and a NaN has to stay visible.
+ *
+ * Every entry point takes the number of threads; without OpenMP the pragmas vanish and one thread does the work.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+/* Before loops over register arrays: the arrays live in registers only if every index is a constant. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float vec8 __attribute__((vector_size(32)));
+typedef uint32_t bits8 __attribute__((vector_size(32)));
+/* The same vector at any float address. */
+typedef float vec8_mem __attribute__((vector_size(32), aligned(4), may_alias));
+
+/* The widest vector, used by the linear layers only: everything else is bound by memory at 8 lanes. */
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+typedef float vec __attribute__((vector_size(64)));
+typedef float vec_mem __attribute__((vector_size(64), aligned(4), may_alias));
+#else
+enum { LANES = 8 };
+typedef vec8 vec;
+typedef vec8_mem vec_mem;
+#endif
+
+/* With fewer floats to read than this a second thread costs more than it brings. */
+enum { SERIAL_FLOATS = 1 << 15 };
+
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE vec8 load8(const float *p) { return *(const vec8_mem *)p; }
+INLINE void store8(float *p, vec8 v) { *(vec8_mem *)p = v; }
+INLINE vec8 splat8(float f) { return (vec8){f, f, f, f, f, f, f, f}; }
+
+/* a where a > b, else b: with a NaN on either side the result is b. */
+INLINE vec8 max8(vec8 a, vec8 b) {
+#if defined(__AVX2__)
+    return (vec8)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    bits8 take_a = (bits8)(a > b);
+    return (vec8)(((bits8)a & take_a) | ((bits8)b & ~take_a));
+#endif
+}
+
+INLINE float sum8(vec8 v) {
+    float half[4];
+    UNROLL for (int i = 0; i < 4; i++) half[i] = v[i] + v[i + 4];
+    return (half[0] + half[2]) + (half[1] + half[3]);
+}
+
+INLINE float sum_lanes(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    return sum8(v);
+#endif
+}
+
+INLINE float max_of_lanes(vec8 v) {
+    float m = v[0];
+    UNROLL for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+/* exp(x) for x <= 0, to about 1e-7 relative; 0 below the smallest normal result, NaN for NaN.
+ * x = n ln2 + r with |r| <= ln2/2, exp(r) by its Taylor series (the first term left out is below 6e-9), 2^n by bits. */
+INLINE vec8 exp8(vec8 x) {
+    const float lowest = -87.33654f; /* exp(lowest) = FLT_MIN */
+    const float to_int = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer kept in the low mantissa bits */
+    vec8 clamped = max8(splat8(lowest), x);
+    vec8 shifted = clamped * 1.44269504f + to_int;
+    vec8 n = shifted - to_int;
+    vec8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f; /* ln2 in two parts; n times the first is exact */
+    vec8 p = splat8(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    vec8 power = (vec8)(((bits8)shifted << 23u) + (127u << 23));
+    return (vec8)((bits8)(p * power) & ~(bits8)(x < splat8(lowest)));
+}
+
+/* ---- Linear layers ------------------------------------------------------------------------------------------------
+ *
+ * out[M,N] = x[M,K] weight[N,K]^T for M up to about a hundred. A general GEMM copies the weight into its own layout
+ * first, which at small M costs as much as the product. Here the small operand is copied instead: x is transposed once
+ * into panels [K][width], and a register tile takes 8 rows of the weight as they lie, broadcasting one weight per row
+ * against the panel's vectors. The tile comes out transposed and is turned back on its way to `out`.
+ */
+
+enum {
+    TILE_ROWS = 8, /* of the weight; more would fight for one L1 set (8 ways) when a row is a multiple of 4 KiB */
+    GROUP_ROWS = 16, /* unit of work of a thread: 16 floats of every row of `out`, one cache line */
+    BLOCK_COLS = 128, /* rows of x that are taken at once */
+    DOT_COLS = 4, /* up to here plain dot products along K are faster */
+    PREFETCH_FLOATS = 4096, /* how far ahead of the dot products to fetch */
+};
+#if defined(__AVX512F__)
+enum { WIDE_ROWS = 8 }; /* 8 x 2 accumulators of 32 registers */
+#else
+enum { WIDE_ROWS = 4 }; /* 4 x 2 accumulators of 16 registers */
+#endif
+
+/* dst[j][i] = src[i][j] + bias[i], 8 x 8: x goes into panels this way (without bias) and tiles into `out`. */
+INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
+#if defined(__AVX2__)
+    __m256 a[8], b[8];
+    UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(src + i * src_stride);
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        store8(dst + i * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20) + bias);
+        store8(dst + (i + 4) * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31) + bias);
+    }
+#else
+    for (int j = 0; j < 8; j++)
+        for (int i = 0; i < 8; i++) dst[j * dst_stride + i] = src[i * src_stride + j] + bias[i];
+#endif
+}
+
+/* Width of the next panel when `left` columns remain: two vectors, one, or half of one where that wastes less. */
+INLINE int64_t panel_width(int64_t left) {
+    if (left > 3 * LANES / 2) return 2 * LANES;
+    return left > 8 ? LANES : 8;
+}
+
+/* x[rows,K], columns k..k+8, into every panel; rows that do not exist become zeros. */
+static void pack_columns(const float *x, int64_t rows, int64_t K, int64_t k, float *panels) {
+    int64_t depth = min_of(8, K - k);
+    for (int64_t first = 0, width; first < rows; first += width) {
+        width = panel_width(rows - first);
+        float *panel = panels + first * K + k * width;
+        for (int64_t m = 0; m < width; m += 8) {
+            int64_t present = rows - first - m;
+            const float *src = x + (first + m) * K + k;
+            if (present >= 8 && depth == 8) {
+                transpose8(src, K, panel + m, width, splat8(0));
+                continue;
+            }
+            for (int64_t j = 0; j < depth; j++)
+                for (int64_t i = 0; i < 8; i++) panel[j * width + m + i] = i < present ? src[i * K + j] : 0;
+        }
+    }
+}
+
+/* tile[r][..] = weight rows r times one panel of NUM vectors of type V. While it runs, the rows of the following tile,
+ * which lie right behind, are fetched into L2: the hardware gives up on so many short streams. */
+#define DEFINE_TILE(NAME, V, V_MEM, NUM, ROWS)                                                                         \
+    static void NAME(const float *weight, int64_t K, const float *panel, float *tile, int64_t tile_stride) {          \
+        enum { WIDTH = sizeof(V) / sizeof(float) * (NUM) };                                                            \
+        V acc[ROWS][NUM];                                                                                              \
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < NUM; j++) acc[r][j] = (V){0};                 \
+        const float *ahead = weight + ROWS * K;                                                                        \
+        int64_t k = 0;                                                                                                 \
+        for (; k + 4 <= K; k += 4) {                                                                                   \
+            UNROLL for (int line = 0; line < ROWS / 4; line++) __builtin_prefetch(ahead + line * 16, 0, 2);            \
+            ahead += ROWS * 4;                                                                                         \
+            UNROLL for (int i = 0; i < 4; i++) TILE_STEP(V, V_MEM, NUM, ROWS, k + i)                                   \
+        }                                                                                                              \
+        for (; k < K; k++) TILE_STEP(V, V_MEM, NUM, ROWS, k)                                                           \
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < NUM; j++)                                     \
+            ((V_MEM *)(tile + r * tile_stride))[j] = acc[r][j];                                                        \
+    }
+#define TILE_STEP(V, V_MEM, NUM, ROWS, DEPTH)                                                                          \
+    {                                                                                                                  \
+        V x[NUM];                                                                                                      \
+        UNROLL for (int j = 0; j < NUM; j++) x[j] = ((const V_MEM *)(panel + (DEPTH) * WIDTH))[j];                     \
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < NUM; j++)                                     \
+            acc[r][j] += weight[r * K + (DEPTH)] * x[j];                                                               \
+    }
+DEFINE_TILE(tile_wide, vec, vec_mem, 2, WIDE_ROWS)
+#if defined(__AVX512F__)
+DEFINE_TILE(tile_single, vec, vec_mem, 1, TILE_ROWS)
+#endif
+DEFINE_TILE(tile_half, vec8, vec8_mem, 1, TILE_ROWS)
+
+/* Columns of `out` [row, row + count) from the packed x, count <= GROUP_ROWS. Needs N >= TILE_ROWS. */
+static void multiply_group(const float *weight, int64_t N, int64_t K, const float *panels, int64_t M, const float *bias,
+                           float *out, int64_t row, int64_t count) {
+    float tile[TILE_ROWS * BLOCK_COLS];
+    for (int64_t done = 0; done < count; done += TILE_ROWS) {
+        /* The last tile may reach back over rows that are written already: they are computed again and left out. */
+        int64_t start = min_of(row + done, N - TILE_ROWS);
+        int64_t skip = row + done - start, rows = min_of(TILE_ROWS, row + count - start);
+        const float *w = weight + start * K;
+        for (int64_t first = 0, width; first < M; first += width) {
+            const float *panel = panels + first * K;
+            width = panel_width(M - first);
+            if (width == 2 * LANES) {
+                for (int r = 0; r < TILE_ROWS; r += WIDE_ROWS)
+                    tile_wide(w + r * K, K, panel, tile + r * BLOCK_COLS + first, BLOCK_COLS);
+            } else if (width == 8) {
+                tile_half(w, K, panel, tile + first, BLOCK_COLS);
+            } else {
+#if defined(__AVX512F__)
+                tile_single(w, K, panel, tile + first, BLOCK_COLS);
+#endif
+            }
+        }
+        for (int64_t m = 0; m < M; m += 8) {
+            if (skip == 0 && rows == TILE_ROWS && m + 8 <= M) {
+                transpose8(tile + m, BLOCK_COLS, out + m * N + start, N, bias ? load8(bias + start) : splat8(0));
+                continue;
+            }
+            for (int64_t i = m; i < min_of(m + 8, M); i++)
+                for (int64_t r = skip; r < rows; r++)
+                    out[i * N + start + r] = tile[r * BLOCK_COLS + i] + (bias ? bias[start + r] : 0);
+        }
+    }
+}
+
+/* out[i][r] for `rows` rows of the weight and `cols` rows of x, both small constants after inlining. */
+INLINE void dots(const int rows, const int cols, const float *weight, int64_t K, const float *x, const float *bias,
+                 float *out, int64_t N) {
+    vec acc[2][DOT_COLS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < cols; i++) acc[r][i] = (vec){0};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        vec w[2];
+        UNROLL for (int r = 0; r < rows; r++) {
+            w[r] = *(const vec_mem *)(weight + r * K + k);
+            __builtin_prefetch(weight + PREFETCH_FLOATS + k * rows + r * LANES, 0, 2);
+        }
+        UNROLL for (int i = 0; i < cols; i++) {
+            vec v = *(const vec_mem *)(x + i * K + k);
+            UNROLL for (int r = 0; r < rows; r++) acc[r][i] += w[r] * v;
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < cols; i++) {
+        float sum = sum_lanes(acc[r][i]) + (bias ? bias[r] : 0);
+        for (int64_t rest = k; rest < K; rest++) sum += weight[r * K + rest] * x[i * K + rest];
+        out[i * N + r] = sum;
+    }
+}
+
+static void dot_rows(const float *weight, int64_t N, int64_t K, const float *x, int64_t M, const float *bias,
+                     float *out, int64_t row, int64_t count) {
+    for (int64_t r = row; r < row + count; r += 2) {
+        const float *w = weight + r * K, *b = bias ? bias + r : NULL;
+        int pair = r + 1 < row + count;
+        for (int64_t m = 0; m < M; m += DOT_COLS) {
+            const float *xm = x + m * K;
+            float *o = out + m * N + r;
+            int64_t left = M - m;
+            if (!pair)
+                for (int64_t i = 0; i < min_of(left, DOT_COLS); i++) dots(1, 1, w, K, xm + i * K, b, o + i * N, N);
+            else if (left == 1) dots(2, 1, w, K, xm, b, o, N);
+            else if (left == 2) dots(2, 2, w, K, xm, b, o, N);
+            else if (left == 3) dots(2, 3, w, K, xm, b, o, N);
+            else dots(2, 4, w, K, xm, b, o, N);
+        }
+    }
+}
+
+/* out = x weight^T + bias, bias may be NULL; scratch holds K * (BLOCK_COLS + 32) floats. */
+void tw_linear(const float *x, int64_t M, int64_t K, const float *weight, int64_t N, const float *bias, float *out,
+               float *scratch, int threads) {
+    if (N * K < SERIAL_FLOATS) threads = 1;
+    for (int64_t m = 0; m < M; m += BLOCK_COLS) {
+        int64_t cols = min_of(BLOCK_COLS, M - m);
+        const float *xm = x + m * K;
+        float *om = out + m * N;
+        int by_dots = cols <= DOT_COLS || N < TILE_ROWS;
+#pragma omp parallel num_threads(threads)
+        {
+            if (!by_dots) {
+#pragma omp for schedule(static)
+                for (int64_t k = 0; k < K; k += 8) pack_columns(xm, cols, K, k, scratch);
+            }
+#pragma omp for schedule(static) nowait
+            for (int64_t row = 0; row < N; row += GROUP_ROWS) {
+                int64_t count = min_of(GROUP_ROWS, N - row);
+                if (by_dots) dot_rows(weight, N, K, xm, cols, bias, om, row, count);
+                else multiply_group(weight, N, K, scratch, cols, bias, om, row, count);
+            }
+        }
+    }
+}
+
+/* ---- Paged decode attention ---------------------------------------------------------------------------------------
+ *
+ * One query token per sequence against its context, which lies scattered in blocks of the KV cache. The context is
+ * walked in small tiles of tokens; each tile serves all query heads before the next one, so that the cache is read once
+ * and, where one thread has all KV heads of a sequence, in memory order. Softmax is online: a running maximum and sum
+ * per query head, the weighted sum of values in `out`, rescaled when the maximum moves.
+ */
+
+enum {
+    KEY_TILE = 32, /* small, so that the first tile of a sequence, which nobody fetched ahead, is short */
+    MAX_HEADS = 1024,
+};
+#if defined(__AVX512VL__)
+enum { HEAD_TILE = 4 }; /* heads x 4 keys accumulators must fit the registers */
+#else
+enum { HEAD_TILE = 2 };
+#endif
+
+/* Addresses of up to KEY_TILE context tokens: their first KV head. Padded to a multiple of 8 with the last one. */
+typedef struct {
+    const float *key[KEY_TILE], *value[KEY_TILE];
+    int64_t count;
+} TokenTile;
+
+typedef struct {
+    const float *keys, *values;
+    int64_t key_stride, value_stride; /* floats from one block to the next */
+    int64_t block_size, kv_heads, D;
+} Cache;
+
+static void locate_tokens(const Cache *cache, const int32_t *blocks, int64_t start, int64_t context, TokenTile *tile) {
+    tile->count = min_of(KEY_TILE, context - start);
+    for (int64_t t = 0; t < tile->count; t++) {
+        int64_t block = blocks[(start + t) / cache->block_size];
+        int64_t within = (start + t) % cache->block_size * cache->kv_heads * cache->D;
+        tile->key[t] = cache->keys + block * cache->key_stride + within;
+        tile->value[t] = cache->values + block * cache->value_stride + within;
+    }
+    for (int64_t t = tile->count; t % 8; t++) tile->key[t] = tile->key[tile->count - 1];
+}
+
+/* Ask for floats that the next tile will need: spread over the work on this one, they never queue up. */
+INLINE void fetch(const float *start, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(start + i, 0, 2);
+}
+
+/* dst[0..3] = scale * horizontal sums of four vectors. */
+INLINE void store_sums(float *dst, const vec8 *v, float scale) {
+#if defined(__AVX2__)
+    __m256 low = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), high = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+    __m256 both = _mm256_hadd_ps(low, high);
+    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    _mm_storeu_ps(dst, _mm_mul_ps(sums, _mm_set1_ps(scale)));
+#else
+    for (int i = 0; i < 4; i++) dst[i] = sum8(v[i]) * scale;
+#endif
+}
+
+/* scores[h][t] = scale * query[h] . key[t], and -inf in the padding. `offset` leads from a token to its KV head. */
+INLINE void score_keys(const int heads, const TokenTile *tile, const TokenTile *next, int64_t offset, int64_t D,
+                       const float *query, float scale, float (*scores)[KEY_TILE]) {
+    for (int64_t t = 0; t < tile->count; t += 4) {
+        vec8 acc[HEAD_TILE][4];
+        UNROLL for (int h = 0; h < heads; h++) UNROLL for (int i = 0; i < 4; i++) acc[h][i] = (vec8){0};
+        const float *key[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            key[i] = tile->key[t + i] + offset;
+            if (t + i < next->count) fetch(next->key[t + i] + offset, D);
+        }
+        for (int64_t d = 0; d < D; d += 8) {
+            vec8 k[4];
+            UNROLL for (int i = 0; i < 4; i++) k[i] = load8(key[i] + d);
+            UNROLL for (int h = 0; h < heads; h++) {
+                vec8 q = load8(query + h * D + d);
+                UNROLL for (int i = 0; i < 4; i++) acc[h][i] += q * k[i];
+            }
+        }
+        UNROLL for (int h = 0; h < heads; h++) store_sums(scores[h] + t, acc[h], scale);
+    }
+    UNROLL for (int h = 0; h < heads; h++)
+        for (int64_t t = tile->count; t % 8; t++) scores[h][t] = -INFINITY;
+}
+
+/* scores -> exp(scores - maximum) in place; brings the running maximum, sum and output of one head to the new scale. */
+INLINE void update_softmax(float *scores, int64_t count, int64_t D, float *maximum, float *sum, float *out) {
+    vec8 top = splat8(*maximum), total = splat8(0);
+    for (int64_t t = 0; t < count; t += 8) top = max8(load8(scores + t), top);
+    float new_maximum = max_of_lanes(top);
+    for (int64_t t = 0; t < count; t += 8) {
+        vec8 p = exp8(load8(scores + t) - new_maximum);
+        store8(scores + t, p);
+        total += p;
+    }
+    if (new_maximum > *maximum) {
+        float shrink = exp8(splat8(*maximum - new_maximum))[0];
+        *sum *= shrink;
+        for (int64_t d = 0; d < D; d += 8) store8(out + d, load8(out + d) * shrink);
+        *maximum = new_maximum;
+    }
+    *sum += sum8(total);
+}
+
+/* out[h][d..] += sum over t of weights[h][t] * value[t][d..], `num` vectors at once. */
+INLINE void add_values(const int heads, const int num, const TokenTile *tile, const TokenTile *next, int64_t offset,
+                       int64_t D, float (*weights)[KEY_TILE], float *out) {
+    vec8 acc[HEAD_TILE][4];
+    UNROLL for (int h = 0; h < heads; h++) UNROLL for (int j = 0; j < num; j++)
+        acc[h][j] = load8(out + h * D + 8 * j);
+    for (int64_t t = 0; t < tile->count; t++) {
+        vec8 v[4];
+        if (t < next->count) fetch(next->value[t] + offset, 8 * num);
+        UNROLL for (int j = 0; j < num; j++) v[j] = load8(tile->value[t] + offset + 8 * j);
+        UNROLL for (int h = 0; h < heads; h++) UNROLL for (int j = 0; j < num; j++) acc[h][j] += weights[h][t] * v[j];
+    }
+    UNROLL for (int h = 0; h < heads; h++) UNROLL for (int j = 0; j < num; j++)
+        store8(out + h * D + 8 * j, acc[h][j]);
+}
+
+INLINE void attend_heads(const int heads, const TokenTile *tile, const TokenTile *next, int64_t offset, int64_t D,
+                         const float *query, float scale, float *maximum, float *sum, float *out) {
+    float scores[HEAD_TILE][KEY_TILE];
+    score_keys(heads, tile, next, offset, D, query, scale, scores);
+    for (int h = 0; h < heads; h++) update_softmax(scores[h], tile->count, D, maximum + h, sum + h, out + h * D);
+    int64_t d = 0;
+    for (; d + 32 <= D; d += 32) add_values(heads, 4, tile, next, offset + d, D, scores, out + d);
+    for (; d < D; d += 8) add_values(heads, 1, tile, next, offset + d, D, scores, out + d);
+}
+
+/* KV heads [first, last) of one sequence, `group` query heads each; query and out start at the first of those.
+ * `after` is what this thread is likely to read next: fetched during the last tile. */
+static void attend(const Cache *cache, const int32_t *blocks, int64_t context, int64_t first, int64_t last,
+                   int64_t group, const float *query, float scale, float *out, const TokenTile *after) {
+    int64_t D = cache->D, heads = (last - first) * group;
+    float maximum[MAX_HEADS], sum[MAX_HEADS];
+    for (int64_t h = 0; h < heads; h++) maximum[h] = -INFINITY, sum[h] = 0;
+    memset(out, 0, sizeof(float) * heads * D);
+    TokenTile tiles[2];
+    locate_tokens(cache, blocks, 0, context, &tiles[0]);
+    for (int64_t start = 0, turn = 0; start < context; start += KEY_TILE, turn ^= 1) {
+        const TokenTile *tile = &tiles[turn], *next = after;
+        if (start + KEY_TILE < context) {
+            locate_tokens(cache, blocks, start + KEY_TILE, context, &tiles[turn ^ 1]);
+            next = &tiles[turn ^ 1];
+        }
+        for (int64_t h = 0, size; h < heads; h += size) {
+            /* A register tile of heads stays within one KV head. */
+            size = min_of(HEAD_TILE, group - h % group);
+            int64_t offset = (first + h / group) * D;
+            const float *q = query + h * D;
+            float *o = out + h * D;
+            switch (size) {
+            case 1: attend_heads(1, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+            case 2: attend_heads(2, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+#if defined(__AVX512VL__)
+            case 3: attend_heads(3, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+            case 4: attend_heads(4, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+#endif
+            }
+        }
+    }
+    for (int64_t h = 0; h < heads && context > 0; h++)
+        for (int64_t d = 0; d < D; d++) out[h * D + d] /= sum[h];
+}
+
+/* Returns 0, or 1 if a context is negative or longer than its row of the table, or a block in use does not exist. */
+int tw_paged_decode(const float *query, int64_t query_stride, const float *keys, int64_t key_stride,
+                    const float *values, int64_t value_stride, const int32_t *block_table, const int32_t *context_lens,
+                    float *out, int64_t B, int64_t heads, int64_t kv_heads, int64_t D, int64_t num_blocks,
+                    int64_t block_size, int64_t max_blocks, float scale, int threads) {
+    const Cache cache = {keys, values, key_stride, value_stride, block_size, kv_heads, D};
+    int64_t group = heads / kv_heads, tokens = 0;
+    for (int64_t b = 0; b < B; b++) {
+        if (context_lens[b] < 0 || context_lens[b] > max_blocks * block_size) return 1;
+        for (int64_t i = 0; i * block_size < context_lens[b]; i++) {
+            int32_t block = block_table[b * max_blocks + i];
+            if (block < 0 || block >= num_blocks) return 1;
+        }
+        tokens += context_lens[b];
+    }
+    if (tokens * kv_heads * D < SERIAL_FLOATS) threads = 1;
+    /* All KV heads of a token lie together, so a whole sequence is the better item; a KV head is when those are few. */
+    int64_t parts = B >= 4 * threads ? 1 : kv_heads;
+    int64_t share = kv_heads / parts;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t item = 0; item < B * parts; item++) {
+        int64_t b = item / parts, first = item % parts * share, head = first * group;
+        TokenTile after = {.count = 0};
+        if (parts == 1 && b + threads < B)
+            locate_tokens(&cache, block_table + (b + threads) * max_blocks, 0, context_lens[b + threads], &after);
+        attend(&cache, block_table + b * max_blocks, context_lens[b], first, first + share, group,
+               query + b * query_stride + head * D, scale, out + (b * heads + head) * D, &after);
+    }
+    return 0;
+}
+
+/* ---- Sampling -----------------------------------------------------------------------------------------------------
+ *
+ * One pass over the row: for each chunk of 256 logits its maximum and its sum of exponentials relative to that maximum.
+ * A chunk's sum is short enough for float; across chunks everything is double, so the inverse CDF is good to about 1e-7
+ * of the total mass whatever the vocabulary. Only the chunk that the draw falls into is looked at again.
+ */
+
+enum { CHUNK = 256 };
+
+typedef struct {
+    float maximum, sum; /* sum of exp((logit - maximum) / T) */
+    double mass; /* the same relative to the maximum of the row */
+} Chunk;
+
+/* The logits of a chunk, padded with -inf where the row ends. */
+static const float *chunk_logits(const float *logits, int64_t V, int64_t chunk, float *buffer) {
+    int64_t start = chunk * CHUNK, count = V - start;
+    if (count >= CHUNK) return logits + start;
+    memcpy(buffer, logits + start, sizeof(float) * count);
+    for (int64_t i = count; i < CHUNK; i++) buffer[i] = -INFINITY;
+    return buffer;
+}
+
+/* Returns whether the chunk holds a NaN. */
+static int scan_chunk(const float *logits, float inverse_temperature, Chunk *chunk) {
+    vec8 top[4], total[4];
+    bits8 nans = {0};
+    UNROLL for (int j = 0; j < 4; j++) top[j] = splat8(-INFINITY), total[j] = splat8(0);
+    for (int i = 0; i < CHUNK; i += 32) {
+        UNROLL for (int j = 0; j < 4; j++) {
+            vec8 v = load8(logits + i + 8 * j);
+            nans |= (bits8)(v != v);
+            top[j] = max8(v, top[j]);
+        }
+    }
+    chunk->maximum = max_of_lanes(max8(max8(top[0], top[1]), max8(top[2], top[3])));
+    chunk->sum = 0;
+    for (int j = 0; j < 8; j++)
+        if (nans[j]) return 1;
+    if (!isfinite(chunk->maximum)) return 0; /* all masked, or +inf, which the caller rejects */
+    for (int i = 0; i < CHUNK; i += 32)
+        UNROLL for (int j = 0; j < 4; j++)
+            total[j] += exp8((load8(logits + i + 8 * j) - chunk->maximum) * inverse_temperature);
+    chunk->sum = sum8((total[0] + total[1]) + (total[2] + total[3]));
+    return 0;
+}
+
+/* First token whose cumulative mass exceeds `target`; a token without mass is never chosen. */
+static int64_t inverse_cdf(const float *logits, int64_t V, const Chunk *chunks, int64_t num, float inverse_temperature,
+                           double target) {
+    double before = 0;
+    int64_t chosen = -1;
+    for (int64_t c = 0; c < num; c++) {
+        if (chunks[c].mass == 0) continue;
+        if (chosen >= 0) before += chunks[chosen].mass;
+        chosen = c;
+        if (before + chunks[c].mass > target) break;
+    }
+    float buffer[CHUNK], weights[CHUNK];
+    const float *chunk = chunk_logits(logits, V, chosen, buffer);
+    for (int i = 0; i < CHUNK; i += 8)
+        store8(weights + i, exp8((load8(chunk + i) - chunks[chosen].maximum) * inverse_temperature));
+    double unit = chunks[chosen].mass / chunks[chosen].sum, within = 0;
+    int64_t token = 0; /* rounding may leave the target just past the end: then it is the last token with mass */
+    for (int64_t i = 0; i < CHUNK; i++) {
+        if (weights[i] == 0) continue;
+        token = i;
+        within += weights[i] * unit;
+        if (before + within > target) break;
+    }
+    return chosen * CHUNK + token;
+}
+
+static int64_t first_maximum(const float *logits, const Chunk *chunks, float maximum) {
+    int64_t c = 0;
+    while (chunks[c].maximum != maximum) c++;
+    int64_t token = c * CHUNK;
+    while (logits[token] != maximum) token++;
+    return token;
+}
+
+static void sample_row(const float *logits, int64_t V, float temperature, double uniform, Chunk *chunks, int64_t *token,
+                       float *logprob) {
+    int64_t num = (V + CHUNK - 1) / CHUNK;
+    /* A subnormal temperature has no finite inverse, and 0 * inf at the maximum would be NaN. */
+    float inverse_temperature = temperature == 0 ? 1 : fminf(1 / temperature, FLT_MAX);
+    float maximum = -INFINITY, buffer[CHUNK];
+    *token = -1, *logprob = NAN;
+    for (int64_t c = 0; c < num; c++) {
+        if (scan_chunk(chunk_logits(logits, V, c, buffer), inverse_temperature, chunks + c)) return;
+        maximum = fmaxf(maximum, chunks[c].maximum);
+    }
+    if (!isfinite(maximum)) return;
+    double total = 0;
+    for (int64_t c = 0; c < num; c++) {
+        double gap = (double)chunks[c].maximum - maximum;
+        chunks[c].mass = chunks[c].sum > 0 ? chunks[c].sum * exp(gap * inverse_temperature) : 0;
+        total += chunks[c].mass;
+    }
+    *token = temperature == 0 ? first_maximum(logits, chunks, maximum)
+                              : inverse_cdf(logits, V, chunks, num, inverse_temperature, uniform * total);
+    *logprob = (float)(((double)logits[*token] - maximum) * inverse_temperature - log(total));
+}
+
+/* Returns 0; 1 if a temperature is negative or not finite, or a uniform number is outside [0, 1); 2 without memory.
+ * A row without a distribution (NaN, +inf, everything -inf) gets token -1 and logprob NaN. */
+int tw_sample_rows(const float *logits, const float *temperature, const double *uniform, int64_t *tokens,
+                   float *logprobs, int64_t B, int64_t V, int threads) {
+    for (int64_t b = 0; b < B; b++) {
+        if (!isfinite(temperature[b]) || temperature[b] < 0) return 1;
+        if (!(uniform[b] >= 0 && uniform[b] < 1)) return 1;
+    }
+    if (B * V < SERIAL_FLOATS) threads = 1;
+    int out_of_memory = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        Chunk *chunks = malloc(sizeof(Chunk) * (V / CHUNK + 1));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t b = 0; b < B; b++) {
+            if (chunks) sample_row(logits + b * V, V, temperature[b], uniform[b], chunks, tokens + b, logprobs + b);
+        }
+        if (!chunks) {
+#pragma omp atomic write
+            out_of_memory = 1;
+        }
+        free(chunks);
+    }
+    return out_of_memory ? 2 : 0;
+}
+
+/* How many threads a call really gets. */
+int tw_count_threads(int threads) {
+    int count = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : count)
+    count += 1;
+    return count;
+}

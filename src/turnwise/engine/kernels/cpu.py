@@ -1,0 +1,262 @@
+"""The CPU kernels of `cpu.c`: compiled on first use, cached, called on torch tensors.
+
+`load()` builds the C file with the system compiler for the processor it finds, keeps the library under
+`$TURNWISE_HOME/kernels` (or `~/.cache/turnwise/kernels`), named by everything that went into it, and returns the
+functions, or None where nothing can be built; the caller then stays with plain torch.
+
+Threads come from the OpenMP runtime that torch has loaded: the library is compiled for OpenMP but linked without one,
+so its calls bind to torch's. A second runtime would keep its own pool spinning on the same cores.
+
+Axes: B rows of the batch; N outputs and K inputs of a layer; Hq query and Hkv KV heads of size D; V vocabulary.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from turnwise.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu.c")
+# No -ffast-math: the kernels meet -inf (masked logits) and have to report NaN.
+_COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_LINK_FLAGS = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
+# More flags to (compile, link), best first: torch's OpenMP, a runtime of our own, one thread, any processor.
+_VARIANTS = (
+    (("-march=native", "-fopenmp"), ()),
+    (("-march=native", "-fopenmp"), ("-fopenmp",)),
+    (("-march=native",), ()),
+    ((), ()),
+)
+
+_SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu.c
+_MAX_HEADS = 1024  # the same in cpu.c
+
+
+class CpuKernels:
+    """The functions of one compiled library. Tensors are float32, on the CPU and contiguous unless said otherwise.
+
+    Nothing here records gradients. Each call uses up to `torch.get_num_threads()` threads and releases the GIL.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, int64, int32, float32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        self._linear = library.tw_linear
+        self._linear.argtypes = [pointer, int64, int64, pointer, int64, *[pointer] * 3, int32]
+        self._linear.restype = None
+        self._paged_decode = library.tw_paged_decode
+        self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, float32, int32]
+        self._paged_decode.restype = int32
+        self._sample_rows = library.tw_sample_rows
+        self._sample_rows.argtypes = [*[pointer] * 5, int64, int64, int32]
+        self._sample_rows.restype = int32
+        self._count_threads = library.tw_count_threads
+        self._count_threads.argtypes = [int32]
+        self._count_threads.restype = int32
+        self._scratch = threading.local()
+
+    def num_threads(self) -> int:
+        """Threads that a call really gets now: `torch.get_num_threads()`, or 1 without OpenMP."""
+        return self._count_threads(torch.get_num_threads())
+
+    def linear_small(self, weight: Tensor, x: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """x [B, K] times weight [N, K] transposed, plus bias [N]; meant for B up to about 128."""
+        rows, inputs = x.shape
+        outputs = weight.shape[0]
+        if out is None:
+            out = x.new_empty(rows, outputs)
+        _check("weight", weight, (outputs, inputs))
+        _check("x", x, (rows, inputs))
+        _check("out", out, (rows, outputs))
+        bias_pointer = None
+        if bias is not None:
+            _check("bias", bias, (outputs,))
+            bias_pointer = bias.data_ptr()
+        self._linear(
+            x.data_ptr(), rows, inputs, weight.data_ptr(), outputs, bias_pointer, out.data_ptr(),
+            self._linear_scratch(inputs), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def paged_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Softmax attention of one query token per row over its context in the paged KV cache.
+
+        Args:
+            query: [B, Hq, D]; rows may be strided. Query head h reads KV head h // (Hq / Hkv).
+            key_cache: [num_blocks, block_size, Hkv, D], the current token included; blocks may be strided.
+            value_cache: same shape as `key_cache`.
+            block_table: [B, max_blocks] int32: the blocks of each row in the order of its tokens.
+            context_lens: [B] int32: tokens to attend to, the current one included; 0 gives zeros.
+        """
+        batch, heads, head_size = query.shape
+        num_blocks, block_size, kv_heads, _ = key_cache.shape
+        if head_size % 8 or not 0 < head_size <= 256:
+            raise DataError(f"head size {head_size}: expected a multiple of 8 up to 256")
+        if heads % kv_heads or heads > _MAX_HEADS:
+            raise DataError(f"{heads} query heads over {kv_heads} KV heads: expected a multiple, at most {_MAX_HEADS}")
+        if out is None:
+            out = query.new_empty(batch, heads, head_size)
+        max_blocks = block_table.shape[1]
+        _check_strided("query", query, (batch, heads, head_size))
+        _check_strided("key_cache", key_cache, (num_blocks, block_size, kv_heads, head_size))
+        _check_strided("value_cache", value_cache, (num_blocks, block_size, kv_heads, head_size))
+        _check("block_table", block_table, (batch, max_blocks), torch.int32)
+        _check("context_lens", context_lens, (batch,), torch.int32)
+        _check("out", out, (batch, heads, head_size))
+        failed = self._paged_decode(
+            query.data_ptr(), query.stride(0), key_cache.data_ptr(), key_cache.stride(0), value_cache.data_ptr(),
+            value_cache.stride(0), block_table.data_ptr(), context_lens.data_ptr(), out.data_ptr(), batch, heads,
+            kv_heads, head_size, num_blocks, block_size, max_blocks, scale, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise DataError(
+                f"block table does not cover the contexts: every length must be within 0..{max_blocks * block_size} "
+                f"and every block in use within 0..{num_blocks - 1}"
+            )
+        return out
+
+    def sample_rows(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw a token per row of softmax(logits [B, V] / T [B]) by inverse CDF; returns int64 tokens and logprobs.
+
+        T = 0 takes the largest logit, the first one on ties, with its logprob at T = 1. A row that is no distribution
+        (a NaN, +inf, or nothing above -inf) gives token -1 with logprob NaN.
+
+        Args:
+            uniform: [B] numbers in [0, 1), float32 or float64. float32 steps are coarser than rare tokens of
+                a large vocabulary are likely; prefer float64.
+        """
+        batch, vocab_size = logits.shape
+        uniform = uniform.double()
+        tokens = logits.new_empty(batch, dtype=torch.int64)
+        logprobs = logits.new_empty(batch)
+        _check("logits", logits, (batch, vocab_size))
+        _check("temperature", temperature, (batch,))
+        _check("uniform", uniform, (batch,), torch.float64)
+        failed = self._sample_rows(
+            logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
+            logprobs.data_ptr(), batch, vocab_size, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed == 2:
+            raise MemoryError(f"no memory to sample from {vocab_size} logits")
+        if failed:
+            raise DataError("expected temperatures that are finite and >= 0 and uniform numbers in [0, 1)")
+        return tokens, logprobs
+
+    def _linear_scratch(self, inputs: int) -> int:
+        """Address of this thread's room for the packed x."""
+        buffer: Tensor | None = getattr(self._scratch, "buffer", None)
+        needed = inputs * _SCRATCH_COLUMNS
+        if buffer is None or buffer.numel() < needed:
+            buffer = self._scratch.buffer = torch.empty(needed, dtype=torch.float32, device="cpu")
+        return buffer.data_ptr()
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise DataError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+            f"expected contiguous {dtype} {shape} on the CPU"
+        )
+
+
+def _check_strided(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Like `_check`, but only what is below the first axis has to be contiguous."""
+    if tensor.is_contiguous() or tensor.shape != shape:
+        _check(name, tensor, shape)
+    else:
+        _check(name, tensor[0], shape[1:])
+
+
+_load_lock = threading.Lock()
+_loaded: list[CpuKernels | None] = []
+
+
+def load() -> CpuKernels | None:
+    """The kernels, built if need be; None, logged once, where this machine cannot build them."""
+    with _load_lock:
+        if not _loaded:
+            library = _open_library()
+            _loaded.append(None if library is None else CpuKernels(library))
+        return _loaded[0]
+
+
+def _open_library() -> ctypes.CDLL | None:
+    compiler = _find_compiler()
+    if compiler is None:
+        _log.warning("no C compiler ($CC, cc, gcc, clang): sampling on the CPU uses the slower torch path")
+        return None
+    why = ""
+    for compile_flags, link_flags in _VARIANTS:
+        try:
+            path = _build(compiler, (*_COMPILE_FLAGS, *compile_flags), (*_LINK_FLAGS, *link_flags))
+            return ctypes.CDLL(str(path))
+        except subprocess.CalledProcessError as error:
+            why = error.stderr.strip().splitlines()[-1] if error.stderr.strip() else str(error)
+        except OSError as error:  # no room for the cache, or the library does not find its symbols
+            why = str(error)
+    _log.warning("%s cannot build the CPU kernels (%s): sampling uses the slower torch path", compiler[0], why)
+    return None
+
+
+def _find_compiler() -> list[str] | None:
+    """The compiler as a command; `$CC` may carry flags ("ccache gcc") and, when set, is the only candidate."""
+    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for candidate in candidates:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def _build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple[str, ...]) -> Path:
+    """Path of the library for this source, compiler and processor; compiled if it is not there yet."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = (_SOURCE.read_text(), compiler, version, compile_flags, link_flags, _processor())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
+    folder = home.expanduser().absolute() / "kernels"
+    path = folder / f"{name}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Renamed into place when complete: another process sees the whole library or none, and may build its own meanwhile.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        obj, library = Path(temporary) / "cpu.o", Path(temporary) / "cpu.so"
+        for command in (
+            [*compiler, *compile_flags, "-c", str(_SOURCE), "-o", str(obj)],
+            [*compiler, str(obj), *link_flags, "-lm", "-o", str(library)],
+        ):
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        library.replace(path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native depends on, as far as the system tells: a cache on a shared disk serves several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return "\n".join(line for line in lines if line.startswith(("vendor", "model", "cpu family", "flags", "CPU")))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.version()}"

@@ -1,0 +1,130 @@
+"""Decode attention over a paged KV cache, in Triton.
+
+One program reads one sequence's keys and values for one KV head, or a slice of them, once for all query heads of the
+group (padded to 16 rows, the least that the matrix units take). Long contexts are split over programs; their partial
+softmaxes are merged by log-sum-exp. Registered as a custom op, so that a compiled model body can call it.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton comes with CUDA builds of torch alone.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64
+"""Keys per inner step."""
+TARGET_PROGRAMS = 264
+"""Split contexts until about this many programs run: two for each multiprocessor of a large card."""
+MAX_SPLITS = 16
+
+
+@triton.jit
+def _decode_kernel(
+    query, key_cache, value_cache, block_table, context_lens, out, maxima, sums, scale,
+    table_stride, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(context_lens + row)
+    per_split = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
+    low = split * per_split
+    high = tl.minimum(length, low + per_split)
+    dim = tl.arange(0, HEAD_PAD)
+    group = tl.arange(0, ROWS)
+    in_group = group[:, None] < GROUP
+    in_head = dim[None, :] < HEAD
+    offset = (row * KV_HEADS + head) * GROUP + group
+    q = tl.load(query + offset[:, None] * HEAD + dim[None, :], mask=in_group & in_head, other=0.0)
+    best = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    for start in range(low, high, TILE):
+        position = start + tl.arange(0, TILE)
+        is_in = position < high
+        block = tl.load(block_table + row * table_stride + position // BLOCK, mask=is_in, other=0).to(tl.int64)
+        where = ((block * BLOCK + position % BLOCK) * KV_HEADS + head) * HEAD
+        mask = is_in[:, None] & in_head
+        k = tl.load(key_cache + where[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(is_in[None, :], scores, -1e30)
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        probs = tl.exp(scores - new_best[:, None])
+        probs = tl.where(is_in[None, :], probs, 0.0)
+        fade = tl.exp(best - new_best)
+        v = tl.load(value_cache + where[:, None] + dim[None, :], mask=mask, other=0.0)
+        total = total * fade + tl.sum(probs, 1)
+        acc = acc * fade[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        best = new_best
+    if SPLITS == 1:
+        result = acc / tl.maximum(total, 1e-30)[:, None]
+        target = out + offset[:, None] * HEAD + dim[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=in_group & in_head)
+    else:
+        part = ((row * KV_HEADS + head) * SPLITS + split) * GROUP + group
+        tl.store(out + part[:, None] * HEAD + dim[None, :], acc, mask=in_group & in_head)
+        tl.store(maxima + part, best, mask=group < GROUP)
+        tl.store(sums + part, total, mask=group < GROUP)
+
+
+def num_splits(num_rows: int, num_kv_heads: int, max_context: int) -> int:
+    """Enough programs to fill the card, none with less than four tiles to read."""
+    wanted = TARGET_PROGRAMS // max(1, num_rows * num_kv_heads)
+    return max(1, min(wanted, max_context // (4 * TILE), MAX_SPLITS))
+
+
+def paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    max_context: int,
+    scale: float,
+) -> Tensor:
+    """Attention of query [B, H, D] over each row's blocks -> [B, H, D]."""
+    splits = num_splits(query.shape[0], key_cache.shape[2], max_context)
+    return _paged_decode(query.contiguous(), key_cache, value_cache, block_table, context_lens, splits, scale)
+
+
+@torch.library.custom_op("turnwise::paged_decode", mutates_args=())
+def _paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    splits: int,
+    scale: float,
+) -> Tensor:
+    rows, heads, head_size = query.shape
+    block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group = heads // kv_heads
+    if splits == 1:
+        out = torch.empty_like(query)
+        maxima = sums = out
+    else:
+        shape = (rows, kv_heads, splits, group)
+        out = torch.empty(*shape, head_size, device=query.device, dtype=torch.float32)
+        maxima = torch.empty(shape, device=query.device, dtype=torch.float32)
+        sums = torch.empty_like(maxima)
+    _decode_kernel[(rows, kv_heads, splits)](
+        query, key_cache, value_cache, block_table, context_lens, out, maxima, sums, scale,
+        block_table.stride(0), block_size, kv_heads, group, max(16, triton.next_power_of_2(group)),
+        head_size, max(16, triton.next_power_of_2(head_size)), TILE, splits,
+        "ieee" if query.dtype is torch.float32 else "tf32",
+    )  # fmt: skip
+    if splits == 1:
+        return out
+    best = maxima.amax(dim=2, keepdim=True)
+    weight = torch.exp(maxima - best)
+    merged = (weight[..., None] * out).sum(dim=2) / (weight * sums).sum(dim=2)[..., None]
+    return merged.reshape(rows, heads, head_size).to(query.dtype)
+
+
+@_paged_decode.register_fake
+def _(query, key_cache, value_cache, block_table, context_lens, splits, scale):  # noqa: ARG001
+    return torch.empty_like(query)

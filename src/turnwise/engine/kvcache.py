@@ -1,0 +1,168 @@
+"""Keys and values in fixed blocks, and who may share them.
+
+A full block is known by its policy version and all token ids up to its end, so a conversation's next turn and the
+samples of one prompt find each other's blocks, and no block outlives the weights it was computed with. Blocks that
+nobody uses keep their content until they are needed: the least recently used goes first, children before parents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * dtype.itemsize
+
+
+class KvCache:
+    """The storage: per layer, keys and values [blocks, block size, KV heads, D]."""
+
+    def __init__(self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        self.block_size = block_size
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+        self._layers = [
+            (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+            for _ in range(shape.num_layers)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key and value [N, KV heads, D] at `slots` [N]."""
+        for side, new in zip(self._layers[layer], (key, value), strict=True):
+            side.flatten(0, 1).index_copy_(0, slots, new)
+
+    def read(self, layer: int, blocks: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `num_tokens` of a sequence, heads first: two of [1, KV heads, num_tokens, D]."""
+        keys, values = self._layers[layer]
+        return (
+            keys[blocks].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
+            values[blocks].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        for keys, values in self._layers:
+            keys[target] = keys[source]
+            values[target] = values[source]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """How far a sequence's blocks are findable: its first `num_blocks`, ending in tree node `node`."""
+
+    num_blocks: int
+    node: int
+
+    @classmethod
+    def root(cls, version: int) -> Prefix:
+        """Nothing yet, under the weights of `version`; versions are the negative nodes."""
+        return cls(0, -version)
+
+
+@dataclass(slots=True)
+class _Cached:
+    node: int
+    key: tuple[int, tuple[int, ...]]
+
+
+class BlockPool:
+    """Which blocks are in use, which are free, and which hold a prefix that may be asked for again."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._users = [0] * num_blocks
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Blocks with content but no user, least recently used first."""
+        self._block_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._cached: dict[int, _Cached] = {}
+        self._nodes = itertools.count(1)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def allocate(self) -> int | None:
+        """A block for one user, or None when every block has one."""
+        if self._free:
+            block = self._free.pop()
+        elif self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+        else:
+            return None
+        self._users[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        if self._users[block] == 0:
+            del self._idle[block]
+        self._users[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back blocks in sequence order; later blocks are forgotten first, they need the earlier ones."""
+        for block in reversed(blocks):
+            assert self._users[block] > 0, f"block {block} has no user"
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if block in self._cached:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def match(self, version: int, tokens: Sequence[int], limit: int) -> tuple[list[int], Prefix]:
+        """Share the cached full blocks that hold the start of `tokens`, covering at most `limit` tokens."""
+        blocks: list[int] = []
+        prefix = Prefix.root(version)
+        for start in range(0, limit - self.block_size + 1, self.block_size):
+            block = self._block_of.get((prefix.node, tuple(tokens[start : start + self.block_size])))
+            if block is None:
+                break
+            self.share(block)
+            blocks.append(block)
+            prefix = Prefix(len(blocks), self._cached[block].node)
+        return blocks, prefix
+
+    def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
+        """Make the full blocks of `tokens` findable beyond the prefix that already is; returns the longer prefix.
+
+        A twin that holds the same tokens under the same weights stays the findable one; its children are ours too.
+        """
+        parent = known.node
+        num_full = len(tokens) // self.block_size
+        for index in range(known.num_blocks, num_full):
+            key = (parent, tuple(tokens[index * self.block_size : (index + 1) * self.block_size]))
+            twin = self._block_of.get(key)
+            if twin is None and blocks[index] not in self._cached:
+                twin = self._block_of[key] = blocks[index]
+                self._cached[twin] = _Cached(node=next(self._nodes), key=key)
+            elif twin is None:
+                return Prefix(index, parent)
+            parent = self._cached[twin].node
+        return Prefix(max(num_full, known.num_blocks), parent)
+
+    def clear(self) -> None:
+        """Forget every prefix; blocks in use stay with their users."""
+        for block in list(self._cached):
+            self._forget(block)
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    def _forget(self, block: int) -> None:
+        cached = self._cached.pop(block, None)
+        if cached is not None:
+            del self._block_of[cached.key]

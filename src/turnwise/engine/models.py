@@ -1,0 +1,130 @@
+"""A Hugging Face causal language model in: transformers' modelling code, our attention, adapters on every linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from turnwise.engine.attention import ATTENTION_NAME, AttentionPlan
+from turnwise.engine.kvcache import KvShape
+from turnwise.engine.lora import LoraLinear, Route, RouteHolder
+from turnwise.errors import ModelError
+
+_REFUSED_SETTINGS = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "attention_sink",
+)
+"""Settings that change logits or attention outside the parts that we replace."""
+
+
+class CausalModel:
+    """The frozen base: its body, its head, and the linears that adapters may lie on."""
+
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+        config = _read_config(directory)
+        _refuse_unsupported(config)
+        model = _load(directory, config, dtype)
+        self.config = config
+        self.arch = type(model).__name__
+        self.device, self.dtype = device, dtype
+        self.holder = RouteHolder()
+        nn.Module.to(model.requires_grad_(False).eval(), device)
+        self.linears = _wrap_linears(model, self.holder)
+        self.head: LoraLinear = model.get_output_embeddings()  # type: ignore[assignment]
+        self.body: nn.Module = model.base_model
+        if not isinstance(self.head, LoraLinear):
+            raise ModelError(f"{self.arch} has no linear output layer")
+        self.vocab_size = int(self.head.out_features)
+        self.max_context_length = int(config.max_position_embeddings)
+        self.eos_ids = _eos_ids(model)
+        heads = config.num_attention_heads
+        self.kv_shape = KvShape(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route) -> Tensor:
+        """Last hidden states [N, H] of packed tokens [N]."""
+        with self.routed(route):
+            out = self.body(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, return_dict=True
+            )
+        return out.last_hidden_state[0]
+
+    @contextmanager
+    def routed(self, route: Route) -> Iterator[None]:
+        self.holder.route = route
+        try:
+            yield
+        finally:
+            self.holder.route = Route()
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    name = config.model_type
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if kinds:
+        raise ModelError(f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention is supported")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise ModelError(f"{name} uses sliding_window={window}; only full attention is supported")
+    for setting in _REFUSED_SETTINGS:
+        value = getattr(config, setting, None)
+        if value not in (None, False, 1, 1.0):
+            raise ModelError(f"{name} sets {setting}={value}, which is not supported")
+
+
+def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(f"{type(model).__name__} does not let its attention be replaced, so it is not supported")
+    return model
+
+
+def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:
+    """Replace every linear by an adaptable one, in place; keys are its dotted names, as PEFT writes them."""
+    linears: dict[str, LoraLinear] = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, child = name.rpartition(".")
+            wrapped = LoraLinear(module, name, holder)
+            setattr(model.get_submodule(parent), child, wrapped)
+            linears[name] = wrapped
+    return linears
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

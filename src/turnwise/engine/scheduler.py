@@ -1,0 +1,279 @@
+"""Which sequences run next: continuous batching over a fixed pool of KV blocks.
+
+Every step decodes one token for each running row and reads a bounded piece of waiting prompts. A request's
+prompt is read once, by its first row; its other samples then fork from it, sharing the full blocks. When blocks
+run out the youngest running row gives its blocks back and waits, with its tokens, to be read again: nothing is
+lost and nothing fails.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from turnwise.engine.kvcache import BlockPool, Prefix
+from turnwise.engine.lora import AnyPolicy
+from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+
+OnDone = Callable[[SampleResponse | BaseException], None]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One call of `sample`."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    policy: AnyPolicy
+    num_samples: int
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    stop_strings: list[str]
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    on_done: OnDone
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    known_prompt_logprobs: list[float] = field(default_factory=list)
+    known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Logprobs of the prompt's own tokens are asked for."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One sample in the making."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    """Prompt and what was sampled so far."""
+    logprobs: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    prefix: Prefix = field(default_factory=lambda: Prefix(0, 0))
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def is_leader(self) -> bool:
+        """The row that reads the prompt for all samples of its request."""
+        return self.index == 0 and self.num_sampled == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Every prompt position must be computed by it, so nothing may come from the cache."""
+        return self.is_leader and self.request.wants_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of a row that one step reads."""
+
+    row: Row
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """After it, the row's next token can be sampled."""
+        return self.stop == len(self.row.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: decode rows, then pieces of prompts; each part sorted by policy."""
+
+    decode: Sequence[Row]
+    prefill: Sequence[Piece]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        copy_block: Callable[[int, int], None],
+        *,
+        max_num_seqs: int,
+        prefill_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.pool = pool
+        self.copy_block = copy_block
+        self.max_num_seqs = max_num_seqs
+        self.prefill_tokens = prefill_tokens
+        self.prefix_cache = prefix_cache
+        self.waiting: deque[Row] = deque()
+        self.reading: list[Row] = []
+        """Admitted, prompt not yet computed to its end."""
+        self.running: list[Row] = []
+        """Oldest first."""
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.reading or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(Row(request, 0, list(request.prompt)))
+
+    def remove(self, request: Request) -> None:
+        """Drop every row of a request and free its blocks."""
+        for group in (self.reading, self.running):
+            for row in [s for s in group if s.request is request]:
+                group.remove(row)
+                self._free(row)
+        self.waiting = deque(s for s in self.waiting if s.request is not request)
+
+    def next_step(self) -> Step:
+        """Choose rows and reserve the blocks they write to."""
+        for row in list(self.running):
+            if self._is_full(row) and row in self.running:
+                self._reserve_decode(row)
+        pieces = self._pieces()
+        decode = sorted(self.running, key=lambda s: s.request.policy.version)
+        return Step(decode, sorted(pieces, key=lambda p: p.row.request.policy.version))
+
+    def policies(self) -> set[int]:
+        """Versions of everything that runs or waits."""
+        return {s.request.policy.version for group in (self.running, self.reading, self.waiting) for s in group}
+
+    def finish_piece(self, piece: Piece) -> list[Row]:
+        """Book what a step computed; returns the sequences that may now sample their next token."""
+        row = piece.row
+        row.num_computed = piece.stop
+        self._register(row)
+        if not piece.is_last:
+            return []
+        self.reading.remove(row)
+        self.running.append(row)
+        if not row.is_leader:
+            return [row]
+        forked = [self._fork(row, i) for i in range(1, row.request.num_samples)]
+        self.waiting.extendleft(child for child in reversed(forked) if not child.blocks)
+        return [row, *(child for child in forked if child.blocks)]
+
+    def advance(self, row: Row, token: int, logprob: float) -> None:
+        """Append a sampled token; its key and value are computed by the next step."""
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+
+    def finish_decode(self, row: Row) -> None:
+        row.num_computed = len(row.tokens)
+        if row.num_computed % self.pool.block_size == 0:
+            self._register(row)
+
+    def retire(self, row: Row) -> None:
+        """The row is complete: its blocks stay findable for the conversation's next turn."""
+        self.running.remove(row)
+        self._register(row)
+        self._free(row)
+
+    def _pieces(self) -> list[Piece]:
+        budget = self.prefill_tokens
+        pieces: list[Piece] = []
+        for row in self.reading:
+            budget = self._take(row, budget, pieces)
+        while budget > 0 and self.waiting and self._may_admit(self.waiting[0]):
+            row = self.waiting.popleft()
+            self.reading.append(row)
+            budget = self._take(row, budget, pieces)
+        return pieces
+
+    def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
+        stop = min(len(row.tokens), row.num_computed + budget)
+        if stop > row.num_computed:
+            pieces.append(Piece(row, row.num_computed, stop))
+        return budget - (stop - row.num_computed)
+
+    def _may_admit(self, row: Row) -> bool:
+        """Find cached blocks and reserve the rest, or leave everything as it is and say no."""
+        request = row.request
+        if len(self.running) + len(self.reading) >= self.max_num_seqs:
+            return False
+        blocks: list[int] = []
+        prefix = Prefix.root(request.policy.version)
+        if self.prefix_cache and not row.scores_prompt:
+            blocks, prefix = self.pool.match(request.policy.version, row.tokens, len(row.tokens) - 1)
+        missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
+        # Leave a block for each running row to grow into, so that admitting does not at once preempt.
+        headroom = len(self.running)
+        if self.pool.num_available < missing + headroom:
+            self.pool.release(blocks)
+            return False
+        row.blocks = blocks + [self._must_allocate() for _ in range(missing)]
+        row.prefix = prefix
+        row.num_computed = prefix.num_blocks * self.pool.block_size
+        if row.is_leader:
+            request.num_cached = row.num_computed
+            request.known_prompt_logprobs.clear()
+            request.known_topk.clear()
+        return True
+
+    def _must_allocate(self) -> int:
+        block = self.pool.allocate()
+        assert block is not None, "availability was checked"
+        return block
+
+    def _is_full(self, row: Row) -> bool:
+        return len(row.blocks) * self.pool.block_size < len(row.tokens)
+
+    def _reserve_decode(self, row: Row) -> None:
+        """Make sure that the token about to be computed has a place; preempt the youngest if there is none."""
+        while self._is_full(row):
+            block = self.pool.allocate()
+            if block is not None:
+                row.blocks.append(block)
+                continue
+            victim = self.reading[-1] if self.reading else self.running[-1]
+            self._preempt(victim)
+            if victim is row:
+                return
+
+    def _preempt(self, row: Row) -> None:
+        (self.reading if row in self.reading else self.running).remove(row)
+        self._register(row)
+        self._free(row)
+        self.waiting.appendleft(row)
+        self.num_preemptions += 1
+
+    def _fork(self, parent: Row, index: int) -> Row:
+        """A sibling that shares the parent's full blocks; where there is no room it has no blocks yet, and waits."""
+        child = Row(parent.request, index, list(parent.tokens))
+        num_full, tail = divmod(parent.num_computed, self.pool.block_size)
+        if len(self.running) + len(self.reading) >= self.max_num_seqs:
+            return child
+        own: list[int] = []
+        if tail:
+            block = self.pool.allocate()
+            if block is None:
+                return child
+            self.copy_block(parent.blocks[num_full], block)
+            own = [block]
+        for shared in parent.blocks[:num_full]:
+            self.pool.share(shared)
+        child.blocks = parent.blocks[:num_full] + own
+        child.num_computed = parent.num_computed
+        child.prefix = parent.prefix
+        self.running.append(child)
+        return child
+
+    def _register(self, row: Row) -> None:
+        if self.prefix_cache:
+            known = row.tokens[: row.num_computed]
+            row.prefix = self.pool.register(known, row.blocks, row.prefix)
+
+    def _free(self, row: Row) -> None:
+        self.pool.release(row.blocks)
+        row.blocks = []
+        row.num_computed = 0
+        row.prefix = Prefix.root(row.request.policy.version)

@@ -1,0 +1,1 @@
+"""Worlds, in messages: they know no tokens and no torch."""

@@ -1,0 +1,1 @@
+"""Envs written for other libraries, as ours."""

@@ -1,0 +1,1 @@
+"""The worlds that come with turnwise: one file each, data, env and reward together."""

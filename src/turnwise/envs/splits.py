@@ -1,0 +1,57 @@
+"""Which tasks are held out, and in which order tasks are drawn: by hash and by seed, the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from turnwise.envs.base import Split, Task
+from turnwise.errors import ConfigError
+
+T = TypeVar("T")
+
+TEST_SHARE = 0.2
+
+_TRIES_PER_TASK = 50
+
+
+def split_of(key: str, test_share: float = TEST_SHARE) -> Split:
+    """`test` for a fixed share of all keys; it depends on the key alone, so splits never meet whatever the seed."""
+    number = int.from_bytes(hashlib.sha256(key.encode("utf-8")).digest()[:8], "big")
+    return "test" if number < test_share * 2**64 else "train"
+
+
+def random_for(*parts: object) -> random.Random:
+    """A generator seeded by its parts; text seeds mean the same on every platform."""
+    return random.Random(":".join(str(part) for part in parts))
+
+
+def draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:
+    """`count` items in random order: each once before any comes again."""
+    if not items:
+        raise ConfigError("there is nothing to draw from; this split has no tasks")
+    drawn: list[T] = []
+    while len(drawn) < count:
+        drawn += rng.sample(items, min(len(items), count - len(drawn)))
+    return drawn
+
+
+def draw_tasks(make_task: Callable[[random.Random], Task], split: Split, count: int, rng: random.Random) -> list[Task]:
+    """`count` generated tasks of one split, different ones as long as there are enough of them."""
+    found: dict[str, Task] = {}
+    for _ in range(_TRIES_PER_TASK * max(count, 10)):
+        if len(found) >= count:
+            break
+        task = make_task(rng)
+        if split_of(task.id) == split:
+            found.setdefault(task.id, task)
+    if not found and count:
+        raise ConfigError(f"no {split} task among {_TRIES_PER_TASK * max(count, 10)} draws; allow for more variety")
+    return draw(list(found.values()), count, rng) if count else []
+
+
+def in_split(tasks: Iterable[Task], split: Split) -> list[Task]:
+    """The tasks of one split, by the hash of their ids."""
+    return [task for task in tasks if split_of(task.id) == split]

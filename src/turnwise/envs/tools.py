@@ -1,0 +1,273 @@
+"""Tools that a policy can call: `@tool` on functions or methods, and a `Toolbox` that describes, reads and runs them.
+
+    @tool
+    def add(a: int, b: int = 1) -> int:
+        "Add two numbers."
+        return a + b
+
+    box = Toolbox(add)
+    content, calls, problem = parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
+    await box.call(calls[0])        # Message(role="tool", name="add", content="3")
+
+What the policy did wrong comes back as a tool message that begins with `error:`, so that it can try again: a call that
+cannot be read, an unknown tool, arguments that do not fit, and whatever the tool reports about its input (`ToolError`,
+`ValueError`, `LookupError`, `ArithmeticError`, a file that is not there). Anything else means that the tool itself
+broke: it leaves as `AttemptFailed` with the tool to blame, and the attempt is never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast, overload
+
+from turnwise.envs.schema import Json, Signature, did_you_mean, match_arguments, read_signature
+from turnwise.envs.sync import call_in_thread
+from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
+from turnwise.trajectory import Message, ToolCall
+
+DEFAULT_TIMEOUT_S = 30.0
+
+CALL_FORMAT = '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>'
+
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_MARK = "__turnwise_tool__"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the policy what was wrong with its call."""
+
+
+_POLICY_FAULTS = (
+    ToolError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """What `@tool` read from a function."""
+
+    name: str
+    signature: Signature
+    timeout_s: float
+
+    @property
+    def schema(self) -> Json:
+        """In the form that chat templates and most APIs take."""
+        function = {
+            "name": self.name,
+            "description": self.signature.description,
+            "parameters": self.signature.schema,
+        }
+        return {"type": "function", "function": function}
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(*, name: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[F], F]: ...
+def tool(
+    function: F | None = None, /, *, name: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> F | Callable[[F], F]:
+    """Mark a function or method as a tool; it stays the function it was.
+
+    Args:
+        name: What the policy calls it; the function's own name by default.
+        timeout_s: A call that takes longer has failed through the tool's fault, not the policy's.
+    """
+
+    def mark(marked: F) -> F:
+        try:
+            signature = read_signature(marked)
+            _ = signature.schema
+        except ConfigError as error:
+            raise ConfigError(f"@tool on {marked.__qualname__}: {error}") from error
+        setattr(marked, _MARK, ToolSpec(name=name or marked.__name__, signature=signature, timeout_s=timeout_s))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+class ParsedReply(NamedTuple):
+    """A reply taken apart: text, calls, and what could not be read (then there are no calls)."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    problem: str | None
+
+
+def parse_tool_calls(text: str) -> ParsedReply:
+    """Find `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks; the rest of the text is content."""
+    content = _BLOCK.sub("", text).strip()
+    if "<tool_call>" in content:
+        return ParsedReply(content, (), "a <tool_call> without its </tool_call>")
+    calls: list[ToolCall] = []
+    for block in _BLOCK.findall(text):
+        call = _read_call(block)
+        if isinstance(call, str):
+            return ParsedReply(content, (), call)
+        calls.append(call)
+    return ParsedReply(content, tuple(calls), None)
+
+
+def _read_call(block: str) -> ToolCall | str:
+    """The call in one block, or what is wrong with it."""
+    call = _read_object(block)
+    if isinstance(call, str):
+        return f"the tool call is {call}; expected {CALL_FORMAT}"
+    name, arguments = call.get("name"), call.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        return f'the tool call has no "name"; expected {CALL_FORMAT}'
+    if isinstance(arguments, str):  # some models write the object as text
+        arguments = _read_object(arguments)
+    if not isinstance(arguments, dict):
+        return f'"arguments" of {name} is not an object; expected {CALL_FORMAT}'
+    return ToolCall(name=name, arguments=cast(dict[str, Any], arguments))
+
+
+def _read_object(text: str) -> dict[str, Any] | str:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        return f"not JSON ({reason})"
+    return cast(dict[str, Any], value) if isinstance(value, dict) else "not a JSON object"
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def format_tool_call(name: str, **arguments: object) -> str:
+    """The text of a call, as `parse_tool_calls` reads it; for demonstrations and tests."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Toolbox:
+    """Some tools: functions marked with `@tool`, or objects with methods marked so."""
+
+    def __init__(self, *sources: object) -> None:
+        self._tools: dict[str, tuple[ToolSpec, Callable[..., Any]]] = {}
+        for source in sources:
+            found = _marked(source)
+            if not found:
+                raise ConfigError(f"no @tool found on {source!r:.60}; mark the functions that the policy may call")
+            for function in found:
+                spec = cast(ToolSpec, getattr(function, _MARK))
+                if spec.name in self._tools:
+                    raise ConfigError(f"two tools named {spec.name!r}; give one of them @tool(name=...)")
+                self._tools[spec.name] = (spec, function)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        return tuple(spec for spec, _ in self._tools.values())
+
+    def schemas(self) -> list[Json]:
+        """One JSON schema per tool, for templates that have a place for them."""
+        return [spec.schema for spec in self.specs]
+
+    def describe(self) -> str:
+        """The tools and how to call them, as short text for a system prompt."""
+        lines = [_describe(spec) for spec in self.specs]
+        return "\n".join(["Tools:", *lines, "Call a tool like this:", CALL_FORMAT])
+
+    def read(self, reply: Message) -> ParsedReply:
+        """Calls that a renderer already found in the reply, or those written in its text."""
+        if reply.tool_calls:
+            return ParsedReply(reply.content, reply.tool_calls, None)
+        return parse_tool_calls(reply.content)
+
+    async def call(self, call: ToolCall) -> Message:
+        """Run one call. The answer is a tool message, whatever the policy did wrong."""
+        try:
+            return Message(role="tool", name=call.name, content=await self._run(call))
+        except _POLICY_FAULTS as error:
+            return Message(role="tool", name=call.name, content=f"error: {_describe_error(error)}")
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """Run calls one after the other, in order: a later one may need what an earlier one did."""
+        return [await self.call(call) for call in calls]
+
+    async def _run(self, call: ToolCall) -> str:
+        if call.name not in self._tools:
+            near = did_you_mean(call.name, self._tools)
+            raise ToolError(f"no tool {call.name[:40]!r}{near}; the tools are {', '.join(self._tools)}")
+        spec, function = self._tools[call.name]
+        try:
+            arguments = match_arguments(spec.signature.parameters, call.arguments)
+        except DataError as error:
+            raise ToolError(f"{spec.name}: {error}") from error
+        try:
+            async with asyncio.timeout(spec.timeout_s) as deadline:
+                result = await _await_call(function, arguments)
+        except (*_POLICY_FAULTS, AttemptFailed):
+            raise
+        except TimeoutError as cause:
+            late = f"no answer within {spec.timeout_s:g} s" if deadline.expired() else repr(cause)
+            raise AttemptFailed(Party.TOOL, f"{spec.name}: {late}") from cause
+        except Exception as cause:
+            raise AttemptFailed(Party.TOOL, f"{spec.name}: {cause!r}") from cause
+        return _result_to_text(spec.name, result)
+
+
+def _marked(source: object) -> list[Callable[..., Any]]:
+    if callable(source) and hasattr(source, _MARK):
+        return [source]
+    names = [name for name in dir(type(source)) if hasattr(getattr(type(source), name), _MARK)]
+    return [getattr(source, name) for name in names]
+
+
+async def _await_call(function: Callable[..., Any], arguments: dict[str, Any]) -> object:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await call_in_thread(lambda: function(**arguments))
+
+
+def _result_to_text(name: str, result: object) -> str:
+    """Text as it is, everything else as JSON."""
+    try:
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise AttemptFailed(Party.TOOL, f"{name} returned {result!r:.60}, which is neither text nor JSON") from cause
+
+
+def _describe_error(error: BaseException) -> str:
+    """`KeyError('x')` prints as `'x'`: name what Python's own errors leave out."""
+    text = str(error)
+    if isinstance(error, ToolError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _describe(spec: ToolSpec) -> str:
+    arguments = [
+        f"{parameter.name}: {_type_name(parameter.schema)}"
+        + ("" if parameter.is_required else f" = {parameter.default!r}")
+        for parameter in spec.signature.parameters
+    ]
+    return f"- {spec.name}({', '.join(arguments)}): {spec.signature.description}"
+
+
+def _type_name(schema: Json) -> str:
+    if "enum" in schema:
+        return "|".join(str(value) for value in schema["enum"])
+    if "anyOf" in schema:
+        return "|".join(_type_name(option) for option in schema["anyOf"])
+    return str(schema.get("type", "any"))

@@ -1,0 +1,59 @@
+"""The error tree. A message says what came, what was expected, and what to do.
+
+TurnwiseError
+├── ConfigError (ValueError)     a setting that cannot work: raised before anything is spent
+├── DataError (ValueError)       a datum, prompt or sampling request that cannot be used: the client goes on working
+├── ModelError                   a model that cannot be found, read or supported
+│   └── ModelNotFoundError
+├── AttemptFailed                one party outside our code failed an attempt: recorded, its siblings go on
+├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
+└── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
+"""
+
+from enum import StrEnum
+
+
+class TurnwiseError(Exception):
+    """Root of everything that turnwise raises on purpose."""
+
+
+class ConfigError(TurnwiseError, ValueError):
+    """A setting that cannot work."""
+
+
+class DataError(TurnwiseError, ValueError):
+    """A datum, prompt or sampling request that cannot be used."""
+
+
+class ModelError(TurnwiseError):
+    """A model that cannot be found, read or supported."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model under that name; the message lists what was tried."""
+
+
+class CheckpointError(TurnwiseError):
+    """A checkpoint that is missing, damaged or made for another base model."""
+
+
+class EngineStoppedError(TurnwiseError):
+    """The engine was closed, or died, while a request was waiting for it."""
+
+
+class Party(StrEnum):
+    """Who an attempt depends on; the one to blame when it fails."""
+
+    ENV = "env"
+    TOOL = "tool"
+    SAMPLER = "sampler"
+    RENDERER = "renderer"
+
+
+class AttemptFailed(TurnwiseError):  # noqa: N818: it is an outcome that is recorded, not a bug
+    """An attempt could not be finished through no fault of the policy; it is never scored."""
+
+    def __init__(self, party: Party, detail: str) -> None:
+        super().__init__(f"{party}: {detail}")
+        self.party = party
+        self.detail = detail

@@ -1,0 +1,46 @@
+"""A written dialogue as the turns a model would have had to play: for warm-ups and for scripted samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise.errors import DataError
+from turnwise.renderers.base import Renderer
+from turnwise.trajectory import Message
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueTurn:
+    """One reply of a written dialogue, in ids."""
+
+    prompt_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]
+    """The end of turn included."""
+
+
+def dialogue_to_turns(renderer: Renderer, messages: Sequence[Message]) -> list[DialogueTurn]:
+    """Each assistant message with the prompt that leads to it, exactly as a rollout would have built it.
+
+    Messages after the last reply are left out: nothing is learned from them.
+    """
+    turns: list[DialogueTurn] = []
+    said: list[Message] = []  # since the last reply
+    history: list[Message] = []
+    for message in messages:
+        if message.role != "assistant":
+            said.append(message)
+            continue
+        if not said:
+            raise DataError("two assistant messages in a row, or one at the very start; a reply answers something")
+        if turns:
+            before = history[:-1]
+            ids = renderer.extend(turns[-1].prompt_ids, turns[-1].reply_ids, said, history=before).ids
+        else:
+            ids = renderer.start(said)
+        turns.append(DialogueTurn(tuple(ids), tuple(renderer.encode_reply(message))))
+        history += [*said, message]
+        said = []
+    if not turns:
+        raise DataError("a dialogue without an assistant message; there is nothing to learn from it")
+    return turns

@@ -1,0 +1,317 @@
+"""The token-exactness certificate: what is trained is what was sampled, and trainer and sampler agree on it.
+
+For every turn: its sampled ids are the trained ids of a datum, behind exactly the prompt that the sampler saw; the
+prompt extends the ids before it, or a new datum starts there; and the trainer's logprob of each token is the sampler's.
+Asked of the weights that sampled (before the optimizer step), the gap is rounding: k2 = gap^2 / 2 per token, its mean
+under 1e-4 in float32 and 1e-2 in bfloat16. What is more is located by trajectory, turn and token, with a likely cause.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from turnwise.credit.datums import trajectory_to_datums
+from turnwise.errors import DataError
+from turnwise.trajectory import Trajectory, Turn
+from turnwise.types import Datum
+
+TrainerLogprobs = Callable[[list[Datum]], Sequence[Sequence[float]]]
+"""Datums to the logprob of each target, at its `temperature`: what the training client's `forward` returns."""
+
+Link = Literal["first", "extends", "splits", "lost"]
+
+K2_TOLERANCE = 1e-4
+SPIKE = 25.0
+"""One token may be this many times over the tolerance before it counts as drift by itself."""
+SMALL_GAP = 0.2
+"""Gaps of a rounding kind stay under this, even in bfloat16."""
+MAX_DRIFTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """One turn that does not hold, and where it begins not to."""
+
+    task_id: str
+    attempt: int
+    turn: int
+    token: int
+    """Index among the turn's sampled ids."""
+    token_id: int
+    sampler_logprob: float
+    trainer_logprob: float | None
+    """None where there is none to compare."""
+    cause: str
+    """A guess, from where the gaps are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCheck:
+    """One turn's line of the certificate."""
+
+    task_id: str
+    attempt: int
+    turn: int
+    num_tokens: int
+    is_trained: bool
+    has_same_ids: bool
+    """The trained ids are the sampled ids."""
+    link: Link
+    """To what came before: the datum's first turn, an extension, a split with a datum of its own, or lost."""
+    max_gap: float
+    """Largest |trainer logprob - sampler logprob|."""
+    mean_k2: float
+    is_drifting: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The result; `is_exact` is its one word."""
+
+    num_trajectories: int
+    num_turns: int
+    num_tokens: int
+    """Trained tokens that were compared."""
+    num_splits: int
+    max_gap: float
+    mean_k2: float
+    k2_tolerance: float
+    num_drifting_turns: int
+    turns: tuple[TurnCheck, ...]
+    drifts: tuple[Drift, ...]
+    """The first `MAX_DRIFTS`."""
+
+    @property
+    def has_same_ids(self) -> bool:
+        return all(turn.has_same_ids for turn in self.turns)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.has_same_ids and not self.num_drifting_turns and self.mean_k2 <= self.k2_tolerance
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Certificate:
+        fields = json.loads(text)
+        turns = tuple(TurnCheck(**turn) for turn in fields.pop("turns"))
+        drifts = tuple(Drift(**drift) for drift in fields.pop("drifts"))
+        return Certificate(**fields, turns=turns, drifts=drifts)
+
+    def lines(self) -> list[str]:
+        """For printing."""
+        same = f"{sum(turn.has_same_ids for turn in self.turns)} of {self.num_turns} turns"
+        gaps = f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e} (at most {self.k2_tolerance:.0e})"
+        lines = [
+            f"token exactness: {'EXACT' if self.is_exact else 'NOT EXACT'}",
+            f"  {self.num_trajectories} trajectories, {self.num_turns} turns, {self.num_tokens} trained tokens",
+            f"  trained ids = sampled ids in {same}; {self.num_splits} turns start a datum of their own",
+            f"  trainer against sampler logprobs: {gaps}",
+        ]
+        for drift in self.drifts:
+            trainer = "none" if drift.trainer_logprob is None else f"{drift.trainer_logprob:.4f}"
+            lines.append(
+                f"  drift: {drift.task_id} attempt {drift.attempt}, turn {drift.turn}, token {drift.token} "
+                f"(id {drift.token_id}): sampler {drift.sampler_logprob:.4f}, trainer {trainer}; {drift.cause}"
+            )
+        hidden = self.num_drifting_turns - len(self.drifts)
+        return [*lines, f"  and {hidden} more drifting turns"] if hidden > 0 else lines
+
+
+def certify(
+    trajectories: Sequence[Trajectory],
+    trainer_logprobs: TrainerLogprobs,
+    *,
+    datums: Sequence[Sequence[Datum]] | None = None,
+    trainer_version: int | None = None,
+    k2_tolerance: float = K2_TOLERANCE,
+) -> Certificate:
+    """Check every turn of `trajectories`, none of which may have failed.
+
+    Args:
+        datums: what was trained for each trajectory; by default, what `trajectory_to_datums` makes of it.
+        trainer_version: the policy version of the weights that answer, where it is known.
+    """
+    if datums is None:
+        datums = [trajectory_to_datums(t, [0.0] * len(t.turns)) for t in trajectories]
+    if len(datums) != len(trajectories):
+        raise DataError(f"datums of {len(datums)} trajectories, and {len(trajectories)} trajectories")
+    flat = [datum for own in datums for datum in own]
+    answers = iter(trainer_logprobs(flat) if flat else [])
+    checker = _Checker(k2_tolerance, trainer_version)
+    checks: list[_Checked] = []
+    for trajectory, own in zip(trajectories, datums, strict=True):
+        checks += checker.check_trajectory(trajectory, [_Sequence.of(datum, next(answers)) for datum in own])
+    return _to_certificate(len(trajectories), checks, k2_tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One datum, unshifted, with the trainer's logprobs (`logprobs[i]` is of `ids[i + 1]`)."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: Sequence[float]
+
+    @classmethod
+    def of(cls, datum: Datum, logprobs: Sequence[float]) -> _Sequence:
+        targets = datum.loss_fn_inputs["target_tokens"].tolist()
+        if len(logprobs) != len(targets):
+            raise DataError(f"{len(logprobs)} logprobs came for a datum of {len(targets)} targets")
+        inputs = datum.model_input.to_ints()
+        is_shifted = inputs[1:] == targets[:-1]  # else position i does not predict token i + 1, and no turn is found
+        mask = tuple(bool(value) for value in datum.loss_fn_inputs["mask"].tolist())
+        return cls((*inputs[:1], *targets) if is_shifted else (), mask, logprobs)
+
+    def holds(self, turn: Turn) -> bool:
+        """The turn's prompt and sampled ids are the beginning of this sequence."""
+        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
+        return self.ids[:start] == turn.prompt_ids and self.ids[start:end] == turn.sampled_ids
+
+    def span(self, turn: Turn) -> slice:
+        """Where the turn's tokens are among the targets."""
+        return slice(len(turn.prompt_ids) - 1, len(turn.prompt_ids) - 1 + len(turn.sampled_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    check: TurnCheck
+    gaps: tuple[float, ...]
+    drift: Drift | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The datum that a turn is in, and how it came to be there."""
+
+    sequence: _Sequence | None
+    link: Link
+    has_extra: bool
+    """The datum also trains tokens that no turn of it sampled."""
+
+
+class _Checker:
+    def __init__(self, tolerance: float, trainer_version: int | None) -> None:
+        self._tolerance = tolerance
+        self._trainer_version = trainer_version
+
+    def check_trajectory(self, trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Checked]:
+        checked: list[_Checked] = []
+        for index, place in enumerate(_places(trajectory, sequences)):
+            is_first_off = not any(one.check.is_drifting for one in checked)
+            checked.append(self._check_turn(trajectory, index, place, is_first_off))
+        return checked
+
+    def _check_turn(self, trajectory: Trajectory, index: int, place: _Place, is_first_off: bool) -> _Checked:
+        turn = trajectory.turns[index]
+        trainer: Sequence[float] = ()
+        has_same_ids = place.link != "lost" and not place.has_extra
+        if place.sequence is not None:
+            span = place.sequence.span(turn)
+            has_same_ids &= all(is_trained == turn.is_trained for is_trained in place.sequence.mask[span])
+            trainer = place.sequence.logprobs[span] if turn.is_trained else ()
+        gaps = [ours - theirs for ours, theirs in zip(trainer, turn.sampler_logprobs, strict=False)]
+        finite = tuple(gap for gap in gaps if math.isfinite(gap))
+        mean_k2 = sum(gap * gap for gap in finite) / 2 / max(len(finite), 1)
+        at = _drift_begins(gaps, mean_k2, self._tolerance) if has_same_ids else 0
+        check = TurnCheck(
+            task_id=trajectory.task_id,
+            attempt=trajectory.attempt,
+            turn=index,
+            num_tokens=len(gaps),
+            is_trained=turn.is_trained,
+            has_same_ids=has_same_ids,
+            link=place.link,
+            max_gap=max((abs(gap) for gap in finite), default=0.0),
+            mean_k2=mean_k2,
+            is_drifting=at is not None,
+        )
+        if at is None:
+            return _Checked(check, finite, None)
+        drift = Drift(
+            task_id=trajectory.task_id,
+            attempt=trajectory.attempt,
+            turn=index,
+            token=at,
+            token_id=turn.sampled_ids[at],
+            sampler_logprob=turn.sampler_logprobs[at],
+            trainer_logprob=trainer[at] if at < len(trainer) and math.isfinite(trainer[at]) else None,
+            cause=self._likely_cause(turn, gaps, check, is_first_off),
+        )
+        return _Checked(check, finite, drift)
+
+    def _likely_cause(self, turn: Turn, gaps: Sequence[float], check: TurnCheck, is_first_off: bool) -> str:
+        if not check.has_same_ids:
+            return "the trained ids are not the sampled ids: was the text encoded again, or the mask moved?"
+        if not all(math.isfinite(gap) for gap in gaps):
+            return "the trainer computed no logprob there"
+        version = self._trainer_version
+        if version is not None and turn.policy_version != version:
+            return f"sampled by version {turn.policy_version} and checked with version {version} of the weights"
+        is_off = [gap * gap / 2 > self._tolerance for gap in gaps]
+        if len(gaps) > 1 and is_off[-1] and not any(is_off[:-1]):
+            return "only the last token is off: the stop is treated differently"
+        if len(gaps) > 1 and is_off[0] and not any(is_off[1:]):
+            return "only the first token is off: the prompt ends differently"
+        if turn.temperature != 1 and sum(is_off) * 2 > len(gaps):
+            return f"most tokens are off: does the trainer use temperature {turn.temperature:g}?"
+        if check.max_gap < SMALL_GAP:
+            return "small gaps on many tokens: numbers are rounded differently (dtype, kernel)"
+        if check.turn > 0 and is_first_off:
+            return "the turns before hold: what stands between them and this one is not what the sampler saw"
+        return "it is off from the start: other weights, or another context, than the sampler's"
+
+
+def _places(trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Place]:
+    """Turns are found in order: in the datum of the turn before, or in a later one."""
+    found: list[int | None] = []
+    links: list[Link] = []
+    num_sampled = [0] * len(sequences)
+    current = 0
+    for index, turn in enumerate(trajectory.turns):
+        place = next((i for i in range(current, len(sequences)) if sequences[i].holds(turn)), None)
+        is_extension = index > 0 and place is not None and place == found[-1]
+        if place is None:
+            links.append("lost" if turn.is_trained else "splits")
+        else:
+            links.append("first" if index == 0 else "extends" if is_extension else "splits")
+            num_sampled[place] += len(turn.sampled_ids) * turn.is_trained
+            current = place
+        found.append(place)
+    has_extra = [sum(sequence.mask) > count for sequence, count in zip(sequences, num_sampled, strict=True)]
+    return [
+        _Place(None, link, False) if place is None else _Place(sequences[place], link, has_extra[place])
+        for place, link in zip(found, links, strict=True)
+    ]
+
+
+def _drift_begins(gaps: Sequence[float], mean_k2: float, tolerance: float) -> int | None:
+    """The first token that is off; None when the turn holds."""
+    spikes = [i for i, gap in enumerate(gaps) if not gap * gap / 2 <= SPIKE * tolerance]  # nan is off too
+    if spikes:
+        return spikes[0]
+    if not gaps or mean_k2 <= tolerance:
+        return None
+    return max(range(len(gaps)), key=lambda i: abs(gaps[i]))
+
+
+def _to_certificate(num_trajectories: int, checks: Sequence[_Checked], tolerance: float) -> Certificate:
+    gaps = [gap for one in checks for gap in one.gaps]
+    drifts = [one.drift for one in checks if one.drift is not None]
+    return Certificate(
+        num_trajectories=num_trajectories,
+        num_turns=len(checks),
+        num_tokens=len(gaps),
+        num_splits=sum(one.check.link == "splits" for one in checks),
+        max_gap=max((abs(gap) for gap in gaps), default=0.0),
+        mean_k2=sum(gap * gap for gap in gaps) / 2 / max(len(gaps), 1),
+        k2_tolerance=tolerance,
+        num_drifting_turns=len(drifts),
+        turns=tuple(one.check for one in checks),
+        drifts=tuple(drifts[:MAX_DRIFTS]),
+    )

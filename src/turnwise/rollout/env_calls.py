@@ -1,0 +1,167 @@
+"""One env, from making it to closing it, with a deadline on every call and every answer checked.
+
+Plain methods run in one thread that belongs to this env. A call that does not come back in time leaves that thread
+behind: it is counted, and ends by itself when the call does. `close` then runs in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+
+from turnwise.envs.base import Env, EnvStep
+from turnwise.envs.sync import CallThread
+from turnwise.errors import AttemptFailed, Party
+from turnwise.rollout.call import CANCEL_GRACE_S, DeadlinePassed, call
+from turnwise.rollout.limits import Clock, RolloutLimits
+from turnwise.trajectory import Message, Role
+
+T = TypeVar("T")
+
+_ROLES = frozenset(get_args(Role))
+_POLL_S = 0.01
+
+
+class EnvCalls:
+    """The only way in which a rollout talks to an env."""
+
+    def __init__(self, make_env: Callable[[], Env], limits: RolloutLimits, clock: Clock) -> None:
+        self._make_env = make_env
+        self._limits = limits
+        self._clock = clock
+        self._env: Any = None
+        self._thread: CallThread | None = None
+        self._is_left = False
+        self._is_late = False
+        self.num_abandoned = 0
+        """Calls that were left behind."""
+        self.close_problem: str | None = None
+        """Why `close` failed; the attempt itself does not suffer from it."""
+
+    async def start(self) -> tuple[Message, ...]:
+        self._env = await self._call("make_env")
+        messages = await self._call("start")
+        return _blame_env("start", lambda: _checked_messages(messages, "it returned"))
+
+    async def step(self, reply: Message) -> EnvStep:
+        step = await self._call("step", reply)
+        return _blame_env("step", lambda: _checked_step(step))
+
+    async def state_key(self) -> str | None:
+        """The env's name for the state it is in, where it has one."""
+        if not hasattr(self._env, "state_key"):
+            return None
+        key = await self._call("state_key")
+        if not isinstance(key, str):
+            raise AttemptFailed(Party.ENV, f"state_key() returned {key!r:.80}; expected a string")
+        return key
+
+    async def close(self) -> None:
+        """Close the env whatever happened; what goes wrong here is noted and not raised."""
+        self._is_left = True
+        if not self._is_late:
+            await self._wait_for_thread()  # the attempt was cancelled in the middle of a call that is not late
+        self._leave_busy_thread()
+        try:
+            if self._env is not None:
+                await self._call("close")
+        except AttemptFailed as error:
+            self.close_problem = error.detail
+        finally:
+            self._leave_busy_thread()
+            if self._thread is not None:
+                self._thread.stop()
+                self._thread = None
+
+    async def _call(self, what: str, *args: object) -> Any:
+        limits = self._limits
+        deadline_s = limits.close_deadline_s if what == "close" else self._clock.at_most(limits.step_deadline_s)
+        try:
+            return await call(
+                Party.ENV,
+                what,
+                lambda: self._run(what, args),
+                deadline_s=deadline_s,
+                on_abandoned=self._count_abandoned,
+            )
+        except DeadlinePassed:
+            self._is_late = True
+            raise
+
+    async def _run(self, what: str, args: tuple[object, ...]) -> Any:
+        method: Callable[..., Any] = self._make_or_drop if what == "make_env" else getattr(self._env, what)
+        if inspect.iscoroutinefunction(method):
+            return await method(*args)
+        if self._thread is None:
+            self._thread = CallThread()
+        result = await self._thread.run(method, *args)
+        return await result if inspect.isawaitable(result) else result
+
+    def _make_or_drop(self) -> Any:
+        env: Any = self._make_env()
+        if self._is_left and not inspect.iscoroutinefunction(env.close):
+            env.close()  # it came after the attempt was given up: nobody else will close it
+        return env
+
+    async def _wait_for_thread(self) -> None:
+        for _ in range(round(CANCEL_GRACE_S / _POLL_S)):
+            if self._thread is None or not self._thread.is_busy:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _leave_busy_thread(self) -> None:
+        if self._thread is not None and self._thread.is_busy:
+            self._count_abandoned()
+            self._thread.stop()  # when the call comes back, if it ever does
+            self._thread = None
+
+    def _count_abandoned(self) -> None:
+        self.num_abandoned += 1
+
+
+def _blame_env(what: str, check: Callable[[], T]) -> T:
+    """Run a check of what an env returned; whatever it trips over is the env's doing."""
+    try:
+        return check()
+    except (TypeError, ValueError, AttributeError) as cause:
+        raise AttemptFailed(Party.ENV, f"{what}: {cause}") from cause
+
+
+def _checked_step(step: object) -> EnvStep:
+    if not isinstance(step, EnvStep):
+        raise TypeError(f"returned {step!r:.80}; expected an EnvStep")
+    for name in ("terminated", "truncated", "is_unparsable"):
+        if not isinstance(getattr(step, name), bool | np.bool_):
+            raise TypeError(f"{name} is {getattr(step, name)!r:.80}; expected True or False")
+    if step.is_success is not None and not isinstance(step.is_success, bool | np.bool_):
+        raise TypeError(f"is_success is {step.is_success!r:.80}; expected True, False or None")
+    _check_numbers("reward", step.reward_parts)
+    _check_numbers("info", step.info)
+    if not step.is_over or len(step.messages):
+        _checked_messages(step.messages, "messages is")
+    return step
+
+
+def _check_numbers(what: str, values: Mapping[str, object]) -> None:
+    for key, value in values.items():
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"{what} {key!r} is {value!r:.80}; expected a finite number")
+
+
+def _checked_messages(messages: object, said: str) -> tuple[Message, ...]:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise TypeError(f"{said} {messages!r:.80}; expected a list of messages")
+    if not messages:
+        raise ValueError(f"{said} empty; expected at least one message")
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"{said} a list with {message!r:.80}; expected messages")
+        if message.role not in _ROLES or not isinstance(message.content, str):
+            raise TypeError(f"{said} a list with {message!r:.80}; role or content is not usable")
+    return tuple(messages)

@@ -1,0 +1,232 @@
+"""N attempts at each task -> groups, side by side.
+
+Attempts of all groups share one bound on how many run at once. A failed attempt is played again in a fresh env with
+another seed; one that stays failed is set apart and never scored, so the baseline of its siblings is made from
+attempts that were really judged. A group with too few of them is dropped. Everything that is dropped is counted.
+
+Seeds come from (run seed, task, attempt, try) by hash: what an attempt draws does not depend on what runs beside it.
+Nothing outlives a call: cancelling it cancels the attempts, and they close their envs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.client.base import SamplingClient
+from turnwise.envs.base import Task, World
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.stats import RolloutStats
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+DropReason = Literal["group_too_small", "quarantined"]
+EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEvent:
+    """Something that a live view may want to show."""
+
+    kind: EventKind
+    task_id: str
+    trajectory: Trajectory | None = None
+    """Of the attempt events."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group that is not trained on, and why."""
+
+    task_id: str
+    why: DropReason
+    detail: str
+    trajectories: tuple[Trajectory, ...] = ()
+    """Attempts that were fine, but too few."""
+    failed: tuple[Trajectory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """What one rollout brought, in the order of its tasks."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    dropped: tuple[DroppedGroup, ...]
+    stats: RolloutStats
+
+
+OnEvent = Callable[[RolloutEvent], None]
+
+
+async def play_groups(
+    world: World,
+    tasks: Sequence[Task],
+    sampler: SamplingClient,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    on_event: OnEvent | None = None,
+    quarantine: Quarantine | None = None,
+) -> RolloutResult:
+    """Play `config.group_size` attempts at each task.
+
+    Args:
+        seed: of this rollout; a run that plays a task again gives another one.
+        on_event: called on the event loop as things happen.
+        quarantine: kept by a run over all its rollouts; without it, this call has one of its own.
+    """
+    rollout = _Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
+    async with aclosing(rollout.run(tasks)) as finished:
+        outcomes = {index: outcome async for index, outcome in finished}
+    in_order = [outcomes[index] for index in range(len(tasks))]
+    return RolloutResult(
+        groups=tuple(outcome for outcome in in_order if isinstance(outcome, TrajectoryGroup)),
+        dropped=tuple(outcome for outcome in in_order if isinstance(outcome, DroppedGroup)),
+        stats=rollout.stats,
+    )
+
+
+async def stream_groups(
+    world: World,
+    tasks: Sequence[Task],
+    sampler: SamplingClient,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    on_event: OnEvent | None = None,
+    quarantine: Quarantine | None = None,
+    stats: RolloutStats | None = None,
+) -> AsyncGenerator[TrajectoryGroup | DroppedGroup, None]:
+    """`play_groups`, each group as soon as it is done. Leave it early with `contextlib.aclosing`.
+
+    Args:
+        stats: filled while the groups come.
+    """
+    rollout = _Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
+    if stats is not None:
+        rollout.stats = stats
+    async with aclosing(rollout.run(tasks)) as finished:
+        async for _, outcome in finished:
+            yield outcome
+
+
+class _Rollout:
+    """One call of `play_groups` or `stream_groups`."""
+
+    def __init__(
+        self,
+        world: World,
+        sampler: SamplingClient,
+        renderer: Renderer,
+        config: RolloutConfig,
+        seed: int,
+        on_event: OnEvent | None,
+        quarantine: Quarantine | None,
+    ) -> None:
+        self._world = world
+        self._sampler = sampler
+        self._renderer = renderer
+        self._config = config
+        self._seed = seed
+        self._on_event = on_event
+        self._quarantine = quarantine or Quarantine(
+            task_after=config.quarantine_task_after, world_after=config.quarantine_world_after
+        )
+        self._room = asyncio.Semaphore(config.max_concurrency)
+        self.stats = RolloutStats()
+
+    async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[tuple[int, TrajectoryGroup | DroppedGroup], None]:
+        times_seen: Counter[str] = Counter()
+        running: dict[asyncio.Task[TrajectoryGroup | DroppedGroup], int] = {}
+        for index, task in enumerate(tasks):
+            # A task that comes twice in one rollout gets attempts of its own each time.
+            seed = derive_seed(self._seed, task.id, times_seen[task.id])
+            times_seen[task.id] += 1
+            running[asyncio.create_task(self._play_group(task, seed))] = index
+        try:
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for group in done:
+                    outcome = group.result()
+                    yield running.pop(group), outcome
+        finally:
+            await _cancel_all(list(running))
+
+    async def _play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
+        reason = self._quarantine.reason(task.id)
+        if reason is not None:
+            return self._drop(task, "quarantined", reason, lost=self._config.group_size)
+        attempts = [
+            asyncio.create_task(self._play_attempt(task, index, seed)) for index in range(self._config.group_size)
+        ]
+        try:
+            trajectories = await asyncio.gather(*attempts)
+        finally:
+            await _cancel_all(attempts)
+        kept = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
+        failed = tuple(trajectory for trajectory in trajectories if trajectory.failure is not None)
+        failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
+        if self._quarantine.record_group(task.id, failures, len(kept)):
+            self.stats.add_quarantined_task()
+        if len(kept) < self._config.min_group_size:
+            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self._config.min_group_size} are needed"
+            return self._drop(task, "group_too_small", detail, lost=len(kept), kept=kept, failed=failed)
+        self.stats.add_kept_group(kept, failed)
+        self._emit("group_done", task)
+        return TrajectoryGroup(task_id=task.id, trajectories=kept, failed=failed)
+
+    async def _play_attempt(self, task: Task, index: int, group_seed: int) -> Trajectory:
+        retry = 0
+        while True:
+            seed = derive_seed(group_seed, index, retry)
+            attempt = Attempt(
+                task_id=task.id, index=index, seed=seed, make_env=lambda seed=seed: self._world.make_env(task, seed)
+            )
+            async with self._room:
+                trajectory = await play(attempt, self._sampler, self._renderer, self._config, self.stats)
+            self.stats.add_try(trajectory)
+            self._quarantine.record_try(trajectory.failure)
+            if trajectory.failure is None:
+                self._emit("attempt_done", task, trajectory)
+                return trajectory
+            if retry == self._config.max_retries or self._quarantine.reason(task.id) is not None:
+                self._emit("attempt_failed", task, trajectory, trajectory.failure.detail)
+                return trajectory
+            self._emit("attempt_retried", task, trajectory, trajectory.failure.detail)
+            self.stats.add_retry()
+            retry += 1
+
+    def _drop(
+        self,
+        task: Task,
+        why: DropReason,
+        detail: str,
+        *,
+        lost: int,
+        kept: tuple[Trajectory, ...] = (),
+        failed: tuple[Trajectory, ...] = (),
+    ) -> DroppedGroup:
+        self.stats.add_dropped_group(why, lost, failed)
+        self._emit("group_dropped", task, detail=detail)
+        return DroppedGroup(task_id=task.id, why=why, detail=detail, trajectories=kept, failed=failed)
+
+    def _emit(self, kind: EventKind, task: Task, trajectory: Trajectory | None = None, detail: str = "") -> None:
+        if self._on_event is not None:
+            self._on_event(RolloutEvent(kind=kind, task_id=task.id, trajectory=trajectory, detail=detail))
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[object]]) -> None:
+    """Cancel what still runs, and wait until it has cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Play one stored attempt again and see that the same things happen.
+
+The recorded ids stand in for the sampler; the env is made anew from the task and the recorded seed, and the prompts
+are rendered anew. What comes out must be what was stored, and the first thing that is not is named with its turn. A
+difference means that the env draws on something other than its seed, or that env, renderer or config changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from turnwise.client.fake import ScriptedSampler
+from turnwise.envs.base import Task, World
+from turnwise.errors import DataError
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.stats import RolloutStats
+from turnwise.trajectory import StopReason, Trajectory, Turn
+from turnwise.types import SampledSequence
+
+_UNREPEATABLE = (StopReason.TIME_LIMIT, StopReason.FAILED)
+"""Ends that depend on the hour; only the turns before them are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first thing that came out otherwise."""
+
+    turn: int | None
+    """From 0; None for what belongs to no turn."""
+    what: str
+    recorded: str
+    replayed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What came of playing an attempt again."""
+
+    recorded: Trajectory
+    replayed: Trajectory
+    difference: Difference | None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.difference is None
+
+    def lines(self) -> list[str]:
+        """For printing."""
+        name = f"attempt {self.recorded.attempt} at {self.recorded.task_id} (seed {self.recorded.seed})"
+        if self.difference is None:
+            turns = len(self.recorded.turns)
+            return [f"{name}: {turns} turns replayed exactly, stop reason {self.recorded.stop_reason}"]
+        place = "before any turn" if self.difference.turn is None else f"at turn {self.difference.turn}"
+        return [
+            f"{name}: {self.difference.what} differs {place}",
+            f"  recorded: {self.difference.recorded}",
+            f"  replayed: {self.difference.replayed}",
+        ]
+
+
+async def replay(world: World, task: Task, recorded: Trajectory, renderer: Renderer, config: RolloutConfig) -> Replay:
+    """Replay `recorded`, an attempt at `task`, under the config that it was played with."""
+    if task.id != recorded.task_id:
+        raise DataError(f"an attempt at {recorded.task_id} cannot be replayed on task {task.id}")
+    attempt = Attempt(
+        task_id=task.id,
+        index=recorded.attempt,
+        seed=recorded.seed,
+        make_env=lambda: world.make_env(task, recorded.seed),
+    )
+    sampler = ScriptedSampler([_to_sequence(turn) for turn in recorded.turns])
+    replayed = await play(attempt, sampler, renderer, config, RolloutStats())
+    return Replay(recorded=recorded, replayed=replayed, difference=next(_differences(recorded, replayed), None))
+
+
+def _to_sequence(turn: Turn) -> SampledSequence:
+    return SampledSequence("length" if turn.is_cut else "stop", list(turn.sampled_ids), list(turn.sampler_logprobs))
+
+
+def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
+    yield from _compare(None, "first messages", recorded.start, replayed.start)
+    for index, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=False)):
+        yield from _compare(index, "prompt ids", old.prompt_ids, new.prompt_ids)
+        yield from _compare(index, "env state", old.env_state, new.env_state)
+        yield from _compare(index, "sampled ids", old.sampled_ids, new.sampled_ids)
+        yield from _compare(index, "reply", old.reply, new.reply)
+        yield from _compare(index, "observation", old.observation, new.observation)
+        yield from _compare(index, "reward", dict(old.reward_parts), dict(new.reward_parts))
+        yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
+    if len(replayed.turns) < len(recorded.turns):
+        failure = replayed.failure.detail if replayed.failure is not None else str(replayed.stop_reason)
+        yield Difference(
+            turn=len(replayed.turns), what="the end", recorded="the attempt went on", replayed=f"it ended: {failure}"
+        )
+    if recorded.stop_reason not in _UNREPEATABLE:
+        last = len(recorded.turns) - 1
+        yield from _compare(last, "stop reason", str(recorded.stop_reason), str(replayed.stop_reason))
+        yield from _compare(last, "is_success", recorded.is_success, replayed.is_success)
+
+
+def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[Difference]:
+    if old == new:
+        return
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        what = f"{what} (from item {at} of {len(old)} on)"
+        old, new = old[at : at + 5], new[at : at + 5]
+    yield Difference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."

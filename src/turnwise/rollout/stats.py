@@ -1,0 +1,134 @@
+"""What happened in a rollout, in numbers under `rollout/`.
+
+Attempts add up: `rollout/attempts` = `rollout/attempts_kept` + all `rollout/dropped_*`. A try is one play of an
+attempt; a failed one may be followed by another. Averages are over kept attempts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from turnwise.errors import Party
+from turnwise.trajectory import StopReason, Trajectory
+
+
+class RolloutStats:
+    """Collects while a rollout runs; `metrics()` at any time."""
+
+    def __init__(self) -> None:
+        self.kept: list[Trajectory] = []
+        """Attempts in groups that were kept."""
+        self.dropped: Counter[str] = Counter()
+        """Attempts that are not trained on, by reason."""
+        self._counts: Counter[str] = Counter()
+        self._waited_s: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Env calls that were left behind in their threads."""
+        return self._counts["abandoned_calls"]
+
+    def add_try(self, trajectory: Trajectory) -> None:
+        self._counts["tries"] += 1
+        if trajectory.failure is not None:
+            self._counts[f"failures_{trajectory.failure.party}"] += 1
+
+    def add_retry(self) -> None:
+        self._counts["retries"] += 1
+
+    def add_kept_group(self, kept: Sequence[Trajectory], failed: Sequence[Trajectory]) -> None:
+        self._counts["groups_kept"] += 1
+        self.kept.extend(kept)
+        self.add_failed(failed)
+        if any(trajectory.start != kept[0].start for trajectory in kept):
+            self._counts["groups_with_unequal_starts"] += 1
+
+    def add_dropped_group(self, why: str, num_attempts: int, failed: Sequence[Trajectory]) -> None:
+        """`num_attempts`: those that did not fail themselves, and go with their group."""
+        self._counts["groups_dropped"] += 1
+        if num_attempts:
+            self.dropped[why] += num_attempts
+        self.add_failed(failed)
+
+    def add_failed(self, failed: Sequence[Trajectory]) -> None:
+        """Attempts that stayed failed after all retries."""
+        for trajectory in failed:
+            assert trajectory.failure is not None
+            self.dropped[f"{trajectory.failure.party}_failed"] += 1
+
+    def add_quarantined_task(self) -> None:
+        self._counts["tasks_quarantined"] += 1
+
+    def add_abandoned(self, count: int) -> None:
+        self._counts["abandoned_calls"] += count
+
+    def add_close_failure(self) -> None:
+        self._counts["close_failures"] += 1
+
+    def add_unparsable(self) -> None:
+        self._counts["unparsable_replies"] += 1
+
+    def add_wait(self, party: Party, seconds: float) -> None:
+        """Time that attempts spent waiting for a party, added up over attempts that ran side by side."""
+        self._waited_s[party] += seconds
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/quantity_unit` to number; an average of nothing is left out."""
+        values: dict[str, float] = {name: float(count) for name, count in self._counts.items() if count}
+        values |= {f"dropped_{why}": float(count) for why, count in self.dropped.items()}
+        values |= {f"{party}_wait_s": seconds for party, seconds in self._waited_s.items()}
+        values["attempts_kept"] = float(len(self.kept))
+        values["attempts"] = float(len(self.kept) + self.dropped.total())
+        if self.kept:
+            values |= _averages(self.kept)
+        return {f"rollout/{name}": value for name, value in sorted(values.items())}
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float | None:
+    """Share of successes. An attempt that ended before the env could tell did not succeed; None when it never tells."""
+    if all(trajectory.is_success is None for trajectory in trajectories):
+        return None
+    judged = [t for t in trajectories if t.is_success is not None or t.stop_reason is not StopReason.TERMINATED]
+    return fmean(float(trajectory.is_success is True) for trajectory in judged)
+
+
+def num_splits(trajectory: Trajectory) -> int:
+    """Turns whose prompt does not extend what came before: each starts another datum."""
+    count = 0
+    ids: tuple[int, ...] = ()
+    for turn in trajectory.turns:
+        count += turn.prompt_ids[: len(ids)] != ids
+        ids = turn.prompt_ids + turn.sampled_ids
+    return count
+
+
+def _averages(kept: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in kept for turn in trajectory.turns]
+    values = {
+        "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in kept)),
+        "sampled_tokens_per_turn_mean": fmean(len(turn.sampled_ids) for turn in turns),
+        "prompt_tokens_max": float(max(len(turn.prompt_ids) for turn in turns)),
+        "turns_mean": fmean(len(trajectory.turns) for trajectory in kept),
+        "duration_mean_s": fmean(trajectory.duration_s for trajectory in kept),
+        "duration_max_s": max(trajectory.duration_s for trajectory in kept),
+        "reward_mean": fmean(trajectory.total_reward for trajectory in kept),
+        "cut_turn_share": fmean(turn.is_cut for turn in turns),
+        "untrained_turns": float(sum(not turn.is_trained for turn in turns)),
+        "splits": float(sum(num_splits(trajectory) for trajectory in kept)),
+    }
+    success = success_rate(kept)
+    if success is not None:
+        values["success_mean"] = success
+    parts: defaultdict[str, float] = defaultdict(float)
+    for turn in turns:
+        for part, value in turn.reward_parts.items():
+            parts[part] += value
+    values |= {f"reward_{part}_mean": total / len(kept) for part, total in parts.items()}
+    stops = Counter(trajectory.stop_reason for trajectory in kept)
+    values |= {f"stop_{reason}_share": count / len(kept) for reason, count in stops.items()}
+    keys = sorted({key for trajectory in kept for key in trajectory.metrics})
+    for key in keys:
+        values[f"env_{key}_mean"] = fmean(t.metrics[key] for t in kept if key in t.metrics)
+    return values

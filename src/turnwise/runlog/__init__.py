@@ -1,0 +1,1 @@
+"""The run directory: one SQLite file that the trainer writes and every other tool reads."""

@@ -1,0 +1,81 @@
+"""Numpy arrays and messages as compact bytes, exact both ways.
+
+An array's first byte says how it is kept, the second its type: raw, deflated when that is shorter, or one value and a
+count when all are equal, as masks and per-turn advantages are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.errors import DataError
+from turnwise.trajectory import Message, ToolCall
+
+_DTYPES = {b"i": "<i4", b"f": "<f4", b"d": "<f8", b"?": "|b1"}
+_RAW, _DEFLATED, _CONSTANT = b"r", b"z", b"c"
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return _pack(np.asarray(ids, dtype="<i4"), b"i")
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """As float32 where that holds every value exactly, as logprobs from a sampler do; else as float64."""
+    wide = np.asarray(values, dtype="<f8")
+    narrow = wide.astype("<f4")
+    if np.array_equal(narrow.astype("<f8"), wide, equal_nan=True):
+        return _pack(narrow, b"f")
+    return _pack(wide, b"d")
+
+
+def pack_flags(flags: Sequence[bool]) -> bytes:
+    return _pack(np.asarray(flags, dtype="|b1"), b"?")
+
+
+def unpack_array(data: bytes) -> NDArray[Any]:
+    kind, dtype, body = data[:1], _DTYPES.get(data[1:2]), data[2:]
+    if dtype is None or kind not in (_RAW, _DEFLATED, _CONSTANT):
+        raise DataError("an array in the run log cannot be read; was it written by a newer turnwise?")
+    if kind == _CONSTANT:
+        (count,) = struct.unpack_from("<I", body)
+        return np.full(count, np.frombuffer(body[4:], dtype=dtype)[0])
+    return np.frombuffer(zlib.decompress(body) if kind == _DEFLATED else body, dtype=dtype).copy()
+
+
+def pack_messages(messages: Sequence[Message]) -> bytes:
+    return zlib.compress(json.dumps([_message_to_json(m) for m in messages], ensure_ascii=False).encode())
+
+
+def unpack_messages(data: bytes) -> tuple[Message, ...]:
+    return tuple(_message_from_json(entry) for entry in json.loads(zlib.decompress(data)))
+
+
+def _pack(array: NDArray[Any], dtype: bytes) -> bytes:
+    raw = array.tobytes()
+    size = array.dtype.itemsize
+    if len(array) > 1 and raw == raw[:size] * len(array):
+        return _CONSTANT + dtype + struct.pack("<I", len(array)) + raw[:size]
+    deflated = zlib.compress(raw)
+    return (_DEFLATED + dtype + deflated) if len(deflated) < len(raw) else (_RAW + dtype + raw)
+
+
+def _message_to_json(message: Message) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        calls = [{"name": c.name, "arguments": dict(c.arguments), "id": c.id} for c in message.tool_calls]
+        entry["tool_calls"] = calls
+    if message.name is not None:
+        entry["name"] = message.name
+    return entry
+
+
+def _message_from_json(entry: dict[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in entry.pop("tool_calls", ()))
+    return Message(tool_calls=calls, **entry)

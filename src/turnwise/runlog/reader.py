@@ -1,0 +1,221 @@
+"""Reads a run directory, finished or still being written; changes nothing in it.
+
+    run = RunReader("runs/guess_number-tiny")
+    run.metric("rollout/reward")          # [(1, 0.12), (2, 0.2), ...]
+    run.attempt(17).trajectory            # exact ids, logprobs, rewards, as they were played
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from turnwise.errors import ConfigError, DataError, Party
+from turnwise.runlog.arrays import unpack_array, unpack_messages
+from turnwise.runlog.schema import (
+    DATABASE,
+    SCHEMA_VERSION,
+    AttemptRow,
+    CertificateRow,
+    CheckpointRow,
+    EvaluationRow,
+    Event,
+    Phase,
+    StoredAttempt,
+)
+from turnwise.trajectory import Failure, Message, StopReason, Trajectory, Turn
+
+_ATTEMPT_COLUMNS = (
+    "id, step, phase, outcome, task_id, attempt, stop_reason, is_success, reward, num_turns, num_sampled_tokens, "
+    "has_tokens"
+)
+
+
+def is_run(path: Path) -> bool:
+    """There is a run directory at `path`."""
+    return (path / DATABASE).is_file()
+
+
+class RunReader:
+    """A run directory, or its `run.db`, opened for reading."""
+
+    def __init__(self, path: str | Path) -> None:
+        place = Path(path).expanduser()
+        self.directory = place.parent if place.name == DATABASE else place
+        file = self.directory / DATABASE
+        if not file.is_file():
+            raise ConfigError(f"{place} is no run directory: it holds no {DATABASE}")
+        try:
+            self._db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+            self._db.row_factory = sqlite3.Row
+            version = int(self.meta("schema_version") or 0)
+        except sqlite3.Error as cause:
+            raise ConfigError(f"{file} cannot be read as a run: {cause}") from cause
+        if version > SCHEMA_VERSION:
+            raise ConfigError(f"{file} has schema version {version}; this turnwise reads up to {SCHEMA_VERSION}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def meta(self, key: str) -> str | None:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    @property
+    def config_yaml(self) -> str:
+        return self.meta("config") or ""
+
+    def metric_names(self) -> list[str]:
+        return [str(row[0]) for row in self._db.execute("SELECT DISTINCT key FROM metrics ORDER BY key")]
+
+    def metric(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) in the order of steps; nan where a value could not be measured."""
+        rows = self._db.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step", (key,))
+        return [(int(step), _number(value)) for step, value in rows]
+
+    def attempts(self, *, phase: Phase | None = None, step: int | None = None) -> list[AttemptRow]:
+        """The stored trajectories, oldest first."""
+        rows = self._db.execute(
+            f"SELECT {_ATTEMPT_COLUMNS} FROM trajectories "
+            "WHERE (:phase IS NULL OR phase = :phase) AND (:step IS NULL OR step = :step) ORDER BY id",
+            {"phase": phase, "step": step},
+        )
+        return [_attempt_row(row) for row in rows]
+
+    def attempt(self, attempt_id: int) -> StoredAttempt:
+        """One trajectory as it was played, with what the trainer made of it."""
+        row = self._row(attempt_id)
+        if not row["has_tokens"]:
+            raise DataError(f"attempt {attempt_id}: its token arrays were dropped to keep run.max_size_mb")
+        turns = self._turns(attempt_id)
+        return StoredAttempt(
+            row=_attempt_row(row),
+            trajectory=_trajectory(row, turns),
+            masks=tuple(unpack_array(turn["mask"]) for turn in turns),
+            advantages=tuple(unpack_array(turn["advantages"]) for turn in turns),
+            trainer_logprobs=tuple(
+                None if turn["trainer_logprobs"] is None else unpack_array(turn["trainer_logprobs"]).astype(np.float32)
+                for turn in turns
+            ),
+        )
+
+    def dialogue(self, attempt_id: int) -> list[tuple[Message, float | None]]:
+        """The messages of one attempt, each reply with its reward; there also when the token arrays are gone."""
+        row = self._row(attempt_id)
+        if row["start"] is None:
+            raise DataError(f"attempt {attempt_id}: its dialogue was dropped to keep run.max_size_mb")
+        messages: list[tuple[Message, float | None]] = [(message, None) for message in unpack_messages(row["start"])]
+        for turn in self._turns(attempt_id):
+            messages.append((unpack_messages(turn["reply"])[0], float(turn["reward"])))
+            messages += [(message, None) for message in unpack_messages(turn["observation"])]
+        return messages
+
+    def task(self, task_id: str) -> Mapping[str, Any]:
+        row = self._db.execute("SELECT data FROM tasks WHERE id = ?", (task_id,)).fetchone()
+        if row is None:
+            raise DataError(f"no task {task_id!r} in {self.directory}")
+        return json.loads(row[0])
+
+    def evaluations(self) -> list[EvaluationRow]:
+        names = list(EvaluationRow.__dataclass_fields__)
+        rows = self._db.execute(f"SELECT {', '.join(names)} FROM evaluations ORDER BY id")
+        return [EvaluationRow(**{name: math.nan if row[name] is None else row[name] for name in names}) for row in rows]
+
+    def certificates(self) -> list[CertificateRow]:
+        rows = self._db.execute("SELECT step, is_exact, content FROM certificates ORDER BY step")
+        return [CertificateRow(step=row[0], is_exact=bool(row[1]), content=row[2]) for row in rows]
+
+    def checkpoints(self) -> list[CheckpointRow]:
+        """Oldest first."""
+        rows = self._db.execute("SELECT step, warmup_steps, path FROM checkpoints ORDER BY step")
+        return [CheckpointRow(step=row[0], warmup_steps=row[1], path=row[2]) for row in rows]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        rows = self._db.execute(
+            "SELECT time, step, kind, detail FROM events WHERE (:kind IS NULL OR kind = :kind) ORDER BY id",
+            {"kind": kind},
+        )
+        return [Event(time=row[0], step=row[1], kind=row[2], detail=json.loads(row[3])) for row in rows]
+
+    def _row(self, attempt_id: int) -> sqlite3.Row:
+        row = self._db.execute("SELECT * FROM trajectories WHERE id = ?", (attempt_id,)).fetchone()
+        if row is None:
+            (last,) = self._db.execute("SELECT max(id) FROM trajectories").fetchone()
+            raise DataError(f"no attempt {attempt_id} in {self.directory}; they are numbered 1 to {last or 0}")
+        return row
+
+    def _turns(self, attempt_id: int) -> list[sqlite3.Row]:
+        return self._db.execute("SELECT * FROM turns WHERE trajectory_id = ? ORDER BY turn", (attempt_id,)).fetchall()
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _attempt_row(row: sqlite3.Row) -> AttemptRow:
+    is_success = row["is_success"]
+    return AttemptRow(
+        id=row["id"],
+        step=row["step"],
+        phase=row["phase"],
+        outcome=row["outcome"],
+        task_id=row["task_id"],
+        attempt=row["attempt"],
+        stop_reason=row["stop_reason"],
+        is_success=None if is_success is None else bool(is_success),
+        reward=row["reward"],
+        num_turns=row["num_turns"],
+        num_sampled_tokens=row["num_sampled_tokens"],
+        has_tokens=bool(row["has_tokens"]),
+    )
+
+
+def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
+    turns: list[Turn] = []
+    known: tuple[int, ...] = ()
+    for stored in rows:
+        prompt = (*known[: stored["num_shared"]], *unpack_array(stored["prompt"]).tolist())
+        turn = Turn(
+            prompt_ids=prompt,
+            sampled_ids=tuple(unpack_array(stored["sampled"]).tolist()),
+            sampler_logprobs=tuple(unpack_array(stored["logprobs"]).tolist()),
+            policy_version=stored["policy_version"],
+            temperature=stored["temperature"],
+            reply=unpack_messages(stored["reply"])[0],
+            observation=unpack_messages(stored["observation"]),
+            reward_parts=json.loads(stored["reward_parts"]),
+            is_trained=bool(stored["is_trained"]),
+            is_cut=bool(stored["is_cut"]),
+            env_state=stored["env_state"],
+        )
+        known = (*turn.prompt_ids, *turn.sampled_ids)
+        turns.append(turn)
+    is_success = row["is_success"]
+    failure = None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
+    return Trajectory(
+        task_id=row["task_id"],
+        attempt=row["attempt"],
+        seed=row["seed"],
+        start=unpack_messages(row["start"]),
+        turns=tuple(turns),
+        stop_reason=StopReason(row["stop_reason"]),
+        failure=failure,
+        is_success=None if is_success is None else bool(is_success),
+        metrics=json.loads(row["metrics"]),
+        duration_s=row["duration_s"],
+    )

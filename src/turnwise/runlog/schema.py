@@ -1,0 +1,187 @@
+"""The tables of `run.db`, and what their rows are in Python.
+
+A version that is newer than this code is refused; an older one will be migrated here. `step` is the number of
+optimizer batches done before the row: 0 before training, `train.steps` at the end. Token arrays are NULL once the
+size rule has dropped them (`writer.py`); metrics, events and evaluations stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.trajectory import Trajectory
+
+SCHEMA_VERSION = 1
+DATABASE = "run.db"
+
+Phase = Literal["train", "eval"]
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE metrics (
+    key TEXT NOT NULL, step INTEGER NOT NULL, value REAL, time REAL NOT NULL, PRIMARY KEY (key, step)
+) WITHOUT ROWID;
+
+CREATE TABLE tasks (id TEXT PRIMARY KEY, split TEXT NOT NULL, data TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE trajectories (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    phase TEXT NOT NULL,             -- train, eval
+    outcome TEXT NOT NULL,           -- trained, evaluated, failed, or why its group was dropped
+    task_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    stop_reason TEXT NOT NULL,
+    party TEXT,                      -- of a failed attempt: who failed
+    detail TEXT,
+    is_success INTEGER,
+    reward REAL NOT NULL,
+    num_turns INTEGER NOT NULL,
+    num_sampled_tokens INTEGER NOT NULL,
+    duration_s REAL NOT NULL,
+    metrics TEXT NOT NULL,           -- JSON, the env's numbers
+    start BLOB,                      -- the env's first messages
+    has_tokens INTEGER NOT NULL,
+    time REAL NOT NULL
+);
+CREATE INDEX trajectories_by_step ON trajectories (phase, step);
+
+CREATE TABLE turns (
+    trajectory_id INTEGER NOT NULL REFERENCES trajectories (id) ON DELETE CASCADE,
+    turn INTEGER NOT NULL,
+    policy_version INTEGER NOT NULL,
+    temperature REAL NOT NULL,
+    reward REAL NOT NULL,
+    reward_parts TEXT NOT NULL,      -- JSON
+    is_trained INTEGER NOT NULL,
+    is_cut INTEGER NOT NULL,
+    env_state TEXT,
+    reply BLOB NOT NULL,             -- messages
+    observation BLOB NOT NULL,
+    num_shared INTEGER NOT NULL,     -- leading prompt ids that are the turn before: its prompt and sampled ids
+    prompt BLOB,                     -- ids after those
+    sampled BLOB,                    -- ids [S]
+    logprobs BLOB,                   -- [S] the sampler's
+    trainer_logprobs BLOB,           -- [S] the trainer's, where the turn was trained
+    mask BLOB,                       -- [S] what the loss saw
+    advantages BLOB                  -- [S]
+);
+CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
+
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    label TEXT NOT NULL,             -- start, warm-up, step, end
+    num_tasks INTEGER NOT NULL,
+    num_attempts INTEGER NOT NULL,
+    num_failed INTEGER NOT NULL,
+    success REAL, success_low REAL, success_high REAL,
+    reward REAL, reward_low REAL, reward_high REAL,
+    time REAL NOT NULL
+);
+
+CREATE TABLE certificates (step INTEGER PRIMARY KEY, is_exact INTEGER NOT NULL, content TEXT NOT NULL);
+
+CREATE TABLE checkpoints (
+    step INTEGER PRIMARY KEY, warmup_steps INTEGER NOT NULL, path TEXT NOT NULL, time REAL NOT NULL
+);
+
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL
+);
+"""
+
+TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints")
+"""What is forgotten beyond a step when a run goes on from there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A trajectory as it is to be written down."""
+
+    trajectory: Trajectory
+    outcome: str
+    """trained, evaluated, failed, or why its group was dropped."""
+    advantages: tuple[float, ...] | None = None
+    """One per turn, None when it was not trained."""
+    trainer_logprobs: tuple[NDArray[np.float32] | None, ...] | None = None
+    """[S] per turn, None for a turn that was not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRow:
+    """One line about a stored trajectory."""
+
+    id: int
+    step: int
+    phase: Phase
+    outcome: str
+    task_id: str
+    attempt: int
+    stop_reason: str
+    is_success: bool | None
+    reward: float
+    num_turns: int
+    num_sampled_tokens: int
+    has_tokens: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAttempt:
+    """A trajectory read back, with what the trainer made of it."""
+
+    row: AttemptRow
+    trajectory: Trajectory
+    masks: tuple[NDArray[np.bool_], ...]
+    """[S] per turn."""
+    advantages: tuple[NDArray[Any], ...]
+    """[S] per turn; all 0 where the attempt was not trained."""
+    trainer_logprobs: tuple[NDArray[np.float32] | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """One evaluation, with 95 % intervals; nan where there was nothing to measure."""
+
+    step: int
+    label: str
+    num_tasks: int
+    num_attempts: int
+    num_failed: int
+    success: float
+    success_low: float
+    success_high: float
+    reward: float
+    reward_low: float
+    reward_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    """Weights and optimizer state, and how far the run had come."""
+
+    step: int
+    warmup_steps: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateRow:
+    step: int
+    is_exact: bool
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    time: float
+    step: int
+    kind: str
+    detail: Mapping[str, Any]

@@ -1,0 +1,255 @@
+"""Writes `run.db` while a run goes on; one writer, any number of readers (SQLite's write-ahead log).
+
+Rows become visible at `commit`, once per step, so a reader never sees half a step. After each commit the size rule
+holds: when the file's used pages exceed the bound, the oldest token arrays of train trajectories go first, then their
+dialogues, then the same of evaluations; metrics, events and evaluation results stay for good. What went is counted in
+an event of kind `dropped`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from turnwise.errors import ConfigError
+from turnwise.runlog.arrays import pack_flags, pack_floats, pack_ids, pack_messages
+from turnwise.runlog.schema import (
+    DATABASE,
+    SCHEMA_VERSION,
+    TABLES,
+    TABLES_WITH_STEPS,
+    Attempt,
+    CheckpointRow,
+    EvaluationRow,
+    Phase,
+)
+from turnwise.trajectory import Trajectory, Turn
+
+KEEP_SHARE = 0.8
+"""Dropping goes on until this share of the bound is used, so that it does not happen at every step."""
+DROP_BATCH = 32
+"""Trajectories that are dropped between two looks at the size."""
+
+_DROP_TOKENS = """
+UPDATE turns SET prompt = NULL, sampled = NULL, logprobs = NULL, trainer_logprobs = NULL, mask = NULL,
+    advantages = NULL WHERE trajectory_id = ?
+"""
+_DROP_RULES = (
+    ("token arrays", "train", "has_tokens", (_DROP_TOKENS, "UPDATE trajectories SET has_tokens = 0 WHERE id = ?")),
+    (
+        "dialogues",
+        "train",
+        "start IS NOT NULL",
+        ("DELETE FROM turns WHERE trajectory_id = ?", "UPDATE trajectories SET start = NULL WHERE id = ?"),
+    ),
+    ("token arrays", "eval", "has_tokens", (_DROP_TOKENS, "UPDATE trajectories SET has_tokens = 0 WHERE id = ?")),
+    (
+        "dialogues",
+        "eval",
+        "start IS NOT NULL",
+        ("DELETE FROM turns WHERE trajectory_id = ?", "UPDATE trajectories SET start = NULL WHERE id = ?"),
+    ),
+)
+"""What goes, of which phase, from which rows, by which statements; in this order, oldest step first."""
+
+
+class RunWriter:
+    """The one writer of a run directory."""
+
+    def __init__(self, directory: Path, database: sqlite3.Connection, max_bytes: int) -> None:
+        """`create` and `reopen` make these."""
+        self.directory = directory
+        self._db = database
+        self._max_bytes = max_bytes
+
+    @classmethod
+    def create(cls, directory: Path, config_yaml: str, *, max_size_mb: int) -> Self:
+        """Start a run: the directory, its tables and, before anything else, its config."""
+        path = directory / DATABASE
+        if path.exists():
+            raise ConfigError(
+                f"{directory} holds a run already; go on with it: turnwise train --resume {directory}, "
+                "or choose another run.dir"
+            )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            database = _connect(path)
+            database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has to come before the first table
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(TABLES)
+        except (OSError, sqlite3.Error) as cause:
+            raise ConfigError(f"{directory} cannot hold a run: {cause}; choose another run.dir") from cause
+        writer = cls(directory, database, max_size_mb * 1_000_000)
+        for key, value in (("schema_version", str(SCHEMA_VERSION)), ("config", config_yaml)):
+            writer.set_meta(key, value)
+        writer.commit(step=0)
+        return writer
+
+    @classmethod
+    def reopen(cls, directory: Path, *, max_size_mb: int) -> Self:
+        """Go on writing a run that is there."""
+        path = directory / DATABASE
+        if not path.is_file():
+            raise ConfigError(f"{directory} holds no run ({DATABASE} is missing)")
+        return cls(directory, _connect(path), max_size_mb * 1_000_000)
+
+    def set_meta(self, key: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.time()
+        rows = [(key, step, None if math.isnan(value) else float(value), now) for key, value in values.items()]
+        self._db.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", rows)
+
+    def task(self, task_id: str, split: str, data: Mapping[str, Any]) -> None:
+        self._db.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", (task_id, split, json.dumps(dict(data))))
+
+    def attempts(self, step: int, phase: Phase, attempts: Iterable[Attempt]) -> None:
+        for attempt in attempts:
+            self._attempt(step, phase, attempt)
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        numbers = (row.success, row.success_low, row.success_high, row.reward, row.reward_low, row.reward_high)
+        self._db.execute(
+            "INSERT INTO evaluations VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(row.step, row.label, row.num_tasks, row.num_attempts, row.num_failed),
+                *(None if math.isnan(number) else number for number in numbers),
+                time.time(),
+            ),
+        )
+
+    def certificate(self, step: int, content: str, *, is_exact: bool) -> None:
+        """Of the certificates of a run the first one, the latest one and the first bad one are kept."""
+        self._db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?, ?)", (step, is_exact, content))
+        self._db.execute(
+            "DELETE FROM certificates WHERE step NOT IN (SELECT min(step) FROM certificates UNION "
+            "SELECT max(step) FROM certificates UNION SELECT min(step) FROM certificates WHERE NOT is_exact)"
+        )
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        values = (row.step, row.warmup_steps, row.path, time.time())
+        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", values)
+
+    def forget_checkpoint(self, step: int) -> None:
+        """Its files are gone."""
+        self._db.execute("DELETE FROM checkpoints WHERE step = ?", (step,))
+
+    def event(self, step: int, kind: str, **detail: Any) -> None:
+        self._db.execute(
+            "INSERT INTO events VALUES (NULL, ?, ?, ?, ?)", (time.time(), step, kind, json.dumps(detail, default=str))
+        )
+
+    def commit(self, step: int) -> None:
+        """Show the readers what was written, and keep the file within its bound."""
+        self._db.execute("COMMIT") if self._db.in_transaction else None
+        if self._used_bytes() > self._max_bytes:
+            self._shrink(step)
+
+    def forget_after(self, step: int) -> None:
+        """Remove the rows of later steps: the run goes on from `step` and will write them again."""
+        self._db.execute(
+            "DELETE FROM turns WHERE trajectory_id IN (SELECT id FROM trajectories WHERE step > ?)", (step,)
+        )
+        for table in TABLES_WITH_STEPS:
+            self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+
+    def close(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("COMMIT")
+        self._db.close()
+
+    def _attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
+        trajectory, failure = attempt.trajectory, attempt.trajectory.failure
+        row = self._db.execute(
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?)",
+            (
+                *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
+                str(trajectory.stop_reason),
+                *((None, None) if failure is None else (str(failure.party), failure.detail)),
+                *(trajectory.is_success, trajectory.total_reward, len(trajectory.turns)),
+                *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),
+                *(pack_messages(trajectory.start), time.time()),
+            ),
+        )
+        assert row.lastrowid is not None
+        self._db.executemany(
+            "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
+        )
+
+    def _used_bytes(self) -> int:
+        pages, free, size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size
+
+    def _shrink(self, step: int) -> None:
+        for what, phase, condition, statements in _DROP_RULES:
+            dropped: list[tuple[int, int]] = []
+            while self._used_bytes() > KEEP_SHARE * self._max_bytes:
+                rows = self._db.execute(
+                    f"SELECT id, step FROM trajectories WHERE phase = ? AND {condition} ORDER BY step, id LIMIT ?",
+                    (phase, DROP_BATCH),
+                ).fetchall()
+                if not rows:
+                    break
+                for statement in statements:
+                    self._db.executemany(statement, [(row[0],) for row in rows])
+                dropped += rows
+            if dropped:
+                self.event(
+                    step,
+                    "dropped",
+                    what=what,
+                    phase=phase,
+                    num_trajectories=len(dropped),
+                    first_step=dropped[0][1],
+                    last_step=dropped[-1][1],
+                    why=f"run.max_size_mb={self._max_bytes // 1_000_000}",
+                )
+        if self._db.in_transaction:
+            self._db.execute("COMMIT")
+        self._db.execute("PRAGMA incremental_vacuum").fetchall()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=30.0, isolation_level="IMMEDIATE")
+    database.execute("PRAGMA synchronous = NORMAL")
+    return database
+
+
+def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
+    trajectory = attempt.trajectory
+    turn = trajectory.turns[index]
+    num_shared = _num_shared(trajectory, index)
+    trainer = None if attempt.trainer_logprobs is None else attempt.trainer_logprobs[index]
+    advantage = 0.0 if attempt.advantages is None else attempt.advantages[index]
+    is_trained = turn.is_trained and attempt.advantages is not None
+    length = len(turn.sampled_ids)
+    return (
+        *(index, turn.policy_version, turn.temperature, turn.reward, json.dumps(dict(turn.reward_parts))),
+        *(turn.is_trained, turn.is_cut, turn.env_state),
+        *(pack_messages([turn.reply]), pack_messages(turn.observation)),
+        *(num_shared, pack_ids(turn.prompt_ids[num_shared:]), pack_ids(turn.sampled_ids)),
+        pack_floats(turn.sampler_logprobs),
+        None if trainer is None else pack_floats(trainer.tolist()),
+        *(pack_flags([is_trained] * length), pack_floats([advantage if is_trained else 0.0] * length)),
+    )
+
+
+def _num_shared(trajectory: Trajectory, index: int) -> int:
+    """How many leading prompt ids repeat the turn before; all of it in an append-only conversation."""
+    if index == 0:
+        return 0
+    before: Turn = trajectory.turns[index - 1]
+    known = (*before.prompt_ids, *before.sampled_ids)
+    prompt = trajectory.turns[index].prompt_ids
+    if prompt[: len(known)] == known:
+        return len(known)
+    return next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), min(len(known), len(prompt)))

@@ -1,0 +1,138 @@
+"""A config and a model's sizes to the parts that the loop is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.envs.base import Split, Task, World
+from turnwise.envs.registry import get_world, world_options
+from turnwise.methods.base import Method
+from turnwise.methods.grpo import COMPARISONS, Grpo, weighting
+from turnwise.renderers import Renderer, get_renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.limits import RolloutLimits
+from turnwise.rollout.seeds import derive_seed
+from turnwise.train.config import Config, EnvConfig, GeneratorConfig, MethodConfig
+from turnwise.train.deck import Deck
+from turnwise.train.facts import ModelFacts
+from turnwise.types import AdamParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that a run needs besides its clients."""
+
+    config: Config
+    world: World
+    tasks: Deck[Task]
+    """Train tasks, in batches."""
+    held_out: tuple[Task, ...]
+    rollout: RolloutConfig
+    eval_rollout: RolloutConfig
+    method: Method
+    optim: AdamParams
+
+
+def assemble(config: Config, facts: ModelFacts) -> Parts:
+    world = make_world(config.env, config.generator)
+    limits = make_limits(config.generator, world, facts.context_length)
+    rollout = make_rollout(config.generator, limits)
+    train = config.train
+    task_seed = derive_seed(train.seed, "tasks")
+    return Parts(
+        config=config,
+        world=world,
+        tasks=Deck(distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed),
+        held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
+        rollout=rollout,
+        eval_rollout=make_eval_rollout(config, rollout),
+        method=make_method(config.method, limits),
+        optim=make_optim(config, train.learning_rate),
+    )
+
+
+def make_world(env: EnvConfig, generator: GeneratorConfig) -> World:
+    """The world; a turn limit in the config also reaches a world that tells its players about it."""
+    options = dict(env.options)
+    if generator.max_turns and any(option.name == "max_turns" for option in world_options(env.name)):
+        options.setdefault("max_turns", generator.max_turns)
+    return get_world(env.name, **options)
+
+
+def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
+    """At most `count` tasks, none twice; a world may have fewer."""
+    tasks = world.tasks(split, count, seed) if count else []
+    return list({task.id: task for task in tasks}.values())
+
+
+def make_limits(generator: GeneratorConfig, world: World, context_length: int) -> RolloutLimits:
+    wanted = generator.max_trajectory_tokens or context_length
+    return RolloutLimits(
+        max_turns=generator.max_turns or world.max_turns,
+        max_tokens_per_turn=generator.sampling_params.max_generate_length or world.max_tokens,
+        max_trajectory_tokens=min(wanted, context_length),
+        attempt_deadline_s=generator.attempt_deadline_s,
+        step_deadline_s=generator.step_deadline_s,
+        sample_deadline_s=generator.sample_deadline_s,
+    )
+
+
+def make_rollout(generator: GeneratorConfig, limits: RolloutLimits) -> RolloutConfig:
+    return RolloutConfig(
+        limits=limits,
+        group_size=generator.n_samples_per_prompt,
+        min_group_size=generator.min_group_size,
+        max_retries=generator.max_retries,
+        max_concurrency=generator.max_concurrency,
+        temperature=generator.sampling_params.temperature,
+        stop=generator.stop,
+        on_unparsable=generator.on_unparsable,
+        unparsable_penalty=generator.unparsable_penalty,
+    )
+
+
+def make_eval_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
+    """The same play, at the evaluation's temperature; nothing is centred, so one attempt is a group."""
+    return dataclasses.replace(
+        rollout, group_size=config.eval.samples, min_group_size=1, temperature=config.eval.temperature
+    )
+
+
+def make_method(method: MethodConfig, limits: RolloutLimits) -> Method:
+    return Grpo(
+        loss_fn=method.loss_fn,
+        loss_config=method.loss_config,
+        compare=COMPARISONS[method.advantage],
+        weigh=weighting(method.normalisation, max_tokens=limits.max_turns * limits.max_tokens_per_turn),
+        per_turn=method.credit == "reward_to_go",
+        gamma=method.gamma,
+    )
+
+
+def make_optim(config: Config, learning_rate: float) -> AdamParams:
+    train = config.train
+    return AdamParams(
+        learning_rate=learning_rate,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        weight_decay=train.weight_decay,
+        grad_clip_norm=train.grad_clip_norm,
+    )
+
+
+def make_renderer(tokenizer: Any, generator: GeneratorConfig) -> Renderer:
+    return get_renderer(
+        tokenizer,
+        multi_turn=generator.use_conversation_multi_turn,
+        name=generator.renderer,
+        strip_thinking=generator.strip_thinking,
+    )
+
+
+def split_evenly(items: Sequence[Any], num_parts: int) -> list[list[Any]]:
+    """Consecutive shares whose sizes differ by at most one; empty ones are left out."""
+    bounds = [round(part * len(items) / num_parts) for part in range(num_parts + 1)]
+    return [list(items[low:high]) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]

@@ -1,0 +1,203 @@
+"""`turnwise train`: a config to a run directory. The one place where a run's clients are made."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise import model_store
+from turnwise.client.local import ServiceClient
+from turnwise.engine.config import EngineConfig
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.rollout.seeds import derive_seed
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.schema import CheckpointRow
+from turnwise.runlog.writer import RunWriter
+from turnwise.train.assemble import Parts, assemble, make_renderer
+from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints, last_checkpoint
+from turnwise.train.config import Config, check_backend
+from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml, load_config, override_config
+from turnwise.train.facts import ModelFacts, read_facts
+from turnwise.train.interrupt import Interrupt, Interrupted
+from turnwise.train.loggers import check_loggers, open_loggers
+from turnwise.train.loop import Loop
+from turnwise.train.plan import make_plan, plan_lines
+from turnwise.train.record import Recorder
+from turnwise.train.report import report_lines
+from turnwise.train.view import format_duration, open_view
+
+EXIT_INTERRUPTED = 130
+K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+FIXED_SECTIONS = ("model", "env", "warmup")
+"""What a resumed run cannot change: its weights and its tasks depend on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    config: Config
+    directory: Path
+    done: CheckpointRow
+    evaluated: frozenset[tuple[str, int]]
+    checkpoints: tuple[CheckpointRow, ...]
+    is_new: bool
+
+
+def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
+    """Run the command; returns the exit code."""
+    start = _start_new(name, overrides) if resume is None else _start_again(Path(resume), overrides)
+    config = start.config
+    check_backend(config.generator)
+    check_loggers(config.run.loggers)
+    facts = read_facts(find_model(config))
+    parts = assemble(config, facts)
+    for line in _plan_lines(start, facts, parts):
+        print(line, flush=True)
+    if only_plan:
+        return 0
+    if start.is_new and is_run(start.directory):
+        raise ConfigError(
+            f"{start.directory} holds a run already; go on with it: turnwise train --resume {start.directory}, "
+            "or choose another run.dir"
+        )
+    return _train(start, parts)
+
+
+def find_model(config: Config) -> Path:
+    """The directory of the model, or of the one that stands in for it."""
+    return model_store.resolve_model(config.model.alias or config.model.name).directory
+
+
+def make_service(config: Config, data_dir: Path | None) -> ServiceClient:
+    """The in-process service; checkpoints are kept under `data_dir`."""
+    engine = EngineConfig(
+        device=config.model.device,
+        dtype=config.model.dtype,
+        max_num_seqs=config.generator.max_num_seqs,
+        gpu_memory_utilization=config.generator.gpu_memory_utilization,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        seed=config.train.seed,
+    )
+    aliases = {config.model.name: config.model.alias} if config.model.alias else {}
+    return ServiceClient(data_dir=data_dir, engine=engine, aliases=aliases)
+
+
+def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
+    if name is None:
+        raise ConfigError("nothing to train; expected turnwise train NAME|FILE, or --resume RUN")
+    config = load_config(name, overrides)
+    run_name = config.run.name or _default_name(config)
+    directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
+    named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})
+    return _Start(
+        config=config.model_copy(update={"run": named}),
+        directory=directory,
+        done=NOTHING_DONE,
+        evaluated=frozenset(),
+        checkpoints=(),
+        is_new=True,
+    )
+
+
+def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
+    for text in overrides:
+        if text.partition("=")[0].partition(".")[0] in FIXED_SECTIONS:
+            raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
+    with RunReader(directory) as run:
+        config = override_config(config_from_yaml(run.config_yaml, str(run.directory)), overrides)
+        done = last_checkpoint(run)
+        rows = [row for row in run.evaluations() if row.step <= done.step]
+        return _Start(
+            config=config,
+            directory=run.directory,
+            done=done,
+            evaluated=frozenset((row.label, row.step) for row in rows),
+            checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
+            is_new=False,
+        )
+
+
+def _default_name(config: Config) -> str:
+    world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
+    return f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
+    plan = make_plan(
+        start.config,
+        facts,
+        parts.rollout.limits,
+        num_train_tasks=len(parts.tasks),
+        num_test_tasks=len(parts.held_out),
+    )
+    lines = plan_lines(start.config, facts, plan, parts.rollout.limits, str(start.directory))
+    if start.is_new:
+        return lines
+    warmup = f" and {start.done.warmup_steps} warm-up steps" if start.done.warmup_steps else ""
+    return [*lines, f"resume       after {start.done.step} steps{warmup}"]
+
+
+def _train(start: _Start, parts: Parts) -> int:
+    config, directory = start.config, start.directory
+    if start.is_new:
+        writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
+    else:
+        writer = RunWriter.reopen(directory, max_size_mb=config.run.max_size_mb)
+        writer.set_meta("config", config_to_yaml(config))
+        writer.forget_after(start.done.step)
+        writer.event(start.done.step, "resumed", path=start.done.path)
+    loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
+    recorder = Recorder(writer, open_view(), loggers, num_steps=config.train.steps)
+    started_s = time.monotonic()
+    try:
+        with make_service(config, directory) as service:
+            asyncio.run(_run_loop(start, parts, service, recorder))
+    except Interrupted:
+        recorder.view.say(f"saved; go on with: turnwise train --resume {directory}")
+        return EXIT_INTERRUPTED
+    except TurnwiseError as error:
+        writer.event(start.done.step, "failed", error=str(error))
+        raise
+    finally:
+        recorder.close()
+    print(f"done in {format_duration(time.monotonic() - started_s)}")
+    with RunReader(directory) as run:
+        title = f"{config.env.name}, {config.model.alias or config.model.name}, {config.method.name}"
+        print("\n".join(report_lines(run, title=title, num_dialogues=config.run.dialogues)))
+    return 0
+
+
+async def _run_loop(start: _Start, parts: Parts, service: ServiceClient, recorder: Recorder) -> None:
+    config, model = start.config, start.config.model
+    interrupt = Interrupt()
+    with interrupt.on_signals(recorder.view.say):
+        recorder.view.phase("loading the model")
+        if start.done.path:
+            trainer = await service.create_training_client_from_state_with_optimizer_async(start.done.path)
+        else:
+            trainer = await service.create_lora_training_client_async(
+                model.name,
+                rank=model.rank,
+                seed=derive_seed(config.train.seed, "adapter"),
+                train_mlp=model.train_mlp,
+                train_attn=model.train_attn,
+                train_unembed=model.train_unembed,
+            )
+        renderer = make_renderer(trainer.get_tokenizer(), config.generator)
+        checkpoints = Checkpoints(
+            trainer, recorder.writer, list(start.checkpoints), max_kept=config.train.keep_checkpoints
+        )
+        tolerance = K2_TOLERANCE[_dtype_name(config)]
+        loop = Loop(parts, trainer, renderer, recorder, checkpoints, interrupt, k2_tolerance=tolerance)
+        await loop.run(start.done, set(start.evaluated))
+
+
+def _dtype_name(config: Config) -> str:
+    from turnwise.engine.engine import choose_device  # torch, which is loaded by now
+
+    _, dtype = choose_device(EngineConfig(device=config.model.device, dtype=config.model.dtype))
+    return str(dtype).removeprefix("torch.")

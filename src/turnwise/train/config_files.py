@@ -1,0 +1,193 @@
+"""YAML files and `section.key=value` overrides to a `Config`, and back.
+
+    config = load_config("guess_number", ["model=tiny", "train.steps=5", "generator.sampling_params.temperature=0.8"])
+
+A name is a shipped preset, a YAML file, or a world. What is wrong is said in one `ConfigError`, with the nearest valid
+name where one is unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from turnwise.errors import ConfigError
+from turnwise.train.config import Config
+
+Tree = dict[str, Any]
+"""A config as YAML holds it: sections of keys, not yet checked."""
+
+SHORTHANDS = ("model", "method", "env")
+"""Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the package."""
+    return sorted(file.name.removesuffix(".yaml") for file in _presets().iterdir() if file.name.endswith(".yaml"))
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a preset, a YAML file or a world, with `section.key=value` overrides on top."""
+    tree = read_tree(name)
+    for text in overrides:
+        _apply(tree, text)
+    return tree_to_config(tree)
+
+
+def override_config(config: Config, overrides: Sequence[str]) -> Config:
+    """The same config with `section.key=value` overrides on top."""
+    tree = config_to_tree(config)
+    for text in overrides:
+        _apply(tree, text)
+    return tree_to_config(tree)
+
+
+def read_tree(name: str) -> Tree:
+    """What a preset, a YAML file or a world says, before defaults and checks."""
+    if name in preset_names():
+        return parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}")
+    path = Path(name).expanduser()
+    if path.suffix in YAML_SUFFIXES or path.is_file():
+        try:
+            return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        except OSError as cause:
+            raise ConfigError(f"{path} cannot be read: {cause.strerror}; presets: {_listed_presets()}") from cause
+        except UnicodeDecodeError as cause:
+            raise ConfigError(f"{path} is not a text file; expected YAML") from cause
+    return {"env": {"name": name}}
+
+
+def parse_yaml(text: str, source: str) -> Tree:
+    """A YAML text as sections of keys; `model: tiny` stands for `model: {name: tiny}`."""
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{source} is not valid YAML: {cause}") from cause
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source} holds {type(content).__name__}; expected sections: {', '.join(_sections())}")
+    tree: Tree = {}
+    for section, value in content.items():
+        is_bare = section in SHORTHANDS and isinstance(value, str)
+        tree[str(section)] = {"name": value} if is_bare else {} if value is None else value
+    return tree
+
+
+def tree_to_config(tree: Tree) -> Config:
+    """Check everything; NotImplementedError is what an unsupported pair of generator options raises."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as cause:
+        lines = [_explain(error) for error in cause.errors()]
+        text = lines[0] if len(lines) == 1 else "\n".join(["the config has mistakes:", *(f"  - {x}" for x in lines)])
+        raise ConfigError(text) from None
+
+
+def config_to_tree(config: Config) -> Tree:
+    return config.model_dump(mode="json")
+
+
+def config_to_yaml(config: Config) -> str:
+    """Every option with its value; loads to the same config."""
+    return yaml.safe_dump(config_to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def config_from_yaml(text: str, source: str) -> Config:
+    return tree_to_config(parse_yaml(text, source))
+
+
+def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every option's full name: `train.steps`, `generator.sampling_params.temperature`, ..."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from option_paths(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _apply(tree: Tree, text: str) -> None:
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"{text!r} is no override; expected section.key=value, for example train.steps=20")
+    if key in SHORTHANDS:
+        key = f"{key}.name"
+    if "." not in key:
+        raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
+    try:
+        parsed = yaml.load(value, Loader=_Loader) if value.strip() else ""
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
+    *parents, last = key.split(".")
+    branch = tree
+    for parent in parents:
+        branch = branch.setdefault(parent, {})
+        if not isinstance(branch, dict):
+            raise ConfigError(f"{key} is not an option: {parent} holds {branch!r}{_nearest(key)}")
+    branch[last] = parsed
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        if path.startswith("env."):
+            return f"{path} is not an option{_nearest(path)}; a world's own options go under env.options"
+        return f"{path} is not an option{_nearest(path)}"
+    if error["type"] == "value_error":
+        message = message.removeprefix("Value error, ")
+        return f"{path}: {message}" if path else message
+    return f"{path}={error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(path: str) -> str:
+    """The end of a sentence about an unknown option: the valid one that was probably meant."""
+    known = list(option_paths())
+    leaf = path.rpartition(".")[2]
+    same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
+    by_leaf = {option.rpartition(".")[2]: option for option in known}
+    near_leaf = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
+    near = same_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+    if near:
+        return f"; did you mean {near[0]}?"
+    section = path.partition(".")[0]
+    inside = [option for option in known if option.startswith(f"{section}.")]
+    return f"; expected one of {', '.join(inside or _sections())}"
+
+
+def _sections() -> list[str]:
+    return list(Config.model_fields)
+
+
+def _listed_presets() -> str:
+    return ", ".join(preset_names())
+
+
+def _presets() -> Any:
+    return resources.files("turnwise.train") / "presets"
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-5 is a number and a key that comes twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownVariableType]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)

@@ -1,0 +1,87 @@
+"""Numbers with 95 % intervals. Several attempts at one task are not independent: intervals count them as what they are.
+
+A success rate gets Wilson's interval, which stays inside [0, 1] and says something at 0 and 1. With several attempts
+per task its sample size is the effective one, between the number of tasks and the number of attempts, that the spread
+between tasks allows. A mean reward gets Student's interval over the means of tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z_95 = 1.959964
+# Student's t at 97.5 % by degrees of freedom; from 30 on the expansion below is right to three digits.
+_T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A measured number and where it lies with 95 % confidence; nan where nothing was measured."""
+
+    value: float
+    low: float
+    high: float
+
+    def percent(self) -> str:
+        if math.isnan(self.value):
+            return "not measured"
+        return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
+
+    def number(self) -> str:
+        if math.isnan(self.value):
+            return "not measured"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+NOT_MEASURED = Interval(math.nan, math.nan, math.nan)
+
+
+def success_interval(outcomes_by_task: Sequence[Sequence[bool]]) -> Interval:
+    """The share of successes over all attempts."""
+    tasks = [list(outcomes) for outcomes in outcomes_by_task if outcomes]
+    outcomes = [outcome for task in tasks for outcome in task]
+    if not outcomes:
+        return NOT_MEASURED
+    return wilson(float(np.mean(outcomes)), _effective_size(tasks))
+
+
+def wilson(rate: float, size: float) -> Interval:
+    """Wilson's 95 % score interval of a rate that was measured on `size` independent trials."""
+    z2 = Z_95**2
+    center = (rate + z2 / (2 * size)) / (1 + z2 / size)
+    half = Z_95 / (1 + z2 / size) * math.sqrt(rate * (1 - rate) / size + z2 / (4 * size**2))
+    return Interval(rate, max(0.0, center - half), min(1.0, center + half))
+
+
+def mean_interval(values_by_task: Sequence[Sequence[float]]) -> Interval:
+    """The mean over tasks of each task's mean."""
+    means = [float(np.mean(values)) for values in values_by_task if values]
+    if not means:
+        return NOT_MEASURED
+    mean = float(np.mean(means))
+    if len(means) == 1:
+        return Interval(mean, -math.inf, math.inf)
+    half = _student(len(means) - 1) * float(np.std(means, ddof=1)) / math.sqrt(len(means))
+    return Interval(mean, mean - half, mean + half)
+
+
+def _student(freedom: int) -> float:
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else Z_95 + (Z_95**3 + Z_95) / (4 * freedom)
+
+
+def _effective_size(tasks: Sequence[Sequence[bool]]) -> float:
+    num_attempts = sum(len(task) for task in tasks)
+    if len(tasks) == 1 or num_attempts == len(tasks):
+        return float(num_attempts) if num_attempts == len(tasks) else 1.0
+    rate = sum(sum(task) for task in tasks) / num_attempts
+    variance = float(np.var([np.mean(task) for task in tasks], ddof=1)) / len(tasks)
+    if variance == 0:
+        return float(len(tasks)) if rate in (0, 1) else float(num_attempts)
+    return min(float(num_attempts), max(float(len(tasks)), rate * (1 - rate) / variance))

@@ -1,0 +1,99 @@
+"""The numbers of one step, by name: `rollout/` what was played, `method/` what was kept of it, `train/` what the
+optimizer saw, `time/` where the time went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from turnwise.methods.base import Kept, Lesson
+from turnwise.rollout.group import RolloutResult
+from turnwise.types import ForwardBackwardOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """One optimizer step: what it learned from and what the trainer said."""
+
+    lessons: Sequence[Lesson]
+    output: ForwardBackwardOutput
+    optim_metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one step, by what the loop was waiting for."""
+
+    rollout_s: float
+    train_s: float
+    publish_s: float
+
+
+def strip_reductions(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`ratio:mean` as `ratio`, `ratio:max` as `ratio_max`; a sum of losses becomes their plain name."""
+    named: dict[str, float] = {}
+    for key, value in metrics.items():
+        name, _, reduction = key.partition(":")
+        named[f"{name}_max" if reduction == "max" else name] = float(value)
+    return named
+
+
+def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
+    """The metrics of several optimizer steps as one: sums add, maxima are compared, means weigh by trained tokens."""
+    tokens = [output.metrics.get("num_trained_tokens:sum", 0.0) for output in outputs]
+    merged: dict[str, float] = {}
+    for key in {key for output in outputs for key in output.metrics}:
+        values = [(output.metrics[key], n) for output, n in zip(outputs, tokens, strict=True) if key in output.metrics]
+        if key.endswith(":sum"):
+            merged[key] = sum(value for value, _ in values)
+        elif key.endswith(":max"):
+            merged[key] = max(value for value, _ in values)
+        else:
+            total = sum(n for _, n in values)
+            merged[key] = sum(value * n for value, n in values) / total if total else math.nan
+    return merged
+
+
+def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], times: Times) -> dict[str, float]:
+    """Everything that is logged of one step."""
+    values = dict(played.stats.metrics())
+    values["method/groups_trained"] = float(len(kept.groups))
+    values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
+    values |= _policy_metrics(kept)
+    merged = strip_reductions(merge_outputs([step.output for step in learned]))
+    if learned:
+        merged["loss"] = merged["loss"] / len(learned)
+    values |= {f"train/{key}": value for key, value in merged.items()}
+    for step in learned:  # of several optimizer steps the last one's norm and learning rate stand
+        values |= {f"train/{key}": float(value) for key, value in step.optim_metrics.items()}
+    return values | _time_metrics(played, values, times)
+
+
+def _policy_metrics(kept: Kept) -> dict[str, float]:
+    """What the sampler's own logprobs say: minus their mean is an estimate of the entropy per token."""
+    logprobs = [
+        logprob
+        for group in kept.groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+        for logprob in turn.sampler_logprobs
+    ]
+    return {"rollout/entropy_estimate": -sum(logprobs) / len(logprobs)} if logprobs else {}
+
+
+def _time_metrics(played: RolloutResult, values: Mapping[str, float], times: Times) -> dict[str, float]:
+    """Shares add up to 1; playing is split between sampler and env by how long attempts waited for each."""
+    total = times.rollout_s + times.train_s + times.publish_s
+    sampler, env = values.get("rollout/sampler_wait_s", 0.0), values.get("rollout/env_wait_s", 0.0)
+    playing = times.rollout_s / total
+    env_share = playing * env / (env + sampler) if env + sampler else 0.0
+    num_tokens = sum(trajectory.num_sampled_tokens for trajectory in played.stats.kept)
+    return {
+        "time/step_s": total,
+        "time/sampling_share": playing - env_share,
+        "time/env_share": env_share,
+        "time/training_share": (times.train_s + times.publish_s) / total,
+        "rollout/sampled_tokens_per_s": num_tokens / times.rollout_s,
+    }

@@ -1,0 +1,210 @@
+"""What a person sees while a run goes on: a live panel in a terminal, one line per step everywhere else.
+
+Everything is read from the metrics of a step; the view keeps no numbers that the run directory does not have.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from turnwise.runlog.schema import EvaluationRow
+from turnwise.train.intervals import Interval
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 48
+RECENT_STEPS = 10
+"""Steps that speed and time left are taken from."""
+
+
+class View(Protocol):
+    """Told what happens, in order."""
+
+    def say(self, line: str) -> None:
+        """A line for good, such as where a checkpoint went."""
+        ...
+
+    def phase(self, name: str) -> None:
+        """What is going on now: evaluating, warming up, training."""
+        ...
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, row: EvaluationRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_view() -> View:
+    """The live panel when stdout is a terminal, else plain lines."""
+    return LiveView() if sys.stdout.isatty() else LineView()
+
+
+def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
+    """The latest values as bars, one character each; values that were not measured leave a gap."""
+    shown = list(values)[-CURVE_WIDTH:]
+    known = [value for value in shown if math.isfinite(value)]
+    if not known:
+        return ""
+    bottom = min(known) if low is None else low
+    top = max(known) if high is None else high
+    span = (top - bottom) or 1.0
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        share = min(1.0, max(0.0, (value - bottom) / span))
+        return BARS[min(len(BARS) - 1, int(share * len(BARS)))]
+
+    return "".join(bar(value) for value in shown)
+
+
+def format_duration(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {whole:02d} s" if minutes else f"{whole} s"
+
+
+def evaluation_line(row: EvaluationRow) -> str:
+    success = Interval(row.success, row.success_low, row.success_high).percent()
+    reward = Interval(row.reward, row.reward_low, row.reward_high).number()
+    failed = f", {row.num_failed} failed" if row.num_failed else ""
+    return (
+        f"held-out ({row.label}, step {row.step}): success {success}, reward {reward}, "
+        f"{row.num_attempts} attempts at {row.num_tasks} tasks{failed}"
+    )
+
+
+class _Clock:
+    """Speed and time left, from the last steps."""
+
+    def __init__(self) -> None:
+        self._ends = [time.monotonic()]
+
+    def tick(self) -> float:
+        """A step ended; how long it took."""
+        self._ends.append(time.monotonic())
+        return self._ends[-1] - self._ends[-2]
+
+    def left(self, num_steps_left: int) -> float:
+        recent = self._ends[-RECENT_STEPS - 1 :]
+        return num_steps_left * (recent[-1] - recent[0]) / max(1, len(recent) - 1)
+
+
+class LineView:
+    """One line per step, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._clock = _Clock()
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def phase(self, name: str) -> None:
+        print(f"{name} ...", flush=True)
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        print(f"warm-up {step}/{num_steps}  loss {metrics['warmup/loss']:.3f}  {self._clock.tick():.1f} s", flush=True)
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        took = self._clock.tick()
+        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s", flush=True)
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        print(evaluation_line(row), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView:
+    """A panel that is redrawn in place; lines that stay are printed above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._clock = _Clock()
+        self._console = Console(highlight=False)
+        self._rewards: list[float] = []
+        self._successes: list[float] = []
+        self._held_out: list[float] = []
+        self._phase = "starting"
+        self._progress = (0, 0)
+        self._summary = ""
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self._draw()
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._phase = f"warming up, {step}/{num_steps}, loss {metrics['warmup/loss']:.3f}"
+        self._draw()
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._clock.tick()
+        self._progress = (step, num_steps)
+        self._rewards.append(metrics.get("rollout/reward_mean", math.nan))
+        self._successes.append(metrics.get("rollout/success_mean", math.nan))
+        self._summary = _summary(metrics)
+        self._draw()
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        self._held_out.append(row.success)
+        self._console.print(evaluation_line(row), markup=False)
+        self._draw()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> None:
+        self._live.update(self._panel())
+
+    def _panel(self) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step, num_steps = self._progress
+        rows = Table.grid(padding=(0, 2))
+        for name, values, bounds in (
+            ("reward", self._rewards, (None, None)),
+            ("success", self._successes, (0.0, 1.0)),
+            ("held-out success", self._held_out, (0.0, 1.0)),
+        ):
+            latest = f"{values[-1]:.3f}" if values else "-"
+            rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
+        left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
+        title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
+        bar = ProgressBar(total=max(1, num_steps), completed=step)
+        return Panel(Group(title, bar, rows, Text(self._summary)), expand=False)
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+    """A step in one line; what was not measured is left out."""
+    parts = []
+    for label, key, form in (
+        ("reward", "rollout/reward_mean", ".3f"),
+        ("success", "rollout/success_mean", ".1%"),
+        ("groups", "method/groups_trained", ".0f"),
+        ("tokens/s", "rollout/sampled_tokens_per_s", ".0f"),
+        ("entropy", "rollout/entropy_estimate", ".2f"),
+        ("k2", "train/kl_sampler_trainer_k2", ".1e"),
+        ("grad", "train/grad_norm", ".2g"),
+    ):
+        value = metrics.get(key, math.nan)
+        if math.isfinite(value):
+            parts.append(f"{label} {value:{form}}")
+    return "  ".join(parts)

@@ -1,0 +1,44 @@
+"""Supervised steps on a world's scripted dialogues, so that reinforcement learning has something to reinforce.
+
+Only the assistant's tokens are learned, through the same renderer that plays. The steps are counted apart from
+training, and evaluated apart too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.client.base import TrainingClient
+from turnwise.credit.datums import dialogue_to_datums, token_mean
+from turnwise.envs.base import World
+from turnwise.errors import ConfigError
+from turnwise.renderers.base import Renderer
+from turnwise.renderers.dialogue import dialogue_to_turns
+from turnwise.rollout.seeds import derive_seed
+from turnwise.train.config import WarmupConfig
+from turnwise.train.deck import Deck
+from turnwise.train.metrics import strip_reductions
+from turnwise.types import AdamParams, Datum
+
+
+def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> Deck[list[Datum]]:
+    """The world's dialogues as datums, in batches; one dialogue may be several datums."""
+    dialogue_seed = derive_seed(seed, "demonstrations")
+    dialogues = world.demonstrations(config.demonstrations, dialogue_seed)
+    if not dialogues:
+        raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
+    datums = []
+    for messages in dialogues:
+        turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]
+        datums.append(dialogue_to_datums(turns))
+    return Deck(datums, config.batch_size, dialogue_seed)
+
+
+async def warm_up_step(
+    trainer: TrainingClient, batch: Sequence[Sequence[Datum]], optim: AdamParams
+) -> dict[str, float]:
+    """One supervised step; the loss is the mean over the assistant's tokens."""
+    output = await trainer.forward_backward(token_mean(batch), "cross_entropy")
+    stepped = await trainer.optim_step(optim)
+    metrics = strip_reductions({**output.metrics, **stepped.metrics})
+    return {f"warmup/{key}": value for key, value in metrics.items()}

@@ -1,0 +1,167 @@
+"""What happened, in exact token ids: turns, trajectories, groups. Frozen, validated at birth, no torch.
+
+    trajectory = Trajectory(task_id="sum-7", turns=(Turn(...), Turn(...)), stop_reason=StopReason.TERMINATED, ...)
+
+A turn is one model call and what the world answered. Its `sampled_ids` are the ids that the sampler returned; these
+very ids are trained, never re-encoded text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from turnwise.errors import DataError, Party
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+REWARD_PARTS = ("outcome", "format", "shaping", "penalty")
+"""The named channels that a reward may be made of; the reward is their sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model asked for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation, as env authors see it."""
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    """Of a tool message: the tool that answered."""
+
+
+class StopReason(StrEnum):
+    """Why an attempt ended; every end has exactly one."""
+
+    TERMINATED = "terminated"
+    """The env reached an end of the task."""
+    TRUNCATED = "truncated"
+    """The env cut the attempt short."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    """The token budget of the trajectory, or the model's context, is used up."""
+    TIME_LIMIT = "time_limit"
+    UNPARSABLE = "unparsable"
+    """A reply could not be read, and the policy for that is to end."""
+    FAILED = "failed"
+    """A party outside the policy failed; see `Trajectory.failure`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Who failed an attempt, and how."""
+
+    party: Party
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call, exactly as it happened, and the world's answer to it."""
+
+    prompt_ids: tuple[int, ...]
+    """[P] every id the sampler was shown."""
+    sampled_ids: tuple[int, ...]
+    """[S] the ids it returned, the stop included."""
+    sampler_logprobs: tuple[float, ...]
+    """[S] logprob of each sampled id under `policy_version`, at `temperature`."""
+    policy_version: int
+    temperature: float = 1.0
+    reply: Message
+    """The sampled ids, parsed."""
+    observation: tuple[Message, ...] = ()
+    """What the env said next; empty after the last turn."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By channel (`REWARD_PARTS`)."""
+    is_trained: bool = True
+    """False: left out of the loss (an unparsable reply under the policy `mask`); it still counts in returns."""
+    is_cut: bool = False
+    """The sampler ran into its token limit before a stop."""
+    env_state: str | None = None
+    """The env's own key for the state before this turn; equal keys mean the same state."""
+
+    def __post_init__(self) -> None:
+        if len(self.sampled_ids) != len(self.sampler_logprobs):
+            raise DataError(
+                f"{len(self.sampled_ids)} sampled ids but {len(self.sampler_logprobs)} logprobs; "
+                "was the sampler asked for logprobs?"
+            )
+        if not self.sampled_ids:
+            raise DataError("a turn without sampled ids; a sampler returns at least the stop token")
+        if not self.prompt_ids:
+            raise DataError("a turn without a prompt; the first message must render to at least one token")
+        unknown = set(self.reward_parts) - set(REWARD_PARTS)
+        if unknown:
+            raise DataError(f"unknown reward part {sorted(unknown)[0]!r}; expected {', '.join(REWARD_PARTS)}")
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.reward_parts.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at one task."""
+
+    task_id: str
+    attempt: int
+    """Which attempt of its group, from 0."""
+    seed: int
+    """Seeds the env and the sampler of this attempt."""
+    start: tuple[Message, ...] = ()
+    """The env's first messages."""
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    failure: Failure | None = None
+    is_success: bool | None = None
+    """What the env says of the whole attempt; None when it does not say."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
+            raise DataError(f"stop_reason={self.stop_reason} and failure={self.failure} contradict each other")
+        if not self.turns and self.failure is None:
+            raise DataError(f"attempt {self.attempt} at {self.task_id} has no turns and no failure")
+
+    @property
+    def total_reward(self) -> float:
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Ended by a limit, not by the task: its return is not the whole story."""
+        return self.stop_reason not in (StopReason.TERMINATED, StopReason.FAILED, StopReason.UNPARSABLE)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """Attempts at the same task from the same start; baselines are made inside it. Failed attempts are apart."""
+
+    task_id: str
+    trajectories: tuple[Trajectory, ...]
+    failed: tuple[Trajectory, ...] = ()
+
+    def __post_init__(self) -> None:
+        for trajectory in self.trajectories:
+            if trajectory.failure is not None:
+                raise DataError(f"a failed attempt at {self.task_id} among the scored ones; it belongs in `failed`")
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        return [trajectory.total_reward for trajectory in self.trajectories]

@@ -1,0 +1,84 @@
+"""bfloat16 on a GPU: the sampler and the trainer stay within a small KL of each other, merged or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample_many
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.types import Datum, ModelInput
+
+pytestmark = pytest.mark.gpu
+
+MAX_K2 = 1e-3
+Merge = Literal["always", "never"]
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers wide enough for bfloat16 rounding to add up."""
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    return make_model(config, tmp_path_factory.mktemp("wide"), spread=0.02)
+
+
+def k2_after_turns(engine: Engine, num_dialogues: int, num_turns: int) -> float:
+    """Mean of (sampler - trainer)^2 / 2 over the tokens sampled in the last turn."""
+    adapter = displaced_adapter(engine, rank=16, size=0.01)
+    policy = engine.publish(adapter)
+    histories = [random_ids(40, i) for i in range(num_dialogues)]
+    gaps: list[float] = []
+    for turn in range(num_turns):
+        replies = sample_many(engine, [(h, policy) for h in histories], max_tokens=24, seed=turn)
+        datums, logprobs = [], []
+        for index, reply in enumerate(replies):
+            (sequence,) = reply.sequences
+            full = histories[index] + list(sequence.tokens)
+            mask = [0.0] * (len(histories[index]) - 1) + [1.0] * len(sequence.tokens)
+            datums.append(Datum(ModelInput.from_ints(full[:-1]), {"target_tokens": full[1:], "weights": mask}))
+            logprobs.append(np.asarray(sequence.logprobs))
+            histories[index] = full + random_ids(16, 1000 * turn + index)
+        if turn == num_turns - 1:
+            output = run(engine.forward(adapter, datums, "cross_entropy", None))
+            for out, known in zip(output.loss_fn_outputs, logprobs, strict=True):
+                gaps += (0.5 * (out["logprobs"].to_numpy()[-len(known) :] - known) ** 2).tolist()
+    return float(np.mean(gaps))
+
+
+@pytest.mark.parametrize("merge", ["always", "never"])
+@pytest.mark.parametrize(("num_dialogues", "num_turns"), [(1, 1), (32, 1), (8, 6)])
+def test_bfloat16_sampler_and_trainer_agree(wide_dir: Path, merge: Merge, num_dialogues: int, num_turns: int) -> None:
+    config = EngineConfig(device="cuda", dtype="bfloat16", merge_adapter=merge, kv_cache_gib=1.0, seed=1)
+    engine = Engine(wide_dir, config, name="wide")
+    k2 = k2_after_turns(engine, num_dialogues, num_turns)
+    print(f"k2 {k2:.2e} merge={merge} dialogues={num_dialogues} turns={num_turns}")
+    assert k2 < MAX_K2
+
+
+def test_a_bfloat16_tree_has_the_gradient_of_unshared_rows(wide_dir: Path) -> None:
+    prefix = random_ids(200, 1)
+    datums = [rl_datum(prefix + random_ids(40 + i, 10 + i), start=199, seed=i) for i in range(6)]
+    grads = []
+    bfloat16 = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_gib=0.1)
+    for config in (bfloat16, replace(bfloat16, share_prefixes=False), replace(bfloat16, dtype="float32")):
+        engine = Engine(wide_dir, config, name="wide")
+        adapter = displaced_adapter(engine, rank=8, size=0.01)
+        run(engine.forward_backward(adapter, datums, "cross_entropy", None))
+        grads.append(adapter.grad.float().clone())
+    shared, alone, exact = grads
+    assert relative_error(alone, exact) < 0.05
+    assert relative_error(shared, exact) < 1.5 * relative_error(alone, exact) + 0.005

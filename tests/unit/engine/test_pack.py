@@ -1,0 +1,56 @@
+"""The prefix tree: every datum finds its own tokens in it, in order, and sees no others."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.engine.pack import pack, split_batches
+
+sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
+
+
+def visible(plan, num_tokens: int) -> np.ndarray:
+    """[N, N] which token attends to which, as the plan's slices say."""
+    seen = np.zeros((num_tokens, num_tokens), dtype=int)
+    for q, k, is_causal in plan.slices():
+        block = np.ones((q.stop - q.start, k.stop - k.start), dtype=int)
+        seen[q, k] += np.tril(block) if is_causal else block
+    return seen
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 4))
+def test_each_token_attends_to_its_own_prefix_once_and_to_nothing_else(rows: list[list[int]], min_shared: int) -> None:
+    sequences = [np.asarray(row) for row in rows]
+    batch = pack(sequences, range(len(sequences)), min_shared=min_shared)
+    seen = visible(batch.plan, batch.num_tokens)
+    assert sorted(batch.members) == list(range(len(sequences)))
+    for member, index in zip(batch.members, batch.packed_index, strict=True):
+        assert batch.input_ids[index].tolist() == rows[member]
+        assert batch.position_ids[index].tolist() == list(range(len(rows[member])))
+        for position, token in enumerate(index):
+            assert np.nonzero(seen[token])[0].tolist() == sorted(index[: position + 1])
+            assert seen[token].max() == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences_of_few_tokens)
+def test_with_full_sharing_the_tree_holds_each_distinct_prefix_once(rows: list[list[int]]) -> None:
+    batch = pack([np.asarray(row) for row in rows], range(len(rows)), min_shared=1)
+    assert batch.num_tokens == len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 30))
+def test_passes_hold_every_datum_exactly_once(rows: list[list[int]], max_tokens: int) -> None:
+    batches = list(split_batches([np.asarray(row) for row in rows], max_tokens, min_shared=2))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+
+
+def test_unrelated_datums_are_cut_at_the_token_budget_and_a_group_stays_together() -> None:
+    loners = [np.full(100, i) for i in range(6)]
+    assert [len(b) for b in split_batches(loners, 200)] == [2, 2, 2]
+    group = [np.concatenate([np.zeros(100, dtype=int), np.full(50, i + 1)]) for i in range(6)]
+    assert [len(b) for b in split_batches(group, 200)] == [6]

@@ -1,0 +1,126 @@
+"""The `turnwise` command: results on stdout, one clear line on stderr when something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from turnwise import __version__, model_store
+from turnwise.cli import main
+from turnwise.errors import TurnwiseError
+
+
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for word in ("model", "bench", "examples:", "TURNWISE_HOME"):
+        assert word in out
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"turnwise {__version__}\n"
+
+
+def test_model_path_prints_the_path_and_nothing_else(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "path", "tiny"]) == 0
+    assert capsys.readouterr().out == f"{own_home / 'models' / 'tiny'}\n"
+
+
+def test_model_path_takes_repeated_aliases(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "path", "lab/model", "--alias", "x=y", "--alias", "lab/model=tiny"]) == 0
+    assert capsys.readouterr().out == f"{tiny_dir}\n"
+
+
+def test_model_fetch_reports_on_stderr(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "fetch", "tiny"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"tiny: ready in {own_home / 'models' / 'tiny'} (131k parameters")
+
+
+@pytest.mark.usefixtures("own_home")
+def test_model_list_shows_what_to_do_for_models_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model_store.fetch_model("tiny")
+    assert main(["model", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["name", "smollm2", "tiny"]
+    assert "ready" in lines[2]
+    assert lines[-1] == "smollm2 is not here yet: turnwise model fetch smollm2"
+
+
+@pytest.mark.usefixtures("own_home")
+def test_users_mistake_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "path", "smollm2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("turnwise: smollm2 is not in the store yet")
+    assert "Traceback" not in err
+
+
+def test_unknown_command_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["modle"])
+    assert "invalid choice: 'modle'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["model"], ["bench"]])
+def test_command_without_an_action_shows_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert f"usage: turnwise {arguments[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["model"], ["model", "path"], ["model", "fetch"], ["bench"]])
+def test_every_level_has_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--help"])
+    assert f"usage: turnwise {' '.join(arguments)}" in capsys.readouterr().out
+
+
+def _install_bench(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> list[list[str]]:
+    """Stands in for `turnwise.bench.cli`; returns the list that collects its calls."""
+    calls: list[list[str]] = []
+
+    def bench_main(argv: list[str]) -> int:
+        calls.append(argv)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    package, module = ModuleType("turnwise.bench"), ModuleType("turnwise.bench.cli")
+    module.main = bench_main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "turnwise.bench", package)
+    monkeypatch.setitem(sys.modules, "turnwise.bench.cli", module)
+    return calls
+
+
+def test_bench_gets_its_arguments_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _install_bench(monkeypatch, outcome=3)
+    assert main(["bench", "sample", "--json", "--help"]) == 3
+    assert calls == [["sample", "--json", "--help"]]
+
+
+def test_interrupt_is_exit_code_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _install_bench(monkeypatch, outcome=KeyboardInterrupt())
+    assert main(["bench", "train"]) == 130
+    assert capsys.readouterr().err == "turnwise: stopped\n"
+
+
+def test_any_turnwise_error_is_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _install_bench(monkeypatch, outcome=TurnwiseError("the card is full"))
+    assert main(["bench", "tree"]) == 2
+    assert capsys.readouterr().err == "turnwise: the card is full\n"
+
+
+def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_bench(monkeypatch, outcome=ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["bench", "train"])
