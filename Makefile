@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; set-up runs again only when pyproject.toml or constraints.txt changes.
 #
-#   make train                     a first run of reinforcement learning, on this machine
+#   make train                     a first run of reinforcement learning, on this machine (MODEL=tiny: in a minute)
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
 #   make bench                     speed figures, as JSON
@@ -9,6 +9,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+MODEL ?= smollm2
+PRESET ?= guess_number
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,8 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
+# Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
 train: $(STAMP)
-	$(BIN)/python -m turnwise.recipes.first_rl $(ARGS)
+	@case '$(MODEL)' in smollm2|tiny) $(BIN)/turnwise model fetch $(MODEL);; esac
+	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)

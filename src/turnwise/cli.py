@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from turnwise import __version__
+from turnwise.envs import check_cli
 from turnwise.errors import TurnwiseError
+from turnwise.train import cli as train_cli
 
 if TYPE_CHECKING:
     from turnwise.model_store import ModelRow
@@ -22,6 +24,9 @@ EXIT_INTERRUPTED = 130
 
 _EXAMPLES = """\
 examples:
+  turnwise train guess_number model=tiny  train on a world; --plan says first what it costs
+  turnwise eval runs/NAME                 measure it on held-out tasks
+  turnwise sample runs/NAME               talk to it
   turnwise model list                     what is here, and how to get the rest
   turnwise model fetch smollm2            a small chat model, no account needed
   turnwise model path smollm2             where it is, for use in $(...)
@@ -50,7 +55,11 @@ def _run(arguments: list[str]) -> int:
         from turnwise.bench.cli import main as bench_main  # it has options of its own and parses them itself
 
         return bench_main(arguments[1:]) or 0
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments)
+    if options.command in train_cli.COMMANDS:
+        return train_cli.run_command(options)
+    if options.command == "check-env":
+        return check_cli.run(options)
     if options.command == "model":
         return _run_model(options)
     if options.command == "bench":
@@ -58,6 +67,16 @@ def _run(arguments: list[str]) -> int:
         return 0
     parser.print_help()
     return 0
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Overrides such as train.steps=5 may also come after options."""
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") or "=" not in text for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _run_model(options: argparse.Namespace) -> int:
@@ -118,6 +137,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    train_cli.add_commands(commands)
+    check_cli.add_parser(commands)
     _add_model_commands(
         commands.add_parser("model", help="fetch, list and find models", description="Find, fetch and list models.")
     )

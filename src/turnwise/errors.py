@@ -50,7 +50,7 @@ class Party(StrEnum):
     RENDERER = "renderer"
 
 
-class AttemptFailed(TurnwiseError):  # noqa: N818: it is an outcome that is recorded, not a bug
+class AttemptFailed(TurnwiseError):  # noqa: N818
     """An attempt could not be finished through no fault of the policy; it is never scored."""
 
     def __init__(self, party: Party, detail: str) -> None:

@@ -103,7 +103,7 @@ class Turn:
             raise DataError("a turn without a prompt; the first message must render to at least one token")
         unknown = set(self.reward_parts) - set(REWARD_PARTS)
         if unknown:
-            raise DataError(f"unknown reward part {sorted(unknown)[0]!r}; expected {', '.join(REWARD_PARTS)}")
+            raise DataError(f"unknown reward part {min(unknown)!r}; expected {', '.join(REWARD_PARTS)}")
 
     @property
     def reward(self) -> float:

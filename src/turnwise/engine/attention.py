@@ -67,6 +67,15 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """`count` neighbouring nodes of `length` tokens each."""
+
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Varlen:
     """Many attentions in one variable-length call: query and key runs of each, end to end."""
 
@@ -99,8 +108,20 @@ class TreePlan:
         """(queries, keys, is causal) of every part; a token's own node comes before its ancestors."""
         for start, stop in itertools.pairwise(self.bounds):
             yield slice(start, stop), slice(start, stop), True
+        for q, k in self.ancestors():
+            yield q, k, False
+
+    def ancestors(self) -> Iterator[tuple[slice, slice]]:
+        """(descendants, node) of every inner node."""
         for pair in itertools.chain.from_iterable(self.levels):
-            yield slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop), False
+            yield slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
+
+    def equal_runs(self) -> Iterator[Run]:
+        """All nodes, neighbours of one length together: they can run as one batch."""
+        nodes = itertools.pairwise(self.bounds)
+        for length, run in itertools.groupby(nodes, key=lambda node: node[1] - node[0]):
+            members = list(run)
+            yield Run(members[0][0], len(members), length)
 
     def varlen(self, device: torch.device) -> list[Varlen]:
         """The same as few variable-length calls: all nodes on themselves, then one call per level."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnwise.engine.linear import cpu_kernels
 
 if TYPE_CHECKING:
-    from turnwise.engine.attention import PagedPlan, TreePlan
+    from turnwise.engine.attention import PagedPlan, Run, TreePlan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -24,11 +24,13 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
     logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
-    for q, k, is_causal in plan.slices():
-        part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, is_causal, scale=scale)
-        if not is_causal:
-            part = merge(out[:, :, q], logsumexp[:, :, q], *part)
-        out[:, :, q], logsumexp[:, :, q] = part
+    for run in plan.equal_runs():
+        part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
+        _rows(out, run).copy_(part[0])
+        _rows(logsumexp, run).copy_(part[1])
+    for q, k in plan.ancestors():
+        part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, False, scale=scale)
+        out[:, :, q], logsumexp[:, :, q] = merge(out[:, :, q], logsumexp[:, :, q], *part)
     return out.transpose(1, 2), logsumexp
 
 
@@ -44,24 +46,22 @@ def tree_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    for q, k, is_causal in plan.slices():
-        parts = _flash_backward(
-            grad_out[:, :, q],
-            query[:, :, q],
-            key[:, :, k],
-            value[:, :, k],
-            out[:, :, q],
-            logsumexp[:, :, q],
-            0.0,
-            is_causal,
-            scale=scale,
-        )
+    for run in plan.equal_runs():
+        sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
+        for grad, piece in zip(grads, _flash_backward(*sides, 0.0, True, scale=scale), strict=True):
+            _rows(grad, run).copy_(piece)
+    for q, k in plan.ancestors():
+        sides = (grad_out[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
+        parts = _flash_backward(*sides, 0.0, False, scale=scale)
         for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
-            if is_causal:  # a node on itself: the first to write its rows
-                grad[:, :, where] = piece
-            else:
-                grad[:, :, where] += piece
+            grad[:, :, where] += piece
     return grads
+
+
+def _rows(side: Tensor, run: Run) -> Tensor:
+    """Neighbouring nodes of one length as a batch: [1, heads, tokens, ...] -> [count, heads, length, ...], a view."""
+    span = side[0, :, run.start : run.start + run.count * run.length]
+    return span.unflatten(1, (run.count, run.length)).transpose(0, 1)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from turnwise.engine.attention import PagedPlan
 from turnwise.engine.draw import DrawSettings, draw_torch, uniforms
 from turnwise.engine.kvcache import KvCache
-from turnwise.engine.linear import inference_linear
+from turnwise.engine.linear import frozen_linear
 from turnwise.engine.lora import Route
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Row
@@ -111,7 +111,7 @@ class DecodeGraphs:
         hidden = self.model.hidden(integers[0], integers[1], plan, route)
         head = self.model.head
         weight = head.weight if route.merged is None else route.merged.get(head.name, head.weight)
-        logits = inference_linear(hidden, weight, head.bias)
+        logits = frozen_linear(hidden, weight, head.bias)
         off = torch.zeros(len(table), device=logits.device)
         settings = DrawSettings(floats[0], off, off + 1, off, floats[1], is_cut=False)
         return draw_torch(logits, settings)

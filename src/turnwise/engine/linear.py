@@ -1,8 +1,8 @@
-"""x W' without gradients: the decode step's matrix products, most of a sampler's time.
+"""x W' with a frozen W: most of the time of a sampler and of a training step's forward.
 
 A decode step multiplies few rows with every weight of the model. On a CPU the usual x @ W' then runs far below both
 the memory's and the cores' speed; our kernel streams each weight row once past all x rows. Without a C compiler,
-W @ x' is the faster order of the two that BLAS offers.
+W @ x' is the faster order of the two that BLAS offers for few rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from turnwise.engine.kernels import cpu
 
-MAX_SMALL_ROWS = 128
+MAX_FEW_ROWS = 256
 """Above this many rows BLAS is as fast."""
 
 
@@ -24,9 +24,9 @@ def cpu_kernels() -> cpu.CpuKernels | None:
     return cpu.load()
 
 
-def inference_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x W' + b for tensors that need no gradient."""
-    if x_NI.device.type != "cpu" or x_NI.shape[0] > MAX_SMALL_ROWS or x_NI.dtype is not torch.float32:
+def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W' + b; records no gradient."""
+    if x_NI.device.type != "cpu" or x_NI.dtype is not torch.float32 or x_NI.shape[0] > MAX_FEW_ROWS:
         return linear(x_NI, weight_OI, bias_O)
     kernels = cpu_kernels()
     if kernels is not None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnwise.engine.linear import inference_linear
+from turnwise.engine.linear import frozen_linear
 from turnwise.engine.lora import LoraLinear, Route
 from turnwise.engine.pack import Entries
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
 """Size of one chunk's float32 logits."""
 
 TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
@@ -95,7 +95,7 @@ class TargetHead:
         return grad_hidden, _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:
-        logits = inference_linear(hidden_RH, self.head.weight, self.head.bias)
+        logits = frozen_linear(hidden_RH, self.head.weight, self.head.bias)
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)

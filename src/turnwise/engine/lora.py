@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.linear import inference_linear
+from turnwise.engine.linear import frozen_linear
 from turnwise.errors import ConfigError
 from turnwise.types import LoraConfig
 
@@ -148,7 +148,7 @@ class LoraLinear(nn.Module):
 
     def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
         if route.merged is not None:
-            return inference_linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
+            return frozen_linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
         spans = [span for span in route.spans if self.name in span.weights.pairs]
         if torch.is_grad_enabled() and spans:
             bounds = tuple((span.start, span.stop, span.weights.scale) for span in spans)
@@ -156,7 +156,7 @@ class LoraLinear(nn.Module):
             return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)  # type: ignore[no-any-return]
         if torch.is_grad_enabled():
             return nn.functional.linear(x_NI, self.weight, self.bias)
-        y = inference_linear(x_NI, self.weight, self.bias)
+        y = frozen_linear(x_NI, self.weight, self.bias)
         for span in spans:
             a, b = span.weights.pairs[self.name]
             low = x_NI[span.start : span.stop] @ a.to(x_NI.dtype).t()
@@ -169,7 +169,7 @@ class _LoraMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_NI, weight, bias, bounds, *pairs):  # type: ignore[override]
-        y = nn.functional.linear(x_NI, weight, bias)
+        y = frozen_linear(x_NI, weight, bias)
         lows = []
         for (start, stop, scale), a, b in zip(bounds, pairs[::2], pairs[1::2], strict=True):
             low = x_NI[start:stop] @ a.to(x_NI.dtype).t()

@@ -69,11 +69,12 @@ class EnvStep:
 
 
 def _check_messages(messages: object) -> None:
-    """A bare string is a sequence too, and a dict is what other libraries use: both are refused by name."""
-    items = cast(Sequence[object], messages) if isinstance(messages, Sequence) else [messages]
-    for item in [messages] if isinstance(messages, str) else items:
-        if not isinstance(item, Message):
-            raise DataError(f"EnvStep.messages holds {item!r:.60}; expected messages, such as [user('Guess again.')]")
+    """A bare string is a sequence too, and dicts are what other libraries use: neither gets through."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    items: Sequence[object] = cast(Sequence[object], messages) if is_list else ()
+    wrong = [item for item in items if not isinstance(item, Message)] if is_list else [messages]
+    if wrong:
+        raise DataError(f"EnvStep.messages holds {wrong[0]!r:.60}; expected a list, such as [user('Guess again.')]")
 
 
 def _check_reward(reward: object) -> None:

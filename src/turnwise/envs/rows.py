@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ def _load(path: Path, line: int, text: str) -> Any:
 
 def _read_parquet(path: Path) -> list[object]:
     try:
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports] - optional
+        parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as cause:
         raise ConfigError(f"{path.name} is parquet; `pip install pyarrow`, or use JSON lines") from cause
-    return cast(Any, parquet).read_table(path).to_pylist()
+    return parquet.read_table(path).to_pylist()

@@ -1,4 +1,4 @@
-"""Dialogues played by a script: demonstrations for a warm-up come out of the env itself, so they cannot drift from it."""
+"""Dialogues played by a script: demonstrations come out of the env itself, so they cannot drift away from it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             outcome.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001: raised again where the result is wanted
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is wanted
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="turnwise-script", daemon=True)

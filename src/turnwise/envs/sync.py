@@ -13,7 +13,7 @@ import inspect
 import queue
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
@@ -76,7 +76,7 @@ class ThreadedEnv:
         if self._thread is None:
             self._thread = CallThread()
         result = await self._thread.run(method, *args)
-        return await cast(Awaitable[Any], result) if inspect.isawaitable(result) else result
+        return await result if inspect.isawaitable(result) else result
 
     def _drop_thread(self) -> None:
         if self._thread is not None:
@@ -139,5 +139,5 @@ def _perform(call: _Call) -> None:
         call.outcome.set_result(call.work())
     except StopIteration as error:  # a coroutine cannot let this one through
         call.outcome.set_exception(RuntimeError(f"StopIteration left the call: {error}"))
-    except BaseException as error:  # noqa: BLE001: it belongs to whoever awaits the call
+    except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the call
         call.outcome.set_exception(error)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, overload
@@ -34,7 +33,7 @@ DEFAULT_TIMEOUT_S = 30.0
 
 CALL_FORMAT = '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>'
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARK = "__turnwise_tool__"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,16 +110,23 @@ class ParsedReply(NamedTuple):
 
 def parse_tool_calls(text: str) -> ParsedReply:
     """Find `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks; the rest of the text is content."""
-    content = _BLOCK.sub("", text).strip()
-    if "<tool_call>" in content:
-        return ParsedReply(content, (), "a <tool_call> without its </tool_call>")
+    pieces: list[str] = []
     calls: list[ToolCall] = []
-    for block in _BLOCK.findall(text):
-        call = _read_call(block)
+    problem: str | None = None
+    place = 0
+    while (start := text.find(_OPEN, place)) >= 0:  # not a regex: thousands of open tags must not take forever
+        pieces.append(text[place:start])
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            return ParsedReply("".join([*pieces, text[start:]]).strip(), (), f"a {_OPEN} without its {_CLOSE}")
+        call = _read_call(text[start + len(_OPEN) : end])
         if isinstance(call, str):
-            return ParsedReply(content, (), call)
-        calls.append(call)
-    return ParsedReply(content, tuple(calls), None)
+            problem = problem or call
+        else:
+            calls.append(call)
+        place = end + len(_CLOSE)
+    content = "".join([*pieces, text[place:]]).strip()
+    return ParsedReply(content, (), problem) if problem else ParsedReply(content, tuple(calls), None)
 
 
 def _read_call(block: str) -> ToolCall | str:
@@ -189,10 +195,9 @@ class Toolbox:
         return "\n".join(["Tools:", *lines, "Call a tool like this:", CALL_FORMAT])
 
     def read(self, reply: Message) -> ParsedReply:
-        """Calls that a renderer already found in the reply, or those written in its text."""
-        if reply.tool_calls:
-            return ParsedReply(reply.content, reply.tool_calls, None)
-        return parse_tool_calls(reply.content)
+        """The calls written in a reply's text, or those that came with it."""
+        parsed = parse_tool_calls(reply.content)
+        return parsed if parsed.calls or parsed.problem else ParsedReply(parsed.content, reply.tool_calls, None)
 
     async def call(self, call: ToolCall) -> Message:
         """Run one call. The answer is a tool message, whatever the policy did wrong."""
@@ -214,8 +219,9 @@ class Toolbox:
             arguments = match_arguments(spec.signature.parameters, call.arguments)
         except DataError as error:
             raise ToolError(f"{spec.name}: {error}") from error
+        deadline = asyncio.timeout(spec.timeout_s)
         try:
-            async with asyncio.timeout(spec.timeout_s) as deadline:
+            async with deadline:
                 result = await _await_call(function, arguments)
         except (*_POLICY_FAULTS, AttemptFailed):
             raise

@@ -36,7 +36,7 @@ class EnvClassWorld:
     def __init__(self, env_class: Callable[..., Any], options: Mapping[str, Any], *, is_single: bool = False) -> None:
         names = set(inspect.signature(env_class).parameters)
         self._takes = names & {"task", "seed"}
-        self.name = getattr(env_class, "name", env_class.__name__)
+        self.name: str = env_class.__name__
         if not self._takes and not is_single:
             raise ConfigError(
                 f"the constructor of {env_class.__name__} takes neither `task` nor `seed`, so every task would be the "
@@ -44,8 +44,8 @@ class EnvClassWorld:
             )
         self._env_class = env_class
         self._options = options
-        self.max_turns: int = getattr(env_class, "max_turns", DEFAULT_MAX_TURNS)
-        self.max_tokens: int = getattr(env_class, "max_tokens", DEFAULT_MAX_TOKENS)
+        self.max_turns = _read_limit(env_class, options, "max_turns", DEFAULT_MAX_TURNS)
+        self.max_tokens = _read_limit(env_class, options, "max_tokens", DEFAULT_MAX_TOKENS)
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         rng = random_for(self.name, split, seed)
@@ -56,8 +56,17 @@ class EnvClassWorld:
         given: dict[str, Any] = {"task": task, "seed": seed if "task" in self._takes else task.data["seed"]}
         return as_env(self._env_class(**self._options, **{name: given[name] for name in self._takes}))
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002: there are none
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
         return []
+
+
+def _read_limit(env_class: Callable[..., Any], options: Mapping[str, Any], name: str, default: int) -> int:
+    """An option, the default of the constructor's argument, or an attribute of the class: whichever is there first."""
+    parameter = inspect.signature(env_class).parameters.get(name)
+    for value in (options.get(name), parameter and parameter.default, getattr(env_class, name, None)):
+        if isinstance(value, int):
+            return value
+    return default
 
 
 def is_world(value: object) -> bool:

@@ -1,8 +1,8 @@
 """What the loop asks of a method: which groups to keep, what each turn deserves, and the loss that reads it.
 
-    kept, dropped = method.keep(groups)
-    lessons = method.lessons(kept)
-    await trainer.forward_backward(datums_of(lessons), method.loss_fn, method.loss_config)
+kept, dropped = method.keep(groups)
+lessons = method.lessons(kept)
+await trainer.forward_backward(datums_of(lessons), method.loss_fn, method.loss_config)
 """
 
 from __future__ import annotations

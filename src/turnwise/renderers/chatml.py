@@ -36,6 +36,7 @@ PROBES: tuple[tuple[Message, ...], ...] = (
     (_USER, _ASSISTANT, _USER),
     (_SYSTEM, _USER, _ASSISTANT, _TOOL, _ASSISTANT, _USER),
 )
+THINKING_PROBE = (_USER, Message(role="assistant", content="<think>\nEasy.\n</think>\n\n4"), _USER)
 
 
 class ChatML:
@@ -112,7 +113,7 @@ class ChatML:
         return ids
 
     def _check_against(self, tokenizer: Any) -> None:
-        for probe in PROBES:
+        for probe in PROBES if self._strips_thinking else (*PROBES, THINKING_PROBE):
             expected = self._encoding.marked_to_ids(_template_text(tokenizer, probe))
             ids = self.start(probe)
             if ids != expected:

@@ -1,7 +1,8 @@
 """Text to ids and back, with the line between text and control tokens drawn by the caller.
 
 What an env, a tool or a user writes is text: `<|im_end|>` in it is eight or so ordinary tokens, never the one id that
-ends a turn. Only the format itself writes control tokens.
+ends a turn. Only the format itself writes control tokens. A vocabulary without a token for some byte loses it, as the
+tokenizer itself does (SmolLM2 has none for a few control characters and for 0xF1 and up).
 """
 
 from __future__ import annotations

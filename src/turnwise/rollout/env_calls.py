@@ -45,7 +45,7 @@ class EnvCalls:
         """Why `close` failed; the attempt itself does not suffer from it."""
 
     async def start(self) -> tuple[Message, ...]:
-        self._env = await self._call("make_env")
+        await self._call("make_env")
         messages = await self._call("start")
         return _blame_env("start", lambda: _checked_messages(messages, "it returned"))
 
@@ -95,7 +95,7 @@ class EnvCalls:
             raise
 
     async def _run(self, what: str, args: tuple[object, ...]) -> Any:
-        method: Callable[..., Any] = self._make_or_drop if what == "make_env" else getattr(self._env, what)
+        method: Callable[..., Any] = self._make if what == "make_env" else getattr(self._env, what)
         if inspect.iscoroutinefunction(method):
             return await method(*args)
         if self._thread is None:
@@ -103,11 +103,13 @@ class EnvCalls:
         result = await self._thread.run(method, *args)
         return await result if inspect.isawaitable(result) else result
 
-    def _make_or_drop(self) -> Any:
-        env: Any = self._make_env()
-        if self._is_left and not inspect.iscoroutinefunction(env.close):
-            env.close()  # it came after the attempt was given up: nobody else will close it
-        return env
+    def _make(self) -> None:
+        """Runs in the env's thread. The env is kept here, because nobody may be waiting for it any more."""
+        self._env = self._make_env()
+        if self._is_left:  # it came after the attempt was given up: nobody else will close it
+            closing: Any = self._env.close()
+            if inspect.iscoroutine(closing):
+                asyncio.run(closing)
 
     async def _wait_for_thread(self) -> None:
         for _ in range(round(CANCEL_GRACE_S / _POLL_S)):

@@ -9,11 +9,12 @@ blame; only bugs of ours and cancellation leave `play` as exceptions. The env is
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from turnwise.client.base import SamplingClient
 from turnwise.envs.base import Env, EnvStep
@@ -53,8 +54,22 @@ async def play(
     except AttemptFailed as error:
         stop_reason, failure = StopReason.FAILED, Failure(party=error.party, detail=error.detail)
     finally:
-        await player.close()
+        await _to_the_end(player.close())
     return player.to_trajectory(stop_reason, failure)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that has deadlines of its own, however often we are cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    was_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            was_cancelled = True
+    if was_cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
 class _Player:

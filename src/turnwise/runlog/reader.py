@@ -1,8 +1,8 @@
 """Reads a run directory, finished or still being written; changes nothing in it.
 
-    run = RunReader("runs/guess_number-tiny")
-    run.metric("rollout/reward")          # [(1, 0.12), (2, 0.2), ...]
-    run.attempt(17).trajectory            # exact ids, logprobs, rewards, as they were played
+run = RunReader("runs/guess_number-tiny")
+run.metric("rollout/reward")          # [(1, 0.12), (2, 0.2), ...]
+run.attempt(17).trajectory            # exact ids, logprobs, rewards, as they were played
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -86,7 +87,7 @@ class RunReader:
     def metric(self, key: str) -> list[tuple[int, float]]:
         """(step, value) in the order of steps; nan where a value could not be measured."""
         rows = self._db.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step", (key,))
-        return [(int(step), _number(value)) for step, value in rows]
+        return [(int(step), float(_or_nan(value))) for step, value in rows]
 
     def attempts(self, *, phase: Phase | None = None, step: int | None = None) -> list[AttemptRow]:
         """The stored trajectories, oldest first."""
@@ -132,9 +133,9 @@ class RunReader:
         return json.loads(row[0])
 
     def evaluations(self) -> list[EvaluationRow]:
-        names = list(EvaluationRow.__dataclass_fields__)
+        names = [field.name for field in fields(EvaluationRow)]
         rows = self._db.execute(f"SELECT {', '.join(names)} FROM evaluations ORDER BY id")
-        return [EvaluationRow(**{name: math.nan if row[name] is None else row[name] for name in names}) for row in rows]
+        return [EvaluationRow(**{name: _or_nan(row[name]) for name in names}) for row in rows]
 
     def certificates(self) -> list[CertificateRow]:
         rows = self._db.execute("SELECT step, is_exact, content FROM certificates ORDER BY step")
@@ -163,8 +164,9 @@ class RunReader:
         return self._db.execute("SELECT * FROM turns WHERE trajectory_id = ? ORDER BY turn", (attempt_id,)).fetchall()
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _or_nan(value: Any) -> Any:
+    """SQLite has no nan: it is kept as NULL."""
+    return math.nan if value is None else value
 
 
 def _attempt_row(row: sqlite3.Row) -> AttemptRow:

@@ -129,7 +129,8 @@ class RunWriter:
         self._db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?, ?)", (step, is_exact, content))
         self._db.execute(
             "DELETE FROM certificates WHERE step NOT IN (SELECT min(step) FROM certificates UNION "
-            "SELECT max(step) FROM certificates UNION SELECT min(step) FROM certificates WHERE NOT is_exact)"
+            "SELECT max(step) FROM certificates UNION "
+            "SELECT min(step) FROM certificates WHERE NOT is_exact HAVING count(*) > 0)"
         )
 
     def checkpoint(self, row: CheckpointRow) -> None:
@@ -252,4 +253,5 @@ def _num_shared(trajectory: Trajectory, index: int) -> int:
     prompt = trajectory.turns[index].prompt_ids
     if prompt[: len(known)] == known:
         return len(known)
-    return next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), min(len(known), len(prompt)))
+    differing = (i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b)
+    return next(differing, min(len(known), len(prompt)))

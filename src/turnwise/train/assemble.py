@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from turnwise.envs.base import Split, Task, World
@@ -135,4 +136,4 @@ def make_renderer(tokenizer: Any, generator: GeneratorConfig) -> Renderer:
 def split_evenly(items: Sequence[Any], num_parts: int) -> list[list[Any]]:
     """Consecutive shares whose sizes differ by at most one; empty ones are left out."""
     bounds = [round(part * len(items) / num_parts) for part in range(num_parts + 1)]
-    return [list(items[low:high]) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    return [list(items[low:high]) for low, high in pairwise(bounds) if high > low]

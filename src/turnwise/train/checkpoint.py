@@ -15,7 +15,6 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runlog.writer import RunWriter
 
-SCHEME = "tinker://"
 NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
 
 
@@ -49,8 +48,9 @@ class Checkpoints:
             self._writer.forget_checkpoint(old.step)
 
 
-def checkpoint_directory(run: Path, path: str) -> Path:
-    return run / "checkpoints" / path.removeprefix(SCHEME)
+def checkpoint_directory(data_dir: Path, path: str) -> Path:
+    """Where the files of a `tinker://` path are."""
+    return data_dir / "checkpoints" / path.partition("://")[2]
 
 
 def last_checkpoint(run: RunReader) -> CheckpointRow:

@@ -67,6 +67,14 @@ def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume
     return _train(start, parts)
 
 
+def read_config(name: str, overrides: Sequence[str]) -> Config:
+    """`load_config`, with a pair of options that is not supported told like any other mistake."""
+    try:
+        return load_config(name, overrides)
+    except NotImplementedError as cause:
+        raise ConfigError(f"NotImplementedError: {cause}") from cause
+
+
 def find_model(config: Config) -> Path:
     """The directory of the model, or of the one that stands in for it."""
     return model_store.resolve_model(config.model.alias or config.model.name).directory
@@ -89,7 +97,7 @@ def make_service(config: Config, data_dir: Path | None) -> ServiceClient:
 def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
     if name is None:
         raise ConfigError("nothing to train; expected turnwise train NAME|FILE, or --resume RUN")
-    config = load_config(name, overrides)
+    config = read_config(name, overrides)
     run_name = config.run.name or _default_name(config)
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
     named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})

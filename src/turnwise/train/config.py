@@ -40,15 +40,21 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The base model and the adapter that is trained on it."""
 
-    name: str = Field("smollm2", min_length=1, description="A model directory, a .gguf file, or a name: store or hub.")
-    alias: str = Field("", description="A model that is used in place of `name`; the plan says so. Empty: none.")
-    rank: int = Field(16, ge=1, description="Rank of the LoRA adapter.")
-    train_attn: bool = Field(True, description="Adapt the attention projections.")
-    train_mlp: bool = Field(True, description="Adapt the MLP projections.")
-    train_unembed: bool = Field(True, description="Adapt the output head.")
-    device: str = Field("auto", description="`cpu`, `cuda` or `cuda:1`; `auto` takes the GPU when there is one.")
+    name: str = Field(
+        default="smollm2", min_length=1, description="A model directory, a .gguf file, or a name: store or hub."
+    )
+    alias: str = Field(
+        default="", description="A model that is used in place of `name`; the plan says so. Empty: none."
+    )
+    rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
+    train_attn: bool = Field(default=True, description="Adapt the attention projections.")
+    train_mlp: bool = Field(default=True, description="Adapt the MLP projections.")
+    train_unembed: bool = Field(default=True, description="Adapt the output head.")
+    device: str = Field(
+        default="auto", description="`cpu`, `cuda` or `cuda:1`; `auto` takes the GPU when there is one."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Of the frozen weights; `auto` is float32 on a CPU and bfloat16 on a GPU."
+        default="auto", description="Of the frozen weights; `auto` is float32 on a CPU and bfloat16 on a GPU."
     )
 
     @model_validator(mode="after")
@@ -62,7 +68,7 @@ class EnvConfig(Section):
     """The world: where tasks and envs come from."""
 
     name: str = Field(
-        "guess_number", min_length=1, description="A world of the library, or `module:Class` for your own."
+        default="guess_number", min_length=1, description="A world of the library, or `module:Class` for your own."
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="The world's own options, such as `env.options.high=16`."
@@ -72,10 +78,12 @@ class EnvConfig(Section):
 class SamplingConfig(Section):
     """How replies are drawn."""
 
-    max_generate_length: int = Field(0, ge=0, description="Most tokens of one reply; 0 takes the world's own limit.")
-    temperature: float = Field(1.0, gt=0, le=100, description="Of sampling; the trainer uses the same one.")
-    top_p: float = Field(1.0, description="Only 1 (off): the loss needs logprobs of the whole distribution.")
-    top_k: int = Field(-1, description="Only -1 or 0 (off), for the same reason.")
+    max_generate_length: int = Field(
+        default=0, ge=0, description="Most tokens of one reply; 0 takes the world's own limit."
+    )
+    temperature: float = Field(default=1.0, gt=0, le=100, description="Of sampling; the trainer uses the same one.")
+    top_p: float = Field(default=1.0, description="Only 1 (off): the loss needs logprobs of the whole distribution.")
+    top_k: int = Field(default=-1, description="Only -1 or 0 (off), for the same reason.")
 
     @model_validator(mode="after")
     def _draws_from_the_whole_distribution(self) -> Self:
@@ -92,40 +100,48 @@ class GeneratorConfig(Section):
     """How attempts are played."""
 
     backend: Literal["local", "sglang", "vllm"] = Field(
-        "local", description="Who samples. `local` is the engine in this process; the others are not there yet."
+        default="local", description="Who samples. `local` is the engine in this process; the others are not there yet."
     )
     use_conversation_multi_turn: bool = Field(
-        True, description="One message per turn; false keeps all turns of an attempt in one assistant message."
+        default=True, description="One message per turn; false keeps all turns of an attempt in one assistant message."
     )
     renderer: Literal["auto", "chatml", "template"] = Field(
-        "auto", description="Messages to tokens; `auto` is ChatML where the model's template is, else the template."
+        default="auto",
+        description="Messages to tokens; `auto` is ChatML where the model's template is, else the template.",
     )
     strip_thinking: bool = Field(
-        False, description="ChatML: earlier replies lose their thinking, as in Qwen3's format."
+        default=False, description="ChatML: earlier replies lose their thinking, as in Qwen3's format."
     )
-    max_turns: int = Field(0, ge=0, description="Most replies in one attempt; 0 takes the world's own limit.")
+    max_turns: int = Field(default=0, ge=0, description="Most replies in one attempt; 0 takes the world's own limit.")
     max_trajectory_tokens: int = Field(
-        0, ge=0, description="Most tokens of one attempt, prompts included; 0 takes the model's context."
+        default=0, ge=0, description="Most tokens of one attempt, prompts included; 0 takes the model's context."
     )
     n_samples_per_prompt: int = Field(
-        8, ge=2, description="Attempts per task: the group that advantages are centred in."
+        default=8, ge=2, description="Attempts per task: the group that advantages are centred in."
     )
-    min_group_size: int = Field(2, ge=2, description="A group with fewer attempts left is dropped, and counted.")
-    max_retries: int = Field(2, ge=0, description="How often a failed attempt is played again, in a fresh env.")
-    max_concurrency: int = Field(64, ge=1, description="Attempts under way at once.")
-    stop: tuple[str, ...] = Field((), description="Strings that end a reply, besides the format's end of turn.")
+    min_group_size: int = Field(
+        default=2, ge=2, description="A group with fewer attempts left is dropped, and counted."
+    )
+    max_retries: int = Field(default=2, ge=0, description="How often a failed attempt is played again, in a fresh env.")
+    max_concurrency: int = Field(default=64, ge=1, description="Attempts under way at once.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end a reply, besides the format's end of turn.")
     on_unparsable: Literal["penalise", "mask", "end"] = Field(
-        "penalise", description="What an unreadable reply costs: a penalty, its place in the loss, or the attempt."
+        default="penalise",
+        description="What an unreadable reply costs: a penalty, its place in the loss, or the attempt.",
     )
     unparsable_penalty: float = Field(
-        0.0, ge=0, description="Taken off the reward by `penalise`; 0 lets the env's own reward stand."
+        default=0.0, ge=0, description="Taken off the reward by `penalise`; 0 lets the env's own reward stand."
     )
-    attempt_deadline_s: float = Field(600.0, gt=0, description="Seconds for a whole attempt; then it is cut.")
-    step_deadline_s: float = Field(60.0, gt=0, description="Seconds for one call of the env; then it has failed.")
-    sample_deadline_s: float = Field(300.0, gt=0, description="Seconds for one reply, the wait included.")
-    max_num_seqs: int = Field(256, ge=1, description="Most sequences that are decoded at once; the others wait.")
+    attempt_deadline_s: float = Field(default=600.0, gt=0, description="Seconds for a whole attempt; then it is cut.")
+    step_deadline_s: float = Field(
+        default=60.0, gt=0, description="Seconds for one call of the env; then it has failed."
+    )
+    sample_deadline_s: float = Field(default=300.0, gt=0, description="Seconds for one reply, the wait included.")
+    max_num_seqs: int = Field(
+        default=256, ge=1, description="Most sequences that are decoded at once; the others wait."
+    )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of a GPU's memory to plan with; a CPU has no use for it."
+        default=0.9, gt=0, le=1, description="Share of a GPU's memory to plan with; a CPU has no use for it."
     )
     sampling_params: SamplingConfig = Field(default_factory=SamplingConfig, description="How replies are drawn.")
 
@@ -160,32 +176,41 @@ class GeneratorConfig(Section):
 class MethodConfig(Section):
     """What makes a gradient out of groups of attempts."""
 
-    name: Literal["grpo"] = Field("grpo", description="The method; `grpo` centres returns inside a group.")
+    name: Literal["grpo"] = Field(default="grpo", description="The method; `grpo` centres returns inside a group.")
     advantage: Literal["centered", "normalized", "leave_one_out"] = Field(
-        "centered", description="Return minus the group's mean; also divided by its deviation; minus the others' mean."
+        default="centered",
+        description="Return minus the group's mean; also divided by its deviation; minus the others' mean.",
     )
     credit: Literal["trajectory", "reward_to_go"] = Field(
-        "trajectory", description="One advantage for all turns, or each turn by the rewards from it on."
+        default="trajectory", description="One advantage for all turns, or each turn by the rewards from it on."
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per turn, for `reward_to_go`.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, for `reward_to_go`.")
     normalisation: Literal["token_mean", "seq_mean", "const"] = Field(
-        "token_mean",
+        default="token_mean",
         description="How trained tokens share a step: all alike, each attempt alike, or by a fixed length.",
     )
-    loss_fn: LossFn = Field("importance_sampling", description="The loss, by Tinker's name.")
+    loss_fn: LossFn = Field(default="importance_sampling", description="The loss, by Tinker's name.")
     clip_low_threshold: float | None = Field(
-        None, ge=0, description="Lowest ratio of ppo (0.8), cispo (0) and gspo (0.9997); null takes the loss's own."
+        default=None,
+        ge=0,
+        description="Lowest ratio of ppo (0.8), cispo (0) and gspo (0.9997); null takes the loss's own.",
     )
     clip_high_threshold: float | None = Field(
-        None, ge=0, description="Highest ratio of ppo (1.2), cispo (4) and gspo (1.0004); null takes the loss's own."
+        default=None,
+        ge=0,
+        description="Highest ratio of ppo (1.2), cispo (4) and gspo (1.0004); null takes the loss's own.",
     )
-    dual_clip: float = Field(0.0, ge=0, description="ppo: most that a ratio counts where the advantage is negative.")
+    dual_clip: float = Field(
+        default=0.0, ge=0, description="ppo: most that a ratio counts where the advantage is negative."
+    )
     beta: float | None = Field(
-        None, ge=0, description="dro: pull towards the sampling policy (0.05); null takes the loss's own."
+        default=None, ge=0, description="dro: pull towards the sampling policy (0.05); null takes the loss's own."
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(policy || base model) in the loss.")
-    kl_estimator: Literal["k2", "k3"] = Field("k2", description="How that KL is estimated.")
-    entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of each trained token's distribution.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of KL(policy || base model) in the loss.")
+    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="How that KL is estimated.")
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Bonus on the entropy of each trained token's distribution."
+    )
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
@@ -214,46 +239,54 @@ class MethodConfig(Section):
 class TrainConfig(Section):
     """How long and how fast to learn."""
 
-    steps: int = Field(50, ge=0, description="Batches of groups to play and learn from.")
-    tasks_per_step: int = Field(8, ge=1, description="Tasks, that is groups, in one batch.")
-    num_tasks: int = Field(512, ge=1, description="Train tasks to draw from the world; each is met once per pass.")
-    substeps: int = Field(1, ge=1, description="Optimizer steps per batch, each on its share of the groups.")
-    learning_rate: float = Field(4e-5, gt=0, description="Of AdamW.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the square.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
-    grad_clip_norm: float = Field(1.0, ge=0, description="Clip the gradient's norm to this; 0 is off.")
-    micro_batch_tokens: int = Field(0, ge=0, description="Tokens in one training pass; 0 is chosen for the device.")
-    seed: int = Field(0, ge=0, description="Of the adapter, the tasks, their order, the envs and the sampler.")
-    save_every: int = Field(25, ge=0, description="Save a checkpoint every so many steps; 0 saves at the end only.")
-    keep_checkpoints: int = Field(3, ge=1, description="How many of the latest checkpoints are kept.")
+    steps: int = Field(default=50, ge=0, description="Batches of groups to play and learn from.")
+    tasks_per_step: int = Field(default=8, ge=1, description="Tasks, that is groups, in one batch.")
+    num_tasks: int = Field(
+        default=512, ge=1, description="Train tasks to draw from the world; each is met once per pass."
+    )
+    substeps: int = Field(default=1, ge=1, description="Optimizer steps per batch, each on its share of the groups.")
+    learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the square.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    grad_clip_norm: float = Field(default=1.0, ge=0, description="Clip the gradient's norm to this; 0 is off.")
+    micro_batch_tokens: int = Field(
+        default=0, ge=0, description="Tokens in one training pass; 0 is chosen for the device."
+    )
+    seed: int = Field(default=0, ge=0, description="Of the adapter, the tasks, their order, the envs and the sampler.")
+    save_every: int = Field(
+        default=25, ge=0, description="Save a checkpoint every so many steps; 0 saves at the end only."
+    )
+    keep_checkpoints: int = Field(default=3, ge=1, description="How many of the latest checkpoints are kept.")
     max_empty_steps: int = Field(
-        20, ge=1, description="Give up after so many steps in a row that left nothing to learn from."
+        default=20, ge=1, description="Give up after so many steps in a row that left nothing to learn from."
     )
 
 
 class EvalConfig(Section):
     """Held-out tasks, played at the start, every so often, and at the end."""
 
-    every: int = Field(10, ge=0, description="Evaluate every so many steps; 0 evaluates at the start and the end only.")
-    tasks: int = Field(64, ge=0, description="Held-out tasks; 0 evaluates never.")
-    samples: int = Field(1, ge=1, description="Attempts per held-out task.")
-    temperature: float = Field(1.0, ge=0, le=100, description="Of sampling; 0 is greedy.")
+    every: int = Field(
+        default=10, ge=0, description="Evaluate every so many steps; 0 evaluates at the start and the end only."
+    )
+    tasks: int = Field(default=64, ge=0, description="Held-out tasks; 0 evaluates never.")
+    samples: int = Field(default=1, ge=1, description="Attempts per held-out task.")
+    temperature: float = Field(default=1.0, ge=0, le=100, description="Of sampling; 0 is greedy.")
 
 
 class WarmupConfig(Section):
     """Supervised steps on the world's scripted dialogues before anything else; counted apart."""
 
-    steps: int = Field(0, ge=0, description="Supervised steps; 0 is no warm-up.")
-    demonstrations: int = Field(64, ge=1, description="Scripted dialogues to learn from.")
-    batch_size: int = Field(8, ge=1, description="Dialogues per step.")
-    learning_rate: float = Field(1e-3, gt=0, description="Of AdamW, during the warm-up.")
+    steps: int = Field(default=0, ge=0, description="Supervised steps; 0 is no warm-up.")
+    demonstrations: int = Field(default=64, ge=1, description="Scripted dialogues to learn from.")
+    batch_size: int = Field(default=8, ge=1, description="Dialogues per step.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="Of AdamW, during the warm-up.")
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
         """`steps: 0` says that there is none; options without `steps` were meant to do something."""
         if self.model_fields_set and "steps" not in self.model_fields_set:
-            name = sorted(self.model_fields_set)[0]
+            name = min(self.model_fields_set)
             raise ValueError(f"{name} is not read while warmup.steps is 0; set warmup.steps, or leave it out")
         return self
 
@@ -261,12 +294,12 @@ class WarmupConfig(Section):
 class RunConfig(Section):
     """Where the run is written down."""
 
-    dir: str = Field("", description="The run's directory; empty: `runs/` and the run's name.")
-    name: str = Field("", description="What the run is called; empty: world, model and time.")
-    max_size_mb: int = Field(512, ge=1, description="Bound on run.db: beyond it, old token arrays go first.")
-    loggers: tuple[Logger, ...] = Field((), description="Also log metrics to these.")
-    project: str = Field("turnwise", min_length=1, description="The project's name, for wandb and trackio.")
-    dialogues: int = Field(3, ge=0, description="Dialogues to print at the end.")
+    dir: str = Field(default="", description="The run's directory; empty: `runs/` and the run's name.")
+    name: str = Field(default="", description="What the run is called; empty: world, model and time.")
+    max_size_mb: int = Field(default=512, ge=1, description="Bound on run.db: beyond it, old token arrays go first.")
+    loggers: tuple[Logger, ...] = Field(default=(), description="Also log metrics to these.")
+    project: str = Field(default="turnwise", min_length=1, description="The project's name, for wandb and trackio.")
+    dialogues: int = Field(default=3, ge=0, description="Dialogues to print at the end.")
 
     @field_validator("loggers", mode="before")
     @classmethod

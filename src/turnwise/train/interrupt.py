@@ -15,7 +15,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(TurnwiseError):  # noqa: N818: it is an outcome, not a mistake
+class Interrupted(TurnwiseError):  # noqa: N818 - an outcome, not a mistake
     """The user asked the run to stop."""
 
 

@@ -19,7 +19,7 @@ from turnwise.errors import TurnwiseError
 from turnwise.methods.base import Kept, datums_of
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE, certify
-from turnwise.rollout.group import play_groups
+from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.schema import CheckpointRow
@@ -116,7 +116,7 @@ class Loop:
         times = Times(
             rollout_s=played_s - started_s, train_s=trained_s - played_s, publish_s=time.perf_counter() - trained_s
         )
-        self._certify(step + 1, learned)
+        await self._certify(step + 1, played, learned)
         self._recorder.step(step + 1, played, kept, learned, step_metrics(played, kept, learned, times))
         self._check_progress(kept, is_empty=not learned)
 
@@ -170,16 +170,24 @@ class Loop:
         if config.steps and self._done_step == 0:
             await self._evaluate_once("warm-up", 0)
 
-    def _certify(self, step: int, learned: Sequence[Learned]) -> None:
-        """Check what was trained first in this step: the weights were still the ones that sampled."""
-        if not learned:
+    async def _certify(self, step: int, played: RolloutResult, learned: Sequence[Learned]) -> None:
+        """Check what was trained first in this step: the weights were still the ones that sampled.
+
+        A first or last step that trained on nothing is checked too, on some of its attempts.
+        """
+        if learned:
+            lessons, output = learned[0].lessons, learned[0].output
+        elif played.groups and step in (1, self._config.train.steps):
+            lessons = self._parts.method.lessons(played.groups[:1])
+            datums = datums_of(lessons)
+            output = await self._trainer.forward(datums, "cross_entropy") if datums else None
+        else:
             return
-        first = learned[0]
-        answers = [output["logprobs"].tolist() for output in first.output.loss_fn_outputs]
+        answers = [] if output is None else [one["logprobs"].tolist() for one in output.loss_fn_outputs]
         certificate = certify(
-            [lesson.trajectory for lesson in first.lessons],
+            [lesson.trajectory for lesson in lessons],
             lambda _: answers,
-            datums=[lesson.datums for lesson in first.lessons],
+            datums=[lesson.datums for lesson in lessons],
             k2_tolerance=self._k2_tolerance,
         )
         self._recorder.writer.certificate(step, certificate.to_json(), is_exact=certificate.is_exact)

@@ -80,27 +80,28 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     """The plan as a person reads it."""
     model, train, generator = config.model, config.train, config.generator
     stand_in = f" (standing in for {model.name})" if model.alias else ""
-    num_attempts = generator.n_samples_per_prompt
-    lines = [
-        f"model        {model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; "
-        f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained",
-        f"world        {config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
-        f"attempts     up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
+    num_tasks, num_attempts = train.tasks_per_step, generator.n_samples_per_prompt
+    trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
+    parts = f"weights {plan.weights_gib:.2f}, adapter and optimizer {plan.adapter_gib:.2f}, KV cache {plan.kv_gib:.2f}"
+    total_gib = plan.weights_gib + plan.adapter_gib + plan.kv_gib
+    rows = {
+        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
+        "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
+        "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in all",
-        f"training     {plan.num_steps} steps x {train.tasks_per_step} tasks x {num_attempts} attempts "
+        "training": f"{plan.num_steps} steps x {num_tasks} tasks x {num_attempts} attempts "
         f"= {plan.num_train_attempts:,} attempts",
-        f"evaluation   {plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
+        "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
         f"temperature {config.eval.temperature:g}",
-        f"warm-up      {_warmup(config)}",
-        f"optimizer    {plan.num_optimizer_steps} steps of {config.method.name} with {config.method.loss_fn}, "
+        "warm-up": _warmup(config),
+        "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method.loss_fn}, "
         f"learning rate {train.learning_rate:g}",
-        f"tokens       at most {plan.max_sampled_tokens:,} sampled",
-        f"memory       about {plan.weights_gib + plan.adapter_gib + plan.kv_gib:.2f} GiB in float32 (weights "
-        f"{plan.weights_gib:.2f}, adapter and optimizer {plan.adapter_gib:.2f}, KV cache up to {plan.kv_gib:.2f}), "
-        "and what one training pass needs",
-        f"run          {directory}",
-    ]
-    return lines + [f"note         {note}" for note in _notes(config, plan)]
+        "tokens": f"at most {plan.max_sampled_tokens:,} sampled",
+        "memory": f"about {total_gib:.2f} GiB in float32 ({parts}), and what one training pass needs",
+        "run": directory,
+    }
+    notes = [("note", note) for note in _notes(config, plan)]
+    return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
 
 
 def _warmup(config: Config) -> str:

@@ -70,7 +70,9 @@ class Recorder:
             logger.log(step, values)
 
 
-def logprobs_by_turn(lesson: Lesson, outputs: Sequence[Mapping[str, TensorData]]) -> tuple[NDArray[np.float32] | None, ...]:
+def logprobs_by_turn(
+    lesson: Lesson, outputs: Sequence[Mapping[str, TensorData]]
+) -> tuple[NDArray[np.float32] | None, ...]:
     """[S] per trained turn what the trainer gave its tokens: a lesson's datums hold them in the order of turns."""
     known: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
     for datum, output in zip(lesson.datums, outputs, strict=True):

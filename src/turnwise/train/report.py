@@ -47,8 +47,8 @@ def _dropped(run: RunReader) -> list[str]:
     totals = {name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "dropped_" in name}
     parts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "method/" in name]
     attempts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "rollout/" in name]
-    lines = [f"{'groups left':<{LABEL_WIDTH}}{', '.join(parts)}"] if parts else []
-    return lines + ([f"{'attempts left':<{LABEL_WIDTH}}{', '.join(attempts)}"] if attempts else [])
+    lines = [f"{'groups out':<{LABEL_WIDTH}}{', '.join(parts)}"] if parts else []
+    return lines + ([f"{'attempts out':<{LABEL_WIDTH}}{', '.join(attempts)}"] if attempts else [])
 
 
 def _certificate(run: RunReader) -> str:

@@ -86,6 +86,10 @@ class _Clock:
     def __init__(self) -> None:
         self._ends = [time.monotonic()]
 
+    def restart(self) -> None:
+        """What comes next is another kind of work."""
+        self._ends = [time.monotonic()]
+
     def tick(self) -> float:
         """A step ended; how long it took."""
         self._ends.append(time.monotonic())
@@ -106,6 +110,7 @@ class LineView:
         print(line, flush=True)
 
     def phase(self, name: str) -> None:
+        self._clock.restart()
         print(f"{name} ...", flush=True)
 
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:

@@ -74,5 +74,5 @@ def test_reward_to_go_counts_turns_and_discounts_per_turn() -> None:
     assert reward_to_go([0.0, 0.0, 1.0]).tolist() == [1.0, 1.0, 1.0]
     assert reward_to_go([1.0, 2.0, 4.0], discount=0.5).tolist() == [3.0, 4.0, 4.0]
     assert reward_to_go([1.0, 2.0], discount=0.0).tolist() == [1.0, 2.0]
-    with pytest.raises(DataError, match="discount=1.5"):
+    with pytest.raises(DataError, match=r"discount=1\.5"):
         reward_to_go([1.0], discount=1.5)

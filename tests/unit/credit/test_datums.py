@@ -95,7 +95,9 @@ def test_a_sequence_without_a_trained_turn_gives_no_datum() -> None:
 
 
 def test_a_prompt_that_does_not_extend_the_last_ids_starts_a_datum() -> None:
-    rewritten = make_trajectory(make_turn([1, 2], [3, 4]), make_turn([1, 2, 4, 5], [6]), make_turn([1, 2, 4, 5, 6], [7]))
+    rewritten = make_trajectory(
+        make_turn([1, 2], [3, 4]), make_turn([1, 2, 4, 5], [6]), make_turn([1, 2, 4, 5, 6], [7])
+    )
     first, second = trajectory_to_datums(rewritten, [1.0, 2.0, 3.0])
     assert (first.model_input.to_ints(), column(first, "target_tokens")) == ([1, 2, 3], [2, 3, 4])
     assert (second.model_input.to_ints(), column(second, "target_tokens")) == ([1, 2, 4, 5, 6], [2, 4, 5, 6, 7])

@@ -50,6 +50,7 @@ class BaseEnvironment(ABC):
 
     def reset(self) -> Any:
         """Make ready for a new attempt."""
+        return None
 
 
 class BaseEnvironmentWorld:
@@ -91,7 +92,7 @@ class BaseEnvironmentWorld:
             raise ConfigError(f"{self.name} has no {split} rows; give it more rows, or a test_dataset of their own")
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002: these classes know no seed
+    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - these classes know no seed
         env = BaseEnvironmentEnv(
             self._make(),
             task.data["prompt"],
@@ -101,7 +102,7 @@ class BaseEnvironmentWorld:
         )
         return as_env(env)
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002: there are none
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
         return []
 
     def _make(self) -> BaseEnvironment:
@@ -158,7 +159,7 @@ def observation_to_messages(observation: object) -> list[Message]:
 def _to_message(item: object) -> Message:
     if isinstance(item, Message):
         return item
-    row = cast(Mapping[str, Any], item) if isinstance(item, Mapping) else {}
+    row = cast(Mapping[str, Any], item if isinstance(item, Mapping) else {})
     if row.get("role") not in get_args(Role) or not isinstance(row.get("content"), str):
         raise DataError(f"{item!r:.60} is no message; expected text, or a dict with role and content")
     return Message(role=row["role"], content=row["content"])

@@ -40,7 +40,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }
 _SIGNS = "+-*"
 _ALLOWED = re.compile(r"[0-9+\-*() ]+")
-_LINE_CALL = re.compile(r"\bcalc\(([^\n]*)\)")
+_LINE_CALL = re.compile(r"\bcalc\(([^\n]{0,200})\)")
 _ANSWER = re.compile(r"\banswer:\s*(-?[0-9]{1,18})(?![0-9])", re.IGNORECASE)
 
 
@@ -109,7 +109,7 @@ class Calculator:
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> CalculatorEnv:  # noqa: ARG002: nothing is random once the task is drawn
+    def make_env(self, task: Task, seed: int) -> CalculatorEnv:  # noqa: ARG002 - nothing is random once the task is drawn
         return CalculatorEnv(self, task.data["expression"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:

@@ -75,7 +75,7 @@ class Dialogue:
             raise ConfigError(f'no {split} conversation in {self.path}; add some, or mark some with "split": "{split}"')
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> DialogueEnv:  # noqa: ARG002: the user side is written down
+    def make_env(self, task: Task, seed: int) -> DialogueEnv:  # noqa: ARG002 - the user side is written down
         return DialogueEnv(task.data, success_share=self.success_share, max_words=self.max_words)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:

@@ -78,7 +78,7 @@ class Gsm8kMultiTurn:
             return draw(self._from_file[split], count, rng)
         return draw_tasks(self._draw_task, split, count, rng)
 
-    def make_env(self, task: Task, seed: int) -> Gsm8kMultiTurnEnv:  # noqa: ARG002: the env has no randomness
+    def make_env(self, task: Task, seed: int) -> Gsm8kMultiTurnEnv:  # noqa: ARG002 - the env has no randomness
         return Gsm8kMultiTurnEnv(task.data["question"], task.data["solution"], self.max_turns)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:

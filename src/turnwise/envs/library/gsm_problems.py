@@ -151,8 +151,8 @@ def _sell_and_buy(d: _Draw) -> Problem:
     earned = sold * price
     saved = d.number(toy, toy + 20)
     question = (
-        f"{d.name} has {saved} dollars, sells {sold} drawings for {price} dollars each and buys a toy for {toy} dollars. "
-        f"How many dollars does {d.name} have then?"
+        f"{d.name} has {saved} dollars, sells {sold} drawings for {price} dollars each and buys a toy "
+        f"for {toy} dollars. How many dollars does {d.name} have then?"
     )
     steps = (
         f"{sold} * {price} = {earned} dollars from the drawings.",

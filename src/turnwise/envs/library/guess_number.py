@@ -82,7 +82,7 @@ class GuessNumber:
         ]
         return [self._task(*pair) for pair in draw(pairs, count, random_for(self.name, split, seed))]
 
-    def make_env(self, task: Task, seed: int) -> GuessNumberEnv:  # noqa: ARG002: the game has no randomness of its own
+    def make_env(self, task: Task, seed: int) -> GuessNumberEnv:  # noqa: ARG002 - the game has no randomness of its own
         return GuessNumberEnv(self, secret=task.data["secret"], phrasing=task.data["phrasing"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:

@@ -45,7 +45,7 @@ class KeyDoor:
     """The world `key_door`."""
 
     name: ClassVar[str] = "key_door"
-    max_tokens: ClassVar[int] = 8
+    max_tokens: ClassVar[int] = 12
 
     num_rooms: int = 3
     num_keys: int = 3
@@ -67,7 +67,7 @@ class KeyDoor:
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> KeyDoorEnv:  # noqa: ARG002: the rooms are drawn with the task
+    def make_env(self, task: Task, seed: int) -> KeyDoorEnv:  # noqa: ARG002 - the rooms are drawn with the task
         return KeyDoorEnv(task.data["rooms"], max_turns=self.max_turns)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:

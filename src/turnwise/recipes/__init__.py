@@ -1,0 +1,1 @@
+"""Complete scripts to read, run and copy. Nothing imports them."""

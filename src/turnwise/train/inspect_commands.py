@@ -1,0 +1,71 @@
+"""`turnwise certify` and `turnwise replay`: look back at what a run did. Neither loads a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from turnwise.envs.base import Task
+from turnwise.errors import DataError
+from turnwise.rollout.certify import Certificate
+from turnwise.rollout.replay import replay
+from turnwise.runlog.reader import RunReader
+from turnwise.train.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
+from turnwise.train.commands import find_model
+from turnwise.train.config_files import config_from_yaml
+from turnwise.train.facts import read_facts
+from turnwise.train.report import dialogue_lines
+
+EXIT_NOT_EXACT = 1
+NUM_LISTED = 20
+
+
+def run_certify(target: str) -> int:
+    """Print a run's certificates; exit code 1 when one of them is not exact."""
+    with RunReader(target) as run:
+        rows = run.certificates()
+    if not rows:
+        raise DataError(f"{target} has no certificate: no step has trained on anything yet")
+    for row in rows:
+        print(f"step {row.step}: " + "\n".join(Certificate.from_json(row.content).lines()))
+    return 0 if all(row.is_exact for row in rows) else EXIT_NOT_EXACT
+
+
+def run_replay(target: str, attempt_id: int | None) -> int:
+    """Play one stored attempt again; exit code 1 when something comes out otherwise. Without an id, list some."""
+    with RunReader(target) as run:
+        if attempt_id is None:
+            _list_attempts(run)
+            return 0
+        stored = run.attempt(attempt_id)
+        config = config_from_yaml(run.config_yaml, str(run.directory))
+        task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))
+        print("\n".join(dialogue_lines(run, stored.row)))
+    directory = find_model(config)
+    world = make_world(config.env, config.generator)
+    limits = make_limits(config.generator, world, read_facts(directory).context_length)
+    rollout = make_rollout(config.generator, limits)
+    if stored.row.phase == "eval":
+        rollout = make_eval_rollout(config, rollout)
+    renderer = make_renderer(_load_tokenizer(directory), config.generator)
+    replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout))
+    print("\n".join(replayed.lines()))
+    return 0 if replayed.is_exact else EXIT_NOT_EXACT
+
+
+def _list_attempts(run: RunReader) -> None:
+    rows = run.attempts()
+    print(f"{len(rows)} attempts; the last {min(NUM_LISTED, len(rows))}, for --attempt ID:")
+    for row in rows[-NUM_LISTED:]:
+        print(
+            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.stop_reason:<11} "
+            f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
+        )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(str(directory))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.envs.registry import get_world, load_target, world_names, world_options
+from turnwise.errors import ConfigError
+
+WORLD = """\
+from __future__ import annotations
+from dataclasses import dataclass
+from turnwise.envs.base import EnvStep, Task, user
+
+@dataclass(frozen=True)
+class Tiny:
+    size: int = 3
+    name = "tiny_world"
+    max_turns = 1
+    max_tokens = 4
+    def tasks(self, split, count, seed): return [Task(id=f"{split}-{n}") for n in range(count)]
+    def make_env(self, task, seed): return None
+    def demonstrations(self, count, seed): return []
+
+@dataclass
+class NoWorld:
+    x: int = 1
+
+def make(size: int = 1): return Tiny(size)
+
+ready = Tiny(9)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "my_worlds.py"
+    file.write_text(WORLD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.delitem(sys.modules, "my_worlds", raising=False)
+    return file
+
+
+def test_shipped_worlds_go_by_the_names_they_are_listed_under() -> None:
+    assert world_names() == ("calculator", "dialogue", "gsm8k_multi_turn", "guess_number", "key_door")
+    assert [get_world(name).name for name in world_names()] == list(world_names())
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no world 'guess_numbers'; did you mean 'guess_number'\?; the shipped"):
+        get_world("guess_numbers")
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="world guess_number: unknown option 'max_turn'; did you mean 'max_turns'"):
+        get_world("guess_number", max_turn=3)
+
+
+@pytest.mark.parametrize("value", ["8", 8.5, True, None])
+def test_an_option_of_the_wrong_type_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="world guess_number: high=.* does not fit; expected a whole number"):
+        get_world("guess_number", high=value)
+
+
+def test_options_can_be_listed() -> None:
+    options = {option.name: option.default for option in world_options("calculator")}
+    assert options == {
+        "max_digits": 3,
+        "operators": "+-*",
+        "protocol": "line",
+        "max_turns": 3,
+        "format_reward": 0.1,
+    }
+
+
+@pytest.mark.parametrize("how", ["my_worlds:{}", "my_worlds.py:{}", "./my_worlds.py:{}"])
+def test_worlds_of_your_own_come_by_module_or_by_file(module: Path, how: str) -> None:
+    assert get_world(how.format("Tiny"), size=4).size == 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert get_world(how.format("make"), size=5).size == 5  # pyright: ignore[reportAttributeAccessIssue]
+    assert get_world(how.format("ready")).size == 9  # pyright: ignore[reportAttributeAccessIssue]
+    assert get_world(f"{module}:Tiny").name == "tiny_world"
+
+
+def test_the_same_file_is_loaded_once(module: Path) -> None:
+    assert load_target(f"{module}:Tiny") is load_target("my_worlds.py:Tiny")
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("my_worlds:Tinny", "has no 'Tinny'; did you mean 'Tiny'"),
+        ("my_worlds:", "has no ''"),
+        ("my_world:Tiny", "no module 'my_world'"),
+        ("my_worlds.inner:Tiny", "no module 'my_worlds.inner'"),
+        ("my_world.py:Tiny", "no file "),
+        ("my_worlds:NoWorld", "gives NoWorld; expected a world with tasks"),
+    ],
+)
+def test_what_cannot_be_found_is_named(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        get_world(name)
+
+
+def test_an_object_takes_no_options(module: Path) -> None:
+    with pytest.raises(ConfigError, match="an object already, so it takes no options; got size"):
+        get_world(f"{module}:ready", size=1)
+
+
+def test_an_error_inside_your_module_stays_what_it_is(module: Path) -> None:
+    module.write_text("import no_such_package_at_all\n", encoding="utf-8")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        get_world("my_worlds:Tiny")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        get_world("my_worlds.py:Tiny")

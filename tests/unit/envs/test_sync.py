@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from turnwise.envs.base import Env, EnvStep, assistant, user
+from turnwise.envs.sync import CallThread, ThreadedEnv, as_env, call_in_thread
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Message
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="unset")
+
+
+class Plain:
+    """Writes down the thread that each method ran in."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def start(self) -> list[Message]:
+        self.threads.append(threading.get_ident())
+        return [user(VARIABLE.get())]
+
+    def step(self, reply: Message) -> EnvStep:
+        self.threads.append(threading.get_ident())
+        if reply.content == "crash":
+            raise ZeroDivisionError("division by zero")
+        return EnvStep(messages=[user(reply.content)])
+
+    def close(self) -> None:
+        self.threads.append(threading.get_ident())
+
+
+class Mixed(Plain):
+    async def step(self, reply: Message) -> EnvStep:
+        await asyncio.sleep(0)
+        return super().step(reply)
+
+
+class Asynchronous:
+    async def start(self) -> list[Message]:
+        return [user("hi")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        return EnvStep(messages=[reply])
+
+    async def close(self) -> None:
+        pass
+
+
+async def wait_for_threads(count: int) -> None:
+    for _ in range(500):
+        if threading.active_count() <= count:
+            return
+        await asyncio.sleep(0.01)
+    assert threading.active_count() <= count
+
+
+def test_an_async_env_is_left_as_it_is() -> None:
+    env = Asynchronous()
+    assert as_env(env) is env
+
+
+def test_wrapping_twice_wraps_once() -> None:
+    env = as_env(Plain())
+    assert isinstance(env, ThreadedEnv)
+    assert as_env(env) is env
+    assert isinstance(env, Env)
+
+
+async def test_plain_methods_share_one_thread_that_is_not_the_loops() -> None:
+    plain = Plain()
+    env = as_env(plain)
+    await env.start()
+    step = await env.step(assistant("echo"))
+    await env.close()
+    assert step.messages == [user("echo")]
+    assert len(plain.threads) == 3
+    assert set(plain.threads) != {threading.get_ident()}
+    assert len(set(plain.threads)) == 1
+
+
+async def test_async_methods_of_a_mixed_env_run_in_the_loop() -> None:
+    mixed = Mixed()
+    env = as_env(mixed)
+    await env.start()
+    await env.step(assistant("echo"))
+    await env.close()
+    assert [thread == threading.get_ident() for thread in mixed.threads] == [False, True, False]
+
+
+async def test_context_variables_reach_the_thread() -> None:
+    VARIABLE.set("from the caller")
+    env = as_env(Plain())
+    assert list(await env.start()) == [user("from the caller")]
+    await env.close()
+
+
+async def test_an_exception_comes_back_to_the_caller_and_the_env_goes_on() -> None:
+    env = as_env(Plain())
+    with pytest.raises(ZeroDivisionError):
+        await env.step(assistant("crash"))
+    assert (await env.step(assistant("still here"))).messages == [user("still here")]
+    await env.close()
+
+
+async def test_stop_iteration_cannot_hang_the_caller() -> None:
+    def stop() -> None:
+        raise StopIteration("end")
+
+    with pytest.raises(RuntimeError, match="StopIteration left the call"):
+        await call_in_thread(stop)
+
+
+async def test_a_plain_method_may_return_something_to_await() -> None:
+    class Lazy(Plain):
+        def start(self) -> Any:
+            return asyncio.sleep(0, result=[user("later")])
+
+    env = as_env(Lazy())
+    assert list(await env.start()) == [user("later")]
+    await env.close()
+
+
+async def test_close_ends_the_thread() -> None:
+    before = threading.active_count()
+    env = as_env(Plain())
+    await env.start()
+    assert threading.active_count() == before + 1
+    await env.close()
+    await env.close()  # twice does no harm
+    await wait_for_threads(before)
+
+
+async def test_an_env_that_is_forgotten_ends_its_thread() -> None:
+    before = threading.active_count()
+    env = as_env(Plain())
+    await env.start()
+    del env
+    gc.collect()
+    await wait_for_threads(before)
+
+
+async def test_close_does_not_wait_for_a_stuck_step() -> None:
+    release = threading.Event()
+
+    class Stuck(Plain):
+        def step(self, reply: Message) -> EnvStep:
+            release.wait(30)
+            return super().step(reply)
+
+    before = threading.active_count()
+    stuck = Stuck()
+    env = as_env(stuck)
+    await env.start()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(env.step(assistant("hm")), timeout=0.05)
+    await asyncio.wait_for(env.close(), timeout=5)
+    assert len(set(stuck.threads)) == 2  # close ran in a thread of its own
+    release.set()
+    await wait_for_threads(before)  # and the stuck one ends when its call does
+
+
+async def test_many_slow_envs_do_not_queue() -> None:
+    class Slow(Plain):
+        def step(self, reply: Message) -> EnvStep:
+            time.sleep(0.2)
+            return super().step(reply)
+
+    envs = [as_env(Slow()) for _ in range(40)]
+    began = time.monotonic()
+    await asyncio.gather(*(env.step(assistant("x")) for env in envs))
+    assert time.monotonic() - began < 4.0  # one after the other would take 8 s
+    await asyncio.gather(*(env.close() for env in envs))
+
+
+async def test_a_thread_knows_whether_it_is_busy() -> None:
+    thread, release = CallThread(), threading.Event()
+    waiting = asyncio.ensure_future(thread.run(release.wait, 30))
+    await asyncio.sleep(0)
+    assert thread.is_busy
+    release.set()
+    assert await waiting
+    assert not thread.is_busy
+    thread.stop()
+
+
+def test_optional_methods_are_there_exactly_when_the_env_has_them() -> None:
+    class Forkable(Plain):
+        def state_key(self) -> str:
+            return "here"
+
+        def fork(self) -> Forkable:
+            return Forkable()
+
+    plain: Any = as_env(Plain())
+    assert not hasattr(plain, "state_key")
+    assert not hasattr(plain, "fork")
+    forkable: Any = as_env(Forkable())
+    assert forkable.state_key() == "here"
+    assert isinstance(forkable.fork(), ThreadedEnv)
+
+
+def test_what_is_no_env_is_refused_with_what_is_missing() -> None:
+    class HalfAnEnv:
+        def start(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"HalfAnEnv has no step\(\)"):
+        as_env(HalfAnEnv())
+
+
+def test_a_seed_style_class_is_told_where_to_go() -> None:
+    class SeedStyle:
+        def step(self, response: str, ground_truth: dict[str, str]) -> None: ...
+        def reset(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="turnwise.envs.adapters.base_environment"):
+        as_env(SeedStyle())

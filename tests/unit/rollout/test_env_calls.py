@@ -1,0 +1,215 @@
+"""Envs of plain functions: one thread each, no hang that holds up anybody else, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from turnwise.envs.base import EnvStep, user
+from turnwise.errors import Party
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.stats import RolloutStats
+from turnwise.trajectory import Message, StopReason
+from unit.rollout.worlds import QUESTION, CountingEnv, play_env, quick, saying, wait_for_threads
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class PlainEnv:
+    """Plain methods, and a database connection that only the thread that opened it may use."""
+
+    def __init__(self, on_step: Callable[[], None] | None = None) -> None:
+        self.database = sqlite3.connect(":memory:")
+        self.on_step = on_step
+        self.threads: list[str] = []
+        self.num_steps = 0
+        self.is_closed = False
+
+    def start(self) -> Sequence[Message]:
+        self.database.execute("create table guesses (text)")
+        self.threads.append(threading.current_thread().name)
+        return [QUESTION]
+
+    def step(self, reply: Message) -> EnvStep:
+        self.threads.append(threading.current_thread().name)
+        if self.on_step is not None:
+            self.on_step()
+        self.database.execute("insert into guesses values (?)", (reply.content,))
+        self.num_steps += 1
+        return EnvStep(messages=[user("Again.")], reward=1.0, terminated=self.num_steps == 2)
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.threads and self.threads[-1] == threading.current_thread().name:
+            self.database.close()
+
+
+def attempt(make_env: Callable[[], Any]) -> Attempt:
+    return Attempt(task_id="t", index=0, seed=0, make_env=make_env)
+
+
+async def test_a_plain_env_is_made_played_and_closed_in_one_thread(renderer: Renderer) -> None:
+    made: list[PlainEnv] = []
+
+    def make() -> Any:
+        made.append(PlainEnv())
+        return made[-1]
+
+    trajectory = await play(attempt(make), saying(renderer), renderer, quick(), RolloutStats())
+    assert trajectory.failure is None
+    assert (trajectory.stop_reason, trajectory.total_reward) == (StopReason.TERMINATED, 2.0)
+    assert made[0].is_closed
+    assert set(made[0].threads) == {"turnwise-env"}
+
+
+async def test_a_step_that_hangs_fails_its_attempt_and_holds_up_nobody(renderer: Renderer) -> None:
+    release = threading.Event()
+    envs: list[PlainEnv] = []
+
+    def make() -> Any:
+        envs.append(PlainEnv(on_step=lambda: void(release.wait(5))))
+        return envs[-1]
+
+    stats = RolloutStats()
+    config = quick(step_deadline_s=0.1)
+    started_s = time.monotonic()
+    hung, fine = await asyncio.gather(
+        play(attempt(make), saying(renderer), renderer, config, stats),
+        play_env(CountingEnv(), renderer),
+    )
+    assert time.monotonic() - started_s < 3
+    assert fine.stop_reason is StopReason.TERMINATED
+    assert hung.failure is not None
+    assert hung.failure.party is Party.ENV
+    assert "step gave no answer" in hung.failure.detail
+    assert envs[0].is_closed  # from another thread, while the step still hangs
+    assert (stats.num_abandoned, stats.metrics()["rollout/abandoned_calls"]) == (1, 1.0)
+    release.set()
+    assert wait_for_threads() == 0  # the abandoned thread ended by itself
+
+
+async def test_an_env_that_takes_too_long_to_make_is_closed_when_it_comes(renderer: Renderer) -> None:
+    envs: list[PlainEnv] = []
+
+    def make() -> Any:
+        time.sleep(0.3)
+        envs.append(PlainEnv())
+        return envs[-1]
+
+    stats = RolloutStats()
+    trajectory = await play(attempt(make), saying(renderer), renderer, quick(step_deadline_s=0.05), stats)
+    assert trajectory.failure is not None
+    assert "make_env" in trajectory.failure.detail
+    assert stats.num_abandoned == 1
+    assert await asyncio.to_thread(wait_for_threads) == 0
+    assert [env.is_closed for env in envs] == [True]
+
+
+async def test_cancelling_waits_a_moment_for_a_step_that_is_not_late(renderer: Renderer) -> None:
+    envs: list[PlainEnv] = []
+    stepping = threading.Event()
+
+    def slow() -> None:
+        stepping.set()
+        time.sleep(0.2)
+
+    def make() -> Any:
+        envs.append(PlainEnv(on_step=slow))
+        return envs[-1]
+
+    stats = RolloutStats()
+    task = asyncio.create_task(play(attempt(make), saying(renderer), renderer, quick(), stats))
+    await asyncio.to_thread(stepping.wait, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (envs[0].is_closed, envs[0].num_steps, stats.num_abandoned) == (True, 1, 0)
+
+
+async def test_an_env_of_coroutines_that_comes_too_late_is_closed_too(renderer: Renderer) -> None:
+    env = CountingEnv()
+
+    def make() -> Any:
+        time.sleep(0.3)
+        return env
+
+    await play(attempt(make), saying(renderer), renderer, quick(step_deadline_s=0.05), RolloutStats())
+    assert await asyncio.to_thread(wait_for_threads) == 0
+    assert env.num_closed == 1
+
+
+async def test_cancelling_while_the_env_is_made_closes_it(renderer: Renderer) -> None:
+    env, making = CountingEnv(), threading.Event()
+
+    def make() -> Any:
+        making.set()
+        time.sleep(0.1)
+        return env
+
+    task = asyncio.create_task(play(attempt(make), saying(renderer), renderer, quick(), RolloutStats()))
+    await asyncio.to_thread(making.wait, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert env.num_closed == 1
+
+
+async def test_cancelling_twice_still_lets_the_env_close(renderer: Renderer) -> None:
+    stepping, closing = asyncio.Event(), asyncio.Event()
+    is_closed = False
+
+    async def hang(_: Message) -> None:
+        stepping.set()
+        await asyncio.sleep(60)
+
+    async def close_slowly() -> None:
+        nonlocal is_closed
+        closing.set()
+        await asyncio.sleep(0.05)
+        is_closed = True
+
+    env = CountingEnv(on_step=hang, on_close=close_slowly)
+    task = asyncio.create_task(play_env(env, renderer))
+    await stepping.wait()
+    task.cancel()
+    await closing.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert is_closed
+
+
+@pytest.mark.parametrize("error", [StopIteration("next"), SystemExit(1), RuntimeError("x")])
+async def test_whatever_a_plain_step_raises_is_the_envs_failure(renderer: Renderer, error: BaseException) -> None:
+    def raise_it() -> None:
+        raise error
+
+    trajectory = await play(
+        attempt(lambda: PlainEnv(on_step=raise_it)), saying(renderer), renderer, quick(), RolloutStats()
+    )
+    assert trajectory.failure is not None
+    assert trajectory.failure.party is Party.ENV
+
+
+async def test_plain_and_async_methods_may_be_mixed(renderer: Renderer) -> None:
+    class Mixed(CountingEnv):
+        def start(self) -> Any:  # type: ignore[override]
+            return [QUESTION]
+
+        def close(self) -> Any:  # a plain function that returns an awaitable
+            return super().close()
+
+    env = Mixed()
+    assert (await play_env(env, renderer)).stop_reason is StopReason.TERMINATED
+    assert env.num_closed == 1
+
+
+def void(_: object) -> None:
+    return None
