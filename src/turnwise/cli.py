@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 _EXAMPLES = """\
 examples:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `turnwise ... | head`
+        sys.stdout = None
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("turnwise: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 - broken envs look at less than they are given
 """`check_env` passes every shipped world, and finds in a broken env the one rule that it breaks."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -150,6 +151,13 @@ class CrashesOnEmptyReply(Env):
         return await super().step(reply)
 
 
+class TextInInfo(Env):
+    async def step(self, reply: Message) -> Any:
+        step = await super().step(reply)
+        info: Any = {"note": "hm"}
+        return EnvStep(terminated=True, info=info) if step.is_over else step
+
+
 class NanReward(Env):
     async def step(self, reply: Message) -> Any:
         step = await super().step(reply)
@@ -181,6 +189,13 @@ class SuccessTooEarly(Env):
         return step if step.is_over else EnvStep(messages=step.messages, is_success=False)
 
 
+class NumberForSuccess(Env):
+    async def step(self, reply: Message) -> Any:
+        step = await super().step(reply)
+        success: Any = 0.5
+        return EnvStep(terminated=True, is_success=success) if step.is_over and not step.is_success else step
+
+
 class DrawsFromTheClock(Env):
     async def step(self, reply: Message) -> Any:
         step = await super().step(reply)
@@ -190,7 +205,7 @@ class DrawsFromTheClock(Env):
 class StateOnTheClass(Env):
     """Reset in `start`, so that attempts one after the other go well, but two at a time do not."""
 
-    shared: dict[str, int] = {}
+    shared: ClassVar[dict[str, int]] = {}
 
     async def start(self) -> Any:
         self.shared["turn"] = 0
@@ -248,7 +263,7 @@ class HangsInPlainStep(Env):
 
 class BlocksTheLoop(Env):
     async def step(self, reply: Message) -> Any:
-        time.sleep(1.5)  # noqa: ASYNC251 - that is what is wrong with it
+        time.sleep(1.5)
         return EnvStep(terminated=True)
 
 
@@ -269,11 +284,13 @@ BROKEN_ENVS: list[tuple[type, str]] = [
     (TextForMessages, "messages"),
     (ReturnsTuple, "step"),
     (CrashesOnEmptyReply, "step"),
+    (TextInInfo, "step"),
     (NanReward, "reward"),
     (UnknownPart, "reward"),
     (NeverOver, "end"),
     (BothEnds, "end"),
     (SuccessTooEarly, "end"),
+    (NumberForSuccess, "end"),
     (DrawsFromTheClock, "determinism"),
     (StateOnTheClass, "isolation"),
     (StateKeyIsANumber, "state_key"),
@@ -288,12 +305,16 @@ BROKEN_ENVS: list[tuple[type, str]] = [
 ]
 
 
+class WorldWithoutName(World):
+    name = None  # pyright: ignore[reportAssignmentType]
+
+
 class WorldWithoutTurns(World):
     max_turns = 0
 
 
 class WorldWithoutDemonstrations(World):
-    demonstrations = None
+    demonstrations = None  # pyright: ignore[reportAssignmentType]
 
 
 class RandomTasks(World):
@@ -309,6 +330,21 @@ class TooFewTasks(World):
 class DictsForTasks(World):
     def tasks(self, split: Split, count: int, seed: int) -> Any:
         return [{"id": task.id} for task in super().tasks(split, count, seed)]
+
+
+class NoTasks(World):
+    def tasks(self, split: Split, count: int, seed: int) -> Any:
+        return None
+
+
+class NoEnv(World):
+    def make_env(self, task: Task, seed: int) -> Any:
+        return None
+
+
+class DictsForMessages(World):
+    def demonstrations(self, count: int, seed: int) -> Any:
+        return [[{"role": "user", "content": "hi"}]]
 
 
 class SharedTasks(World):
@@ -343,12 +379,16 @@ class SlowTasks(World):
 
 
 BROKEN_WORLDS: list[tuple[type[World], str]] = [
+    (WorldWithoutName, "world"),
     (WorldWithoutTurns, "world"),
     (WorldWithoutDemonstrations, "world"),
     (RandomTasks, "tasks"),
     (TooFewTasks, "tasks"),
     (DictsForTasks, "tasks"),
+    (NoTasks, "tasks"),
+    (NoEnv, "start"),
     (SharedTasks, "splits"),
+    (DictsForMessages, "demonstrations"),
     (TupleData, "task_data"),
     (ObjectData, "task_data"),
     (LosingDemonstrations, "demonstrations"),
@@ -458,10 +498,10 @@ def test_command_line_says_what_is_wrong_with_its_arguments(
 
 
 def test_no_threads_are_left_by_a_check_that_went_well() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     assert check_env(SeededCoin).is_ok
     for _ in range(200):  # a stopped thread takes a moment to end
-        if threading.active_count() <= before:
+        if not set(threading.enumerate()) - before:
             break
         time.sleep(0.02)
-    assert threading.active_count() <= before
+    assert not set(threading.enumerate()) - before

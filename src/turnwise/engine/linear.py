@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from turnwise.engine.kernels import cpu
 
-MAX_FEW_ROWS = 256
+MAX_FEW_ROWS = 512
 """Above this many rows BLAS is as fast."""
 
 

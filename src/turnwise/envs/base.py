@@ -71,10 +71,9 @@ class EnvStep:
 def _check_messages(messages: object) -> None:
     """A bare string is a sequence too, and dicts are what other libraries use: neither gets through."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-    items: Sequence[object] = cast(Sequence[object], messages) if is_list else ()
-    wrong = [item for item in items if not isinstance(item, Message)] if is_list else [messages]
-    if wrong:
-        raise DataError(f"EnvStep.messages holds {wrong[0]!r:.60}; expected a list, such as [user('Guess again.')]")
+    items = cast(Sequence[object], messages if is_list else [None])
+    if not all(isinstance(item, Message) for item in items):
+        raise DataError(f"EnvStep.messages holds {messages!r:.60}; expected a list, such as [user('Guess again.')]")
 
 
 def _check_reward(reward: object) -> None:

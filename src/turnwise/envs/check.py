@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, cast, get_args
 
 from turnwise.envs.base import EnvStep, Split, Task, World
@@ -101,7 +103,7 @@ class _Check:
         ):
             self._rule(name, rule if is_playable else _cannot_play)
         self._rule("deadline", self._deadline)
-        return Report(name=self.player.world.name, results=tuple(self.results))
+        return Report(name=str(getattr(self.player.world, "name", "this world")), results=tuple(self.results))
 
     def _rule(self, name: str, rule: Callable[[], str]) -> None:
         """Call one rule: it returns a sentence, or raises one."""
@@ -156,6 +158,8 @@ class _Check:
         _skip_unless(self.has_tasks, "an env by itself has no tasks")
         for split in get_args(Split):
             first, again = self._draw(split), self._draw(split)
+            if not isinstance(cast(object, first), Sequence):
+                raise CheckFailedError(f"tasks({split!r}, ...) gave {first!r:.60}; expected a list of Task")
             if len(first) != self.num_tasks:
                 raise CheckFailedError(
                     f"tasks({split!r}, {self.num_tasks}, seed) gave {len(first)}; give as many as asked"
@@ -226,6 +230,11 @@ class _Check:
             for step in play.steps:
                 if not isinstance(step, EnvStep):
                     raise CheckFailedError(f"{play.where}: step() gave {step!r:.60}; expected an EnvStep")
+                for key, value in step.info.items():
+                    if not isinstance(cast(object, value), Real) or not math.isfinite(value):
+                        raise CheckFailedError(
+                            f"{play.where}: info[{key!r}] is {value!r:.60}; expected a finite number"
+                        )
         return f"{sum(len(play.steps) for play in self._all_plays())} steps, each an EnvStep"
 
     def _messages(self) -> str:
@@ -265,6 +274,9 @@ class _Check:
                 raise CheckFailedError(
                     f"{play.where}: not over after max_turns={max_turns}; set terminated, or raise max_turns"
                 )
+            flags = [flag for step in steps for flag in (step.terminated, step.truncated, step.is_success or False)]
+            if not all(isinstance(cast(object, flag), bool) for flag in flags):
+                raise CheckFailedError(f"{play.where}: terminated, truncated and is_success are True or False")
             if any(step.is_success is not None for step in steps[:-1]):
                 raise CheckFailedError(
                     f"{play.where}: is_success before the last step; say it when the attempt is over"

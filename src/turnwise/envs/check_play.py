@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from turnwise.envs.base import Env, EnvStep, Task, World, assistant
 from turnwise.envs.sync import as_env, call_in_thread
+from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
 _PING_S = 0.5
@@ -25,7 +26,7 @@ class CallFailedError(Exception):
     """A call of the checked object raised."""
 
     def __init__(self, call: str, cause: BaseException) -> None:
-        super().__init__(f"{call} raised {type(cause).__name__}: {cause}")
+        super().__init__(f"{call} failed with {type(cause).__name__}: {cause}")
         self.call = call
         self.cause = cause
 
@@ -215,7 +216,11 @@ class Player:
         return [*REPLY_STYLES, *([DEMONSTRATED] if task.id in self.scripts else [])]
 
     def make_env(self, task: Task) -> Env:
-        return as_env(self.caller.run_plain("make_env", self.world.make_env, task, self.seed))
+        env = self.caller.run_plain("make_env", self.world.make_env, task, self.seed)
+        try:
+            return as_env(env)
+        except ConfigError as error:
+            raise CallFailedError("make_env", error) from error
 
     def play(self, task: Task, style: str) -> Play:
         """One attempt from start to end, at most `max_turns` turns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import cast
 
 from turnwise.envs.base import Env, EnvStep, Task
 from turnwise.envs.check_play import CallFailedError, CallLateError, Play, Player
@@ -73,14 +74,20 @@ def read_scripts(player: Player, tasks: Sequence[Task]) -> dict[str, list[str]]:
     """The demonstrated replies of each task; none when the demonstrations cannot be had (another rule says why)."""
     try:
         dialogues = _demonstrations(player, len(tasks))
-    except (CallFailedError, CallLateError):
+    except (CallFailedError, CallLateError, CheckFailedError):
         return {}
     replies = [[message.content for message in dialogue if message.role == "assistant"] for dialogue in dialogues]
     return {task.id: script for task, script in zip(tasks, replies, strict=False)}
 
 
 def _demonstrations(player: Player, count: int) -> Sequence[Sequence[Message]]:
-    return player.caller.run_plain("demonstrations", player.world.demonstrations, count, player.seed)
+    dialogues: Sequence[Sequence[Message]] = player.caller.run_plain(
+        "demonstrations", player.world.demonstrations, count, player.seed
+    )
+    for message in (message for dialogue in dialogues for message in dialogue):
+        if not isinstance(cast(object, message), Message):
+            raise CheckFailedError(f"a demonstration holds {message!r:.60}; expected messages alone")
+    return dialogues
 
 
 def check_demonstrations(player: Player, count: int) -> str:

@@ -16,7 +16,6 @@ import turnwise
 from turnwise import types
 
 GROUP_SIZE = 32  # tries per prompt: a model that is right once in a hundred needs many to be right once
-BATCH_SIZE = 8  # prompts per step
 ENTROPY_COEF = 0.05  # pays for staying undecided: without it the first digit that works is all the model ever tries
 HELD_OUT = (3, 6)  # questions about these digits are never trained on
 
@@ -93,7 +92,7 @@ def group_to_datums(tokenizer, question, answers, group):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model of the store, the hub or a directory")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -115,10 +114,9 @@ def main():
     print(f"success on held-out prompts before: {before:.2f}", flush=True)
 
     for step in range(options.steps):
-        batch = rng.sample(training, BATCH_SIZE)
-        groups = sample_groups(sampler, tokenizer, batch, GROUP_SIZE, rng)
+        groups = sample_groups(sampler, tokenizer, training, GROUP_SIZE, rng)
         datums, means = [], []
-        for (question, answers), group in zip(batch, groups, strict=True):
+        for (question, answers), group in zip(training, groups, strict=True):
             group_datums, mean = group_to_datums(tokenizer, question, answers, group)
             datums += group_datums
             means.append(mean)

@@ -283,7 +283,9 @@ def _places(trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Pla
             num_sampled[place] += len(turn.sampled_ids) * turn.is_trained
             current = place
         found.append(place)
-    has_extra = [sum(sequence.mask) > count for sequence, count in zip(sequences, num_sampled, strict=True)]
+    # What a lost turn left in a datum is blamed on that turn alone.
+    is_whole = "lost" not in links
+    has_extra = [is_whole and sum(own.mask) > count for own, count in zip(sequences, num_sampled, strict=True)]
     return [
         _Place(None, link, False) if place is None else _Place(sequences[place], link, has_extra[place])
         for place, link in zip(found, links, strict=True)

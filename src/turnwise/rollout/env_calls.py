@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -64,7 +64,6 @@ class EnvCalls:
 
     async def close(self) -> None:
         """Close the env whatever happened; what goes wrong here is noted and not raised."""
-        self._is_left = True
         if not self._is_late:
             await self._wait_for_thread()  # the attempt was cancelled in the middle of a call that is not late
         self._leave_busy_thread()
@@ -119,6 +118,7 @@ class EnvCalls:
 
     def _leave_busy_thread(self) -> None:
         if self._thread is not None and self._thread.is_busy:
+            self._is_left = True
             self._count_abandoned()
             self._thread.stop()  # when the call comes back, if it ever does
             self._thread = None
@@ -136,18 +136,23 @@ def _blame_env(what: str, check: Callable[[], T]) -> T:
 
 
 def _checked_step(step: object) -> EnvStep:
+    """What `EnvStep` does not check at its birth; an env may also have built it by another way."""
     if not isinstance(step, EnvStep):
         raise TypeError(f"returned {step!r:.80}; expected an EnvStep")
     for name in ("terminated", "truncated", "is_unparsable"):
-        if not isinstance(getattr(step, name), bool | np.bool_):
-            raise TypeError(f"{name} is {getattr(step, name)!r:.80}; expected True or False")
-    if step.is_success is not None and not isinstance(step.is_success, bool | np.bool_):
-        raise TypeError(f"is_success is {step.is_success!r:.80}; expected True, False or None")
+        _check_flag(name, getattr(step, name))
+    if step.is_success is not None:
+        _check_flag("is_success", step.is_success)
     _check_numbers("reward", step.reward_parts)
     _check_numbers("info", step.info)
     if not step.is_over or len(step.messages):
         _checked_messages(step.messages, "messages is")
     return step
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r:.80}; expected True or False")
 
 
 def _check_numbers(what: str, values: Mapping[str, object]) -> None:
@@ -161,9 +166,12 @@ def _checked_messages(messages: object, said: str) -> tuple[Message, ...]:
         raise TypeError(f"{said} {messages!r:.80}; expected a list of messages")
     if not messages:
         raise ValueError(f"{said} empty; expected at least one message")
-    for message in messages:
-        if not isinstance(message, Message):
-            raise TypeError(f"{said} a list with {message!r:.80}; expected messages")
-        if message.role not in _ROLES or not isinstance(message.content, str):
-            raise TypeError(f"{said} a list with {message!r:.80}; role or content is not usable")
-    return tuple(messages)
+    return tuple(_checked_message(message, said) for message in cast(Sequence[object], messages))
+
+
+def _checked_message(message: object, said: str) -> Message:
+    if not isinstance(message, Message):
+        raise TypeError(f"{said} a list with {message!r:.80}; expected messages")
+    if message.role not in _ROLES or not isinstance(cast(object, message.content), str):
+        raise TypeError(f"{said} a list with {message!r:.80}; role or content is not usable")
+    return message

@@ -81,13 +81,13 @@ def _to_sequence(turn: Turn) -> SampledSequence:
 
 
 def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
-    yield from _compare(None, "first messages", recorded.start, replayed.start)
+    yield from _compare_items(None, "first messages", recorded.start, replayed.start)
     for index, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=False)):
-        yield from _compare(index, "prompt ids", old.prompt_ids, new.prompt_ids)
+        yield from _compare_items(index, "prompt ids", old.prompt_ids, new.prompt_ids)
         yield from _compare(index, "env state", old.env_state, new.env_state)
-        yield from _compare(index, "sampled ids", old.sampled_ids, new.sampled_ids)
+        yield from _compare_items(index, "sampled ids", old.sampled_ids, new.sampled_ids)
         yield from _compare(index, "reply", old.reply, new.reply)
-        yield from _compare(index, "observation", old.observation, new.observation)
+        yield from _compare_items(index, "observation", old.observation, new.observation)
         yield from _compare(index, "reward", dict(old.reward_parts), dict(new.reward_parts))
         yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
@@ -102,13 +102,15 @@ def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Differe
 
 
 def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[Difference]:
-    if old == new:
-        return
-    if isinstance(old, tuple) and isinstance(new, tuple):
-        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        what = f"{what} (from item {at} of {len(old)} on)"
-        old, new = old[at : at + 5], new[at : at + 5]
-    yield Difference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
+    if old != new:
+        yield Difference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
+
+
+def _compare_items(
+    turn: int | None, what: str, old: tuple[object, ...], new: tuple[object, ...]
+) -> Iterator[Difference]:
+    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    yield from _compare(turn, f"{what} (from item {at} of {len(old)} on)", old[at : at + 5], new[at : at + 5])
 
 
 def _shown(value: object) -> str:

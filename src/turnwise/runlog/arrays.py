@@ -29,7 +29,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def pack_floats(values: Sequence[float]) -> bytes:
     """As float32 where that holds every value exactly, as logprobs from a sampler do; else as float64."""
     wide = np.asarray(values, dtype="<f8")
-    narrow = wide.astype("<f4")
+    with np.errstate(over="ignore"):  # too large for float32: it becomes inf, and the comparison says so
+        narrow = wide.astype("<f4")
     if np.array_equal(narrow.astype("<f8"), wide, equal_nan=True):
         return _pack(narrow, b"f")
     return _pack(wide, b"d")

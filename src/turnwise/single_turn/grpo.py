@@ -49,6 +49,7 @@ class TrainingService(Protocol):
     def create_lora_training_client(
         self,
         base_model: str,
+        *,
         rank: int = ...,
         seed: int | None = ...,
         train_mlp: bool = ...,

@@ -159,7 +159,7 @@ def _train(start: _Start, parts: Parts) -> int:
         writer.forget_after(start.done.step)
         writer.event(start.done.step, "resumed", path=start.done.path)
     loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
-    recorder = Recorder(writer, open_view(), loggers, num_steps=config.train.steps)
+    recorder = Recorder(writer, open_view(config.train.steps), loggers, num_steps=config.train.steps)
     started_s = time.monotonic()
     try:
         with make_service(config, directory) as service:

@@ -29,6 +29,12 @@ LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gspo": ("clip_low_threshold", "clip_high_threshold"),
 }
 """The options of `method` that only some losses read."""
+CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "ppo": (0.8, 1.2),
+    "cispo": (0.0, 4.0),
+    "gspo": (1 - 3e-4, 1 + 4e-4),
+}
+"""The bounds that a loss takes where the config names none, as absolute ratios."""
 
 
 class Section(BaseModel):
@@ -223,6 +229,17 @@ class MethodConfig(Section):
             raise ValueError(f"gamma={self.gamma} is not read by credit={self.credit}; set credit: reward_to_go")
         if self.kl_estimator != "k2" and self.kl_coef == 0:
             raise ValueError(f"kl_estimator={self.kl_estimator} is not read while kl_coef is 0; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        low, high = CLIP_BOUNDS.get(self.loss_fn, (0.0, 0.0))
+        low = low if self.clip_low_threshold is None else self.clip_low_threshold
+        high = high if self.clip_high_threshold is None else self.clip_high_threshold
+        if low > high:
+            raise ValueError(f"clip bounds {low} to {high}; expected low <= high, as absolute ratios (0.8 and 1.2)")
+        if self.dual_clip != 0 and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip={self.dual_clip}; expected more than 1 (3 is usual), or 0 for off")
         return self
 
     @property

@@ -157,7 +157,8 @@ def _nearest(path: str) -> str:
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
     by_leaf = {option.rpartition(".")[2]: option for option in known}
     near_leaf = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
-    near = same_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+    near_section = [] if "." in path else difflib.get_close_matches(path, _sections(), n=1, cutoff=0.7)
+    near = same_leaf or near_section or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
     if near:
         return f"; did you mean {near[0]}?"
     section = path.partition(".")[0]

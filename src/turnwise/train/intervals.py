@@ -57,7 +57,7 @@ def wilson(rate: float, size: float) -> Interval:
     z2 = Z_95**2
     center = (rate + z2 / (2 * size)) / (1 + z2 / size)
     half = Z_95 / (1 + z2 / size) * math.sqrt(rate * (1 - rate) / size + z2 / (4 * size**2))
-    return Interval(rate, max(0.0, center - half), min(1.0, center + half))
+    return Interval(rate, 0.0 if rate == 0 else center - half, 1.0 if rate == 1 else center + half)
 
 
 def mean_interval(values_by_task: Sequence[Sequence[float]]) -> Interval:

@@ -40,9 +40,9 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-def open_view() -> View:
+def open_view(num_steps: int) -> View:
     """The live panel when stdout is a terminal, else plain lines."""
-    return LiveView() if sys.stdout.isatty() else LineView()
+    return LiveView(num_steps) if sys.stdout.isatty() else LineView()
 
 
 def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
@@ -130,7 +130,7 @@ class LineView:
 class LiveView:
     """A panel that is redrawn in place; lines that stay are printed above it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -140,7 +140,7 @@ class LiveView:
         self._successes: list[float] = []
         self._held_out: list[float] = []
         self._phase = "starting"
-        self._progress = (0, 0)
+        self._progress = (0, num_steps)
         self._summary = ""
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()

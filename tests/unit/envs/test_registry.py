@@ -60,7 +60,7 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("value", ["8", 8.5, True, None])
 def test_an_option_of_the_wrong_type_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="world guess_number: high=.* does not fit; expected a whole number"):
+    with pytest.raises(ConfigError, match=r"world guess_number: high=.* does not fit; expected a whole number"):
         get_world("guess_number", high=value)
 
 

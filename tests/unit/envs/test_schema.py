@@ -118,7 +118,7 @@ def test_values_that_fit_are_converted(annotation: Any, value: Any, fitted: Any)
     ],
 )
 def test_values_that_do_not_fit_are_refused(annotation: Any, value: Any) -> None:
-    with pytest.raises(DataError, match="x=.* does not fit; expected "):
+    with pytest.raises(DataError, match=r"x=.* does not fit; expected "):
         fit(annotation, value)
 
 

@@ -1,3 +1,5 @@
+# ruff: noqa: ARG002 - the world is the same for every task
+
 from __future__ import annotations
 
 import asyncio

@@ -54,12 +54,16 @@ class Asynchronous:
         pass
 
 
-async def wait_for_threads(count: int) -> None:
+def env_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "turnwise-env"}
+
+
+async def wait_for_end_of(threads: set[threading.Thread]) -> None:
     for _ in range(500):
-        if threading.active_count() <= count:
+        if not threads & env_threads():
             return
         await asyncio.sleep(0.01)
-    assert threading.active_count() <= count
+    assert not threads & env_threads()
 
 
 def test_an_async_env_is_left_as_it_is() -> None:
@@ -129,22 +133,24 @@ async def test_a_plain_method_may_return_something_to_await() -> None:
 
 
 async def test_close_ends_the_thread() -> None:
-    before = threading.active_count()
+    before = env_threads()
     env = as_env(Plain())
     await env.start()
-    assert threading.active_count() == before + 1
+    started = env_threads() - before
+    assert len(started) == 1
     await env.close()
     await env.close()  # twice does no harm
-    await wait_for_threads(before)
+    await wait_for_end_of(env_threads() - before | started)
 
 
 async def test_an_env_that_is_forgotten_ends_its_thread() -> None:
-    before = threading.active_count()
+    before = env_threads()
     env = as_env(Plain())
     await env.start()
+    started = env_threads() - before
     del env
     gc.collect()
-    await wait_for_threads(before)
+    await wait_for_end_of(started)
 
 
 async def test_close_does_not_wait_for_a_stuck_step() -> None:
@@ -155,7 +161,7 @@ async def test_close_does_not_wait_for_a_stuck_step() -> None:
             release.wait(30)
             return super().step(reply)
 
-    before = threading.active_count()
+    before = env_threads()
     stuck = Stuck()
     env = as_env(stuck)
     await env.start()
@@ -164,7 +170,7 @@ async def test_close_does_not_wait_for_a_stuck_step() -> None:
     await asyncio.wait_for(env.close(), timeout=5)
     assert len(set(stuck.threads)) == 2  # close ran in a thread of its own
     release.set()
-    await wait_for_threads(before)  # and the stuck one ends when its call does
+    await wait_for_end_of(env_threads() - before)  # and the stuck one ends when its call does
 
 
 async def test_many_slow_envs_do_not_queue() -> None:
@@ -220,5 +226,5 @@ def test_a_seed_style_class_is_told_where_to_go() -> None:
         def step(self, response: str, ground_truth: dict[str, str]) -> None: ...
         def reset(self) -> None: ...
 
-    with pytest.raises(ConfigError, match="turnwise.envs.adapters.base_environment"):
+    with pytest.raises(ConfigError, match=r"turnwise\.envs\.adapters\.base_environment"):
         as_env(SeedStyle())

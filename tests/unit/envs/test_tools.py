@@ -174,11 +174,11 @@ def test_unmarked_and_doubled_tools_are_refused() -> None:
 
 
 def test_a_tool_whose_types_json_does_not_have_is_refused_when_it_is_written() -> None:
-    with pytest.raises(ConfigError, match="@tool on .*pack: .* has no JSON schema"):
+    with pytest.raises(ConfigError, match=r"@tool on .*pack: .* has no JSON schema"):
 
         @tool
-        def pack(data: bytes) -> str:
-            return ""
+        def pack(data: bytes) -> int:
+            return len(data)
 
 
 def test_a_call_is_read_and_the_rest_is_content() -> None:

@@ -1,3 +1,5 @@
+# ruff: noqa: ARG002 - constructors whose arguments matter by their names
+
 from __future__ import annotations
 
 from typing import Any

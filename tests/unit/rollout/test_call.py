@@ -75,7 +75,7 @@ async def test_a_party_that_ignores_its_cancellation_is_left_behind_and_reported
     started_s = time.monotonic()
     with pytest.raises(DeadlinePassed):
         await call(Party.ENV, "step", work, deadline_s=0.02, on_abandoned=lambda: abandoned.append(1))
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     assert abandoned == [1]
     released.set()
     await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ from turnwise.credit.datums import trajectory_to_datums
 from turnwise.errors import DataError
 from turnwise.renderers import get_renderer
 from turnwise.rollout import play_groups
-from turnwise.rollout.certify import Certificate, certify
+from turnwise.rollout.certify import Certificate, TrainerLogprobs, certify
 from turnwise.trajectory import Message, StopReason, Trajectory, Turn
 from turnwise.types import Datum, ModelInput, TensorData
 from unit.rollout.worlds import CountingEnv, World, make_tasks, quick
@@ -43,7 +43,7 @@ def honest(datums: list[Datum]) -> list[list[float]]:
     return [datum.loss_fn_inputs["logprobs"].tolist() for datum in datums]
 
 
-def off_by(gaps: dict[int, float]):  # noqa: ANN201
+def off_by(gaps: dict[int, float]) -> TrainerLogprobs:
     """Honest but for the tokens with these ids."""
 
     def logprobs(datums: list[Datum]) -> list[list[float]]:
@@ -155,7 +155,7 @@ def test_a_certificate_survives_json() -> None:
     for logprobs in (honest, off_by({11: float("nan")})):
         certificate = certify([WHOLE], logprobs)
         assert Certificate.from_json(certificate.to_json()) == certificate
-        json.loads(certificate.to_json(), parse_constant=lambda name: pytest.fail(name))
+        json.loads(certificate.to_json(), parse_constant=pytest.fail)
 
 
 def test_answers_that_do_not_fit_are_refused() -> None:

@@ -90,7 +90,7 @@ async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -
         return env.answer()
 
     env.on_step = slower
-    trajectory = await play_env(env, renderer, attempt_deadline_s=0.3)
+    trajectory = await play_env(env, renderer, attempt_deadline_s=1.0)
     assert trajectory.stop_reason is StopReason.TIME_LIMIT
     assert len(trajectory.turns) == 2
     assert env.num_closed == 1

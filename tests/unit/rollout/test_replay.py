@@ -73,7 +73,7 @@ async def test_time_that_ran_out_need_not_run_out_again(renderer: Renderer) -> N
             return await super().step(reply)
 
     world = World(lambda _, seed: Slow(seed))
-    task, recorded, config = await play_one(world, renderer, attempt_deadline_s=0.3)
+    task, recorded, config = await play_one(world, renderer, attempt_deadline_s=1.0)
     assert (recorded.stop_reason, len(recorded.turns)) == (StopReason.TIME_LIMIT, 2)
     is_slow = False
     assert (await replay(world, task, recorded, renderer, config)).is_exact

@@ -1,3 +1,5 @@
+# ruff: noqa: ARG002 - scripted envs do not look at what they are given
+
 from __future__ import annotations
 
 import json
@@ -156,7 +158,7 @@ def test_a_test_dataset_is_the_test_split() -> None:
     world = BaseEnvironmentWorld(Scripted, ROWS[:20], test_dataset=ROWS[20:])
     assert {task.data["ground_truth"] for task in world.tasks("train", 20, 0)} == set(range(20))
     assert {task.data["ground_truth"] for task in world.tasks("test", 10, 0)} == set(range(20, 30))
-    with pytest.raises(ConfigError, match="1 rows are in both datasets, such as 'Say 5.'"):
+    with pytest.raises(ConfigError, match=r"1 rows are in both datasets, such as 'Say 5\.'"):
         BaseEnvironmentWorld(Scripted, ROWS[:20], test_dataset=ROWS[5:6])
 
 

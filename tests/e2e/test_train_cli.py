@@ -1,0 +1,192 @@
+"""`turnwise train` and its companions through the real command line, on `tiny`, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from turnwise.cli import main
+from turnwise.envs.registry import world_names
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import Phase
+from turnwise.train.checkpoint import checkpoint_directory
+
+SMALL = (
+    "model=tiny",
+    "train.tasks_per_step=2",
+    "generator.n_samples_per_prompt=4",
+    "eval.tasks=4",
+    "eval.every=0",
+    "warmup.batch_size=2",
+    "warmup.demonstrations=4",
+    "run.dialogues=1",
+)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def _turnwise(*arguments: str, stdin: str = "", code: int = 0) -> str:
+    """Run the command; its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "turnwise.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def _weights(run: RunReader, step: int) -> dict[str, np.ndarray]:
+    (path,) = [row.path for row in run.checkpoints() if row.step == step]
+    return load_file(checkpoint_directory(run.directory, path) / "adapter_model.safetensors")
+
+
+@pytest.mark.usefixtures("tiny_dir")
+@pytest.mark.parametrize("world", world_names())
+def test_every_world_trains_for_a_few_steps(world: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    out = _turnwise("train", world, *SMALL, "train.steps=2", "warmup.steps=2", f"run.dir={directory}")
+    for expected in (
+        "training     2 steps x 2 tasks x 4 attempts = 16 attempts",
+        "step 2/2",
+        "curve.svg",
+        "--- attempt",
+    ):
+        assert expected in out
+    with RunReader(directory) as run:
+        assert [row.label for row in run.evaluations()] == ["start", "warm-up", "end"]
+        assert len(run.attempts(phase="train")) == 16
+        assert [row.step for row in run.certificates()] == [1, 2]
+        assert all(row.is_exact for row in run.certificates())
+        assert run.checkpoints()[-1].step == 2
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+    """A short run with all turns in one assistant message."""
+    directory = tmp_path_factory.mktemp("runs") / "a"
+    single = "generator.use_conversation_multi_turn=false"
+    _turnwise("train", "guess_number", *SMALL, "train.steps=1", "warmup.steps=0", single, f"run.dir={directory}")
+    return directory
+
+
+def _in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The same command without a new interpreter, for what has no signals and no standard input."""
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_certify_says_that_a_run_is_exact(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "step 1: token exactness: EXACT" in _in_process(capsys, "certify", str(finished))
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_any_attempt_of_a_run_can_be_replayed(finished: Path, phase: Phase, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunReader(finished) as run:
+        attempt = run.attempts(phase=phase)[-1].id
+    assert "replayed exactly" in _in_process(capsys, "replay", str(finished), "--attempt", str(attempt))
+
+
+def test_eval_measures_a_run_and_its_checkpoint_alike(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_run = json.loads(_in_process(capsys, "eval", str(finished), "eval.tasks=6", "--json"))
+    with RunReader(finished) as run:
+        checkpoint = checkpoint_directory(finished, run.checkpoints()[-1].path)
+    single = "generator.use_conversation_multi_turn=false"
+    by_path = ("eval", str(checkpoint), "--env", "guess_number", "eval.tasks=6", single, "--json")
+    of_checkpoint = json.loads(_in_process(capsys, *by_path))
+    assert of_run["num_attempts"] == 6
+    assert {**of_run, "step": 0} == of_checkpoint
+
+
+def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:
+    out = _turnwise("sample", str(finished), "--max-tokens", "1", "--temperature", "0", stdin="hello\n\nagain\n")
+    assert out.count("\n") >= 2
+
+
+def test_the_plan_is_printed_and_nothing_is_spent(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    out = _turnwise("train", "guess_number", "--plan", *SMALL, "train.steps=3", f"run.dir={directory}")
+    for expected in ("train tasks", "24 attempts", "at most", "GiB", "optimizer"):
+        assert expected in out
+    assert not directory.exists()
+
+
+def test_a_users_mistake_is_one_message(tmp_path: Path) -> None:
+    out = _turnwise("train", "guess_number", "model=tiny", "train.stepz=1", code=2)
+    assert out == "turnwise: train.stepz is not an option; did you mean train.steps?\n"
+    out = _turnwise("train", "gues_number", "model=tiny", code=2)
+    assert "did you mean 'guess_number'?" in out
+    out = _turnwise("train", "guess_number", "model=tiny", f"run.dir={tmp_path}", "env.options.hihg=4", code=2)
+    assert "hihg" in out
+    assert "Traceback" not in out
+
+
+def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    # One attempt at a time: the sampler's batches, and with them the rounding of its logprobs, are the same.
+    common = (*SMALL, "warmup.steps=2", "train.steps=4", "train.learning_rate=1e-2", "generator.max_concurrency=1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    _turnwise("train", "guess_number", *common, f"run.dir={whole}")
+    said: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "turnwise.cli", "train", "guess_number", *common, f"run.dir={broken}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment(),
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("step 2/4"):
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 130, said
+    assert said[-1] == f"saved; go on with: turnwise train --resume {broken}\n"
+    assert "resume       after 2 steps and 2 warm-up steps" in _turnwise("train", "--resume", str(broken))
+    with RunReader(whole) as one, RunReader(broken) as two:
+        ours, theirs = _weights(one, 4), _weights(two, 4)
+        for name, weights in ours.items():
+            np.testing.assert_array_equal(weights, theirs[name], err_msg=name)
+        for metric in ("rollout/reward_mean", "train/grad_norm", "train/loss", "eval/success"):
+            assert one.metric(metric) == two.metric(metric)
+        assert [(r.label, r.step) for r in one.evaluations()] == [(r.label, r.step) for r in two.evaluations()]
+        assert len(one.attempts()) == len(two.attempts())
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    arguments = (*SMALL, "warmup.steps=0", "train.steps=40", "train.save_every=1", f"run.dir={directory}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnwise.cli", "train", "guess_number", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+    )
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (directory / "checkpoints").is_dir():
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    with RunReader(directory) as run:
+        done = run.checkpoints()[-1].step
+    last = done + 1
+    out = _turnwise("train", "--resume", str(directory), f"train.steps={last}")
+    assert f"resume       after {done} steps" in out
+    with RunReader(directory) as run:
+        assert [step for step, _ in run.metric("rollout/attempts")] == list(range(1, last + 1))
+        assert len(run.attempts(phase="train")) == 8 * last

@@ -1,0 +1,31 @@
+"""The shipped worlds suit a small model: replies fit into `max_tokens`, dialogues into a short context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnwise.engine.tiny import MAX_POSITIONS, build_tokenizer
+from turnwise.envs.registry import get_world, world_names
+
+WORLDS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in world_names()),
+    ("calculator", {"protocol": "tool_call"}),
+]
+NUM_TEMPLATE_TOKENS = 8
+"""At most, around each message."""
+
+
+@pytest.mark.parametrize(("name", "options"), WORLDS)
+def test_demonstrated_replies_and_dialogues_fit_the_tiny_model(name: str, options: dict[str, Any]) -> None:
+    world, tokenizer = get_world(name, **options), build_tokenizer()
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text).ids)
+
+    dialogues = world.demonstrations(60, 0)
+    replies = [message.content for dialogue in dialogues for message in dialogue if message.role == "assistant"]
+    assert max(count(reply) + 1 for reply in replies) <= world.max_tokens  # with the token that ends the turn
+    lengths = [sum(count(message.content) + NUM_TEMPLATE_TOKENS for message in dialogue) for dialogue in dialogues]
+    assert max(lengths) <= MAX_POSITIONS // 2

@@ -1,0 +1,38 @@
+"""What a finished run prints, and the commands that look back at it."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.train.checkpoint import NOTHING_DONE
+from turnwise.train.report import report_lines
+from unit.train.conftest import MakeRig
+
+
+async def test_a_report_has_before_and_after_the_curve_and_the_dialogues(make_rig: MakeRig) -> None:
+    rig = make_rig({"eval": {"tasks": 6, "samples": 2}, "warmup": {"steps": 1}})
+    await rig.loop().run(NOTHING_DONE, set())
+    text = "\n".join(report_lines(rig.run(), title="coin", num_dialogues=3))
+    for expected in ("start ", "warm-up ", "end (step 2)", "points of held-out success since warm-up", "curve.svg"):
+        assert expected in text
+    assert text.count("--- attempt") == 3
+    assert ", success, reward 1" in text
+    assert ", no success, reward 0" in text
+    assert (rig.directory / "curve.svg").is_file()
+
+
+async def test_certify_prints_every_certificate_and_fails_when_one_is_not_exact(
+    make_rig: MakeRig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = make_rig({"eval": {"tasks": 0}})
+    await rig.loop().run(NOTHING_DONE, set())  # this trainer computes no logprobs
+    assert main(["certify", str(rig.directory)]) == 1
+    assert "NOT EXACT" in capsys.readouterr().out
+
+
+async def test_replay_without_an_attempt_lists_some(make_rig: MakeRig, capsys: pytest.CaptureFixture[str]) -> None:
+    rig = make_rig({"eval": {"tasks": 0}})
+    await rig.loop().run(NOTHING_DONE, set())
+    assert main(["replay", str(rig.directory)]) == 0
+    assert "48 attempts; the last 20" in capsys.readouterr().out

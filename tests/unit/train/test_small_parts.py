@@ -1,0 +1,179 @@
+"""The deck, intervals, the curve, the view, the plan, loggers: small things, each with its claim."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from turnwise.errors import ConfigError
+from turnwise.runlog.schema import EvaluationRow
+from turnwise.train.assemble import split_evenly
+from turnwise.train.config import Config
+from turnwise.train.config_files import load_config
+from turnwise.train.curve import curve_svg
+from turnwise.train.deck import Deck
+from turnwise.train.interrupt import Interrupt, Interrupted
+from turnwise.train.intervals import mean_interval, success_interval, wilson
+from turnwise.train.loggers import check_loggers
+from turnwise.train.plan import evaluation_steps
+from turnwise.train.view import LineView, evaluation_line, format_duration, sparkline
+
+
+def _row(step: int, label: str = "step", success: float = 0.5) -> EvaluationRow:
+    return EvaluationRow(
+        step=step,
+        label=label,
+        num_tasks=8,
+        num_attempts=8,
+        num_failed=1,
+        success=success,
+        success_low=0.2,
+        success_high=0.8,
+        reward=1.0,
+        reward_low=0.5,
+        reward_high=1.5,
+    )
+
+
+def test_a_deck_deals_every_item_once_before_any_comes_again() -> None:
+    deck = Deck(range(10), batch_size=4, seed=1)
+    dealt = [item for index in range(5) for item in deck.batch(index)]
+    assert Counter(dealt[:10]) == Counter(range(10))
+    assert Counter(dealt[10:]) == Counter(range(10))
+    assert dealt[:10] != dealt[10:]
+
+
+def test_a_batch_depends_on_its_number_and_the_seed_alone() -> None:
+    assert Deck(range(10), 4, 1).batch(7) == Deck(range(10), 4, 1).batch(7)
+    assert Deck(range(10), 4, 1).batch(7) != Deck(range(10), 4, 2).batch(7)
+
+
+def test_an_empty_deck_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        Deck([], 1, 0)
+
+
+def test_shares_differ_by_at_most_one_and_lose_nothing() -> None:
+    assert split_evenly([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
+    assert split_evenly([1], 3) == [[1]]
+    assert split_evenly([], 2) == []
+
+
+def test_wilsons_interval_is_the_textbooks() -> None:
+    interval = wilson(0.1, 20)
+    assert (interval.low, interval.high) == (pytest.approx(0.0279, abs=1e-3), pytest.approx(0.3010, abs=1e-3))
+    assert wilson(0.0, 10).low == 0.0
+    assert wilson(1.0, 10).high == 1.0
+
+
+def test_attempts_at_one_task_do_not_count_as_independent() -> None:
+    alike = [[True] * 8] * 5 + [[False] * 8] * 5
+    mixed = [[True, False] * 4] * 10
+    assert success_interval(alike).high - success_interval(alike).low > 0.45
+    assert success_interval(mixed).high - success_interval(mixed).low < 0.25
+    assert success_interval([[True], [False]]).value == 0.5
+
+
+def test_nothing_measured_is_nan() -> None:
+    assert math.isnan(success_interval([]).value)
+    assert mean_interval([[]]).number() == "not measured"
+
+
+def test_the_success_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        rates = rng.beta(1, 1, size=40)  # tasks differ a lot; the truth is 0.5
+        interval = success_interval([list(rng.random(4) < rate) for rate in rates])
+        covered += interval.low <= 0.5 <= interval.high
+    assert 0.90 <= covered / 400 <= 0.99
+
+
+def test_the_reward_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    intervals = [mean_interval([[float(x)] for x in rng.normal(size=6)]) for _ in range(400)]
+    covered = sum(interval.low <= 0 <= interval.high for interval in intervals)
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_the_curve_is_valid_svg_with_a_point_per_evaluation() -> None:
+    rows = [_row(0, "start"), _row(5), _row(10, "end"), _row(11, success=math.nan)]
+    svg = curve_svg("a <b> & c", rows, [(1.0, 0.5), (2.0, 0.7)])
+    root = ElementTree.fromstring(svg)
+    assert len(root.findall("{http://www.w3.org/2000/svg}circle")) == 3
+    assert "a &lt;b&gt; &amp; c" in svg
+
+
+def test_a_curve_of_nothing_is_still_a_picture() -> None:
+    ElementTree.fromstring(curve_svg("empty", [], []))
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.5, math.nan], low=0, high=1) == "▅ "
+    assert sparkline([]) == ""
+    assert len(sparkline([1.0] * 500)) == 48
+
+
+def test_durations_read_well() -> None:
+    assert [format_duration(s) for s in (5, 65, 3700)] == ["5 s", "1 min 05 s", "1 h 01 min"]
+
+
+def test_an_evaluation_is_one_line() -> None:
+    line = evaluation_line(_row(5))
+    assert "success 50.0% [20.0%, 80.0%]" in line
+    assert "1 failed" in line
+
+
+def test_the_line_view_prints_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LineView()
+    view.step(3, 10, {"rollout/reward_mean": 0.25, "rollout/success_mean": 0.5, "train/grad_norm": math.nan})
+    assert capsys.readouterr().out.startswith("step 3/10  reward 0.250  success 50.0%  ")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_logger_comes_with_its_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'turnwise\[{name}\]'"):
+        check_loggers([name])
+
+
+def test_evaluations_are_at_the_start_after_the_warm_up_every_so_often_and_at_the_end() -> None:
+    config = load_config("guess_number", ["train.steps=10", "eval.every=5", "warmup.steps=1"])
+    assert evaluation_steps(config) == [("start", 0), ("warm-up", 0), ("step", 5), ("end", 10)]
+    assert evaluation_steps(Config.model_validate({"eval": {"tasks": 0}})) == []
+
+
+async def test_an_interrupt_cancels_the_work_and_lets_it_clean_up() -> None:
+    interrupt, cleaned = Interrupt(), []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    asyncio.get_running_loop().call_later(0.01, interrupt.ask)
+    with pytest.raises(Interrupted):
+        await interrupt.unless(work())
+    assert cleaned == [True]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_work_that_is_not_interrupted_gives_its_value() -> None:
+    async def work() -> int:
+        return 7
+
+    assert await Interrupt().unless(work()) == 7
+
+
+def test_presets_are_inside_the_package() -> None:
+    import turnwise.train
+
+    assert (Path(turnwise.train.__file__).parent / "presets" / "guess_number.yaml").is_file()
