@@ -83,6 +83,8 @@ def _kind(field: FieldInfo) -> str:
     names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     if annotation in names:
         return names[annotation]
+    if get_origin(annotation) is tuple:
+        return "list of texts"
     return "number or null" if float in get_args(annotation) else "keys and values"
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from naive import make_model
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
+from naive import make_model
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.models import CausalModel

@@ -1,0 +1,128 @@
+"""Requests from submit to answer: stops, limits, cancellation, and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from naive import sample, sample_many
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.errors import DataError
+from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_dir: Path) -> Iterator[Engine]:
+    return Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1), name="tiny")
+
+
+def free_sample(engine: Engine, max_tokens: int = 40, seed: int = 3) -> list[int]:
+    """What is sampled when nothing stops it."""
+    return list(sample(engine, PROMPT, engine.base_policy, max_tokens=max_tokens, seed=seed).sequences[0].tokens)
+
+
+def test_a_stop_token_ends_the_sequence_and_is_returned(engine: Engine) -> None:
+    tokens = free_sample(engine)
+    stop = tokens[12]
+    (sequence,) = sample(engine, PROMPT, engine.base_policy, max_tokens=40, seed=3, stop=[stop]).sequences
+    assert list(sequence.tokens) == tokens[: tokens.index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+    assert sequence.logprobs is not None
+    assert len(sequence.logprobs) == len(sequence.tokens)
+
+
+def test_stop_token_ids_are_the_other_spelling(engine: Engine) -> None:
+    tokens = free_sample(engine)
+    stop = tokens[7]
+    params = {"max_tokens": 40, "seed": 3, "stop": None, "stop_token_ids": [stop]}
+    (sequence,) = sample(engine, PROMPT, engine.base_policy, **params).sequences
+    assert list(sequence.tokens) == tokens[: tokens.index(stop) + 1]
+
+
+def test_without_a_stop_of_its_own_a_request_stops_at_the_end_of_sequence_token(engine: Engine) -> None:
+    (eos,) = engine.model.eos_ids
+    for seed in range(200):
+        (sequence,) = sample(engine, PROMPT, engine.base_policy, max_tokens=60, seed=seed, stop=None).sequences
+        if sequence.stop_reason == "stop":
+            assert sequence.tokens[-1] == eos
+            assert eos not in list(sequence.tokens)[:-1]
+            break
+    else:
+        raise AssertionError("no sample reached the end-of-sequence token")
+    (endless,) = sample(engine, PROMPT, engine.base_policy, max_tokens=60, seed=seed, stop=[]).sequences
+    assert len(endless.tokens) == 60
+    assert endless.stop_reason == "length"
+
+
+def test_a_stop_string_ends_the_sequence_with_the_token_that_completes_it(engine: Engine) -> None:
+    tokens = free_sample(engine)
+    tokenizer = engine.sampler.stops.tokenizer
+    text = tokenizer.decode(tokens[9:12])
+    (sequence,) = sample(engine, PROMPT, engine.base_policy, max_tokens=40, seed=3, stop=[text]).sequences
+    assert list(sequence.tokens) == tokens[: len(sequence.tokens)]
+    assert text in tokenizer.decode(list(sequence.tokens))
+    assert text not in tokenizer.decode(list(sequence.tokens)[:-1])
+    assert sequence.stop_reason == "stop"
+
+
+def test_samples_of_one_prompt_share_its_blocks_and_differ(engine: Engine) -> None:
+    prompt = PROMPT * 6
+    engine.sampler.drop_cache()
+    reply = sample(engine, prompt, engine.base_policy, num_samples=8, max_tokens=12, seed=9)
+    assert len({tuple(s.tokens) for s in reply.sequences}) > 1
+    again = sample(engine, prompt, engine.base_policy, num_samples=8, max_tokens=12, seed=9)
+    assert [s.tokens for s in again.sequences] == [s.tokens for s in reply.sequences]
+    assert again.num_cached_prompt_tokens == 32
+
+
+def test_without_a_seed_two_requests_differ(engine: Engine) -> None:
+    replies = sample_many(engine, [(PROMPT, engine.base_policy)] * 2, max_tokens=30)
+    assert replies[0].sequences[0].tokens != replies[1].sequences[0].tokens
+
+
+def test_max_tokens_none_fills_the_context(engine: Engine) -> None:
+    prompt = [5] * (engine.max_context_length - 20)
+    (sequence,) = sample(engine, prompt, engine.base_policy, max_tokens=None, seed=1).sequences
+    assert len(sequence.tokens) == 20
+
+
+def test_a_cancelled_request_frees_its_blocks_and_never_answers(engine: Engine) -> None:
+    replies: list[SampleResponse | BaseException] = []
+    before = engine.sampler.pool.num_available
+    params = SamplingParams(max_tokens=200, stop=[])
+    ids = [
+        engine.sampler.submit(PROMPT, params, engine.base_policy, num_samples=3, on_done=replies.append)
+        for _ in range(2)
+    ]
+    for _ in range(5):
+        engine.sampler.step()
+    for request in ids:
+        engine.sampler.cancel(request)
+    assert not engine.sampler.has_work
+    assert engine.sampler.pool.num_available == before
+    engine.sampler.cancel(ids[0])
+    assert replies == []
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(tiny_dir: Path) -> None:
+    small = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=64 * 512 / 2**30), name="tiny")
+    with pytest.raises(DataError, match="kv_cache_gib"):
+        small.sampler.submit(PROMPT, SamplingParams(max_tokens=500), small.base_policy, on_done=print)
+    (sequence,) = sample(small, PROMPT, small.base_policy, max_tokens=40).sequences
+    assert len(sequence.tokens) == 40
+
+
+def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine(tiny_dir: Path) -> None:
+    engine = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01), name="tiny")
+
+    adapter = engine.create_adapter(LoraConfig(rank=2, seed=1))
+    adapter.flat.fill_(float("nan"))
+    with pytest.raises(DataError, match="not finite"):
+        sample(engine, PROMPT, engine.publish(adapter), max_tokens=4)
+    assert not engine.sampler.has_work
+    assert len(sample(engine, PROMPT, engine.base_policy, max_tokens=4).sequences[0].tokens) == 4
