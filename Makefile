@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself; set-up runs again only when pyproject.toml or constraints.txt changes.
 #
-#   make train                     a first run of reinforcement learning, on this machine (MODEL=tiny: in a minute)
+#   make train                     a first run of reinforcement learning, on this machine, in under two minutes
+#   make train PRESET=guess_number a multi-turn world through the training loop (MODEL=smollm2 for a real model)
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
 #   make bench                     speed figures, as JSON
@@ -9,8 +10,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
-MODEL ?= smollm2
-PRESET ?= guess_number
+MODEL ?= tiny
+PRESET ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.set-up
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 8
 
 setup: $(STAMP)
 
@@ -36,10 +37,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
-# Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
+# Without a PRESET: the first recipe. With one, the training loop; models of the store are fetched first, any other
+# MODEL is a directory, a .gguf file or a name on the hub.
 train: $(STAMP)
+ifeq ($(PRESET),)
+	$(BIN)/python -m turnwise.recipes.first_rl --model $(MODEL) $(ARGS)
+else
 	@case '$(MODEL)' in smollm2|tiny) $(BIN)/turnwise model fetch $(MODEL);; esac
 	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(ARGS)
+endif
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)

@@ -43,7 +43,6 @@ def test_a_few_steps_show_the_way_from_prompt_to_gradient(turnwise_home: Path) -
     assert before < 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_recipe_learns_its_task_from_random_weights(turnwise_home: Path) -> None:
     before, after = success_rates(run_recipe(turnwise_home, "--seed", "0"))

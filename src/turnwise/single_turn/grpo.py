@@ -92,7 +92,7 @@ class StepRecord:
     def line(self) -> str:
         """The record in one readable line."""
         used = self.num_groups - self.num_dropped_groups
-        loss = "skipped" if self.loss is None else f"{self.loss:.4f}"
+        loss = "skipped" if self.loss is None else f"{round(self.loss, 4) + 0.0:.4f}"  # no -0.0000
         kl = "" if self.kl is None else f"  kl {self.kl:.5f}"
         return (
             f"step {self.step + 1}/{self.num_steps}  reward {self.reward_mean:.3f}  "

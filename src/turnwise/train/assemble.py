@@ -10,6 +10,7 @@ from typing import Any
 
 from turnwise.envs.base import Split, Task, World
 from turnwise.envs.registry import get_world, world_options
+from turnwise.errors import ConfigError
 from turnwise.methods.base import Method
 from turnwise.methods.grpo import COMPARISONS, Grpo, weighting
 from turnwise.renderers import Renderer, get_renderer
@@ -39,6 +40,8 @@ class Parts:
 
 def assemble(config: Config, facts: ModelFacts) -> Parts:
     world = make_world(config.env, config.generator)
+    if config.warmup.steps and not world.demonstrations(1, 0):
+        raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     limits = make_limits(config.generator, world, facts.context_length)
     rollout = make_rollout(config.generator, limits)
     train = config.train

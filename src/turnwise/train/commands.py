@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +78,11 @@ def read_config(name: str, overrides: Sequence[str]) -> Config:
 
 def find_model(config: Config) -> Path:
     """The directory of the model, or of the one that stands in for it."""
-    return model_store.resolve_model(config.model.alias or config.model.name).directory
+    return model_store.resolve_model(config.model.alias or config.model.name, report=_say).directory
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def make_service(config: Config, data_dir: Path | None) -> ServiceClient:

@@ -96,7 +96,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         "warm-up": _warmup(config),
         "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method.loss_fn}, "
         f"learning rate {train.learning_rate:g}",
-        "tokens": f"at most {plan.max_sampled_tokens:,} sampled",
+        "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
         "memory": f"about {total_gib:.2f} GiB in float32 ({parts}), and what one training pass needs",
         "run": directory,
     }

@@ -42,8 +42,7 @@ class Recorder:
         self.writer.evaluation(row)
         self.writer.attempts(row.step, "eval", _played_attempts(evaluation.played))
         values = {"eval/success": row.success, "eval/reward": row.reward, "eval/failed_attempts": float(row.num_failed)}
-        if row.label != "start" or row.step:  # the curve starts with the evaluation that training starts from
-            self.writer.metrics(row.step, values)
+        self.writer.metrics(row.step, values)
         self._log(row.step, values)
         self.writer.commit(row.step)
         self.view.evaluation(row)

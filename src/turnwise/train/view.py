@@ -121,6 +121,7 @@ class LineView:
         print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s", flush=True)
 
     def evaluation(self, row: EvaluationRow) -> None:
+        self._clock.restart()
         print(evaluation_line(row), flush=True)
 
     def close(self) -> None:
@@ -158,7 +159,7 @@ class LiveView:
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self._clock.tick()
-        self._progress = (step, num_steps)
+        self._phase, self._progress = "training", (step, num_steps)
         self._rewards.append(metrics.get("rollout/reward_mean", math.nan))
         self._successes.append(metrics.get("rollout/success_mean", math.nan))
         self._summary = _summary(metrics)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from turnwise.client.base import TrainingClient
 from turnwise.credit.datums import dialogue_to_datums, token_mean
 from turnwise.envs.base import World
-from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.seeds import derive_seed
@@ -25,8 +24,6 @@ def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: in
     """The world's dialogues as datums, in batches; one dialogue may be several datums."""
     dialogue_seed = derive_seed(seed, "demonstrations")
     dialogues = world.demonstrations(config.demonstrations, dialogue_seed)
-    if not dialogues:
-        raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     datums = []
     for messages in dialogues:
         turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]

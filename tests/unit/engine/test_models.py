@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.models import CausalModel
 from turnwise.errors import ConfigError, ModelError
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -68,6 +69,6 @@ def test_a_cache_too_small_for_anything_is_refused_before_use(tmp_path: Path) ->
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_by_name(settings: dict, named: str, tmp_path: Path) -> None:
+def test_a_setting_that_cannot_work_is_refused_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=named):
         Engine(make_model(LlamaConfig(**SMALL), tmp_path), EngineConfig(**settings), name="small")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_dir: Path) -> Iterator[Engine]:
+def engine(tiny_dir: Path) -> Engine:
     return Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1), name="tiny")
 
 

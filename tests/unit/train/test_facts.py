@@ -1,0 +1,31 @@
+"""What a model directory says about itself is what the engine finds in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.errors import ModelError
+from turnwise.train.config import ModelConfig
+from turnwise.train.facts import read_facts
+from turnwise.types import LoraConfig
+
+
+@pytest.mark.parametrize("trained", [("attn",), ("mlp",), ("unembed",), ("attn", "mlp", "unembed")])
+def test_sizes_are_the_engines(tiny_dir: Path, trained: tuple[str, ...]) -> None:
+    flags = {f"train_{kind}": kind in trained for kind in ("attn", "mlp", "unembed")}
+    facts = read_facts(tiny_dir)
+    engine = Engine(tiny_dir, EngineConfig(device="cpu"), name="tiny")
+    adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
+    model = ModelConfig.model_validate({"rank": 3, **flags})
+    assert facts.num_adapter_parameters(model) == adapter.flat.numel()
+    assert facts.context_length == engine.max_context_length
+    assert facts.kv_values_per_token * 4 == engine.model.kv_shape.bytes_per_token(engine.dtype)
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read as a model"):
+        read_facts(tmp_path)
