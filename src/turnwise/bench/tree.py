@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.bench.report import Timing, machine, make_engine, peak_gib, timed
+from turnwise.engine.pack import NO_SHARING
 from turnwise.types import Datum, LoraConfig, ModelInput
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return timed(step, args, engine.device)
 
     shared_min = engine.trainer.min_shared
-    alone = timed_sharing(1 << 30)
+    alone = timed_sharing(NO_SHARING)
     shared = timed_sharing(shared_min)
     total = args.groups * args.group_size * (args.prefix + args.branch)
     unique = args.groups * (args.prefix + args.group_size * args.branch)

@@ -20,6 +20,8 @@ from turnwise.engine.attention import Pair, TreePlan
 
 MIN_SHARED = 16
 """Sharing fewer tokens than this is not worth a node of its own."""
+NO_SHARING = 1 << 30
+"""As `min_shared`: every datum on its own."""
 TREE_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
 
@@ -56,9 +58,15 @@ class _Forest:
         self.paths: list[list[_Node]] = [[] for _ in sequences]
         self.roots = self._build(0, len(sequences), 0, [])
 
+    def _joins(self, i: int, depth: int) -> bool:
+        """Sequences i - 1 and i share enough beyond `depth`, or one is the whole start of the other."""
+        return self.shared[i] > depth and is_worth_sharing(
+            self.sequences[i - 1], self.sequences[i], self.shared[i], depth + self.min_shared
+        )
+
     def _build(self, low: int, high: int, depth: int, path: list[_Node]) -> list[_Node]:
         """Nodes for sequences [low, high), which all share their first `depth` tokens along `path`."""
-        cuts = [i for i in range(low + 1, high) if self.shared[i] < depth + self.min_shared]
+        cuts = [i for i in range(low + 1, high) if not self._joins(i, depth)]
         nodes: list[_Node] = []
         for a, b in zip([low, *cuts], [*cuts, high], strict=True):
             common = len(self.sequences[a]) if b - a == 1 else min(self.shared[a + 1 : b])
@@ -135,6 +143,11 @@ def num_shared(a: Array, b: Array) -> int:
     return int(differ[0]) if len(differ) else length
 
 
+def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
+    """Enough tokens for a node of its own, or a sequence that needs no token of its own."""
+    return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
+
+
 def split_batches(sequences: Sequence[Array], max_tokens: int, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
     """Indices of `sequences`, sorted and cut into passes of about `max_tokens` tokens."""
     order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
@@ -142,7 +155,8 @@ def split_batches(sequences: Sequence[Array], max_tokens: int, *, min_shared: in
     used = 0
     for previous, index in zip([None, *order[:-1]], order, strict=True):
         shared = num_shared(sequences[previous], sequences[index]) if previous is not None and batch else 0
-        shared = shared if shared >= min_shared else 0
+        if previous is not None and not is_worth_sharing(sequences[previous], sequences[index], shared, min_shared):
+            shared = 0
         limit = max_tokens * (TREE_STRETCH if shared else 1)
         if batch and used + len(sequences[index]) - shared > limit:
             yield batch

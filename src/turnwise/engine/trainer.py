@@ -20,10 +20,8 @@ from turnwise.engine.logprobs import TargetHead
 from turnwise.engine.lora import AnyPolicy, LoraWeights, Route, Span
 from turnwise.engine.losses import Loss, LossColumns
 from turnwise.engine.models import CausalModel
-from turnwise.engine.pack import MIN_SHARED, Entries, PackedBatch, make_entries, pack, split_batches
+from turnwise.engine.pack import MIN_SHARED, NO_SHARING, Entries, PackedBatch, make_entries, pack, split_batches
 from turnwise.types import ForwardBackwardOutput, TensorData
-
-NO_SHARING = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

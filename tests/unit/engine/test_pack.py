@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engine.pack import pack, split_batches
+from turnwise.engine.pack import NO_SHARING, pack, split_batches
 
 sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
 
@@ -54,3 +54,9 @@ def test_unrelated_datums_are_cut_at_the_token_budget_and_a_group_stays_together
     assert [len(b) for b in split_batches(loners, 200)] == [2, 2, 2]
     group = [np.concatenate([np.zeros(100, dtype=int), np.full(50, i + 1)]) for i in range(6)]
     assert [len(b) for b in split_batches(group, 200)] == [6]
+
+
+def test_a_datum_that_is_the_start_of_another_adds_no_token_however_short() -> None:
+    sequences = [np.asarray([1, 2, 3]), np.asarray([1, 2, 3]), np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 9])]
+    assert pack(sequences, range(4)).num_tokens == 4 + 3
+    assert pack(sequences, range(4), min_shared=NO_SHARING).num_tokens == 3 + 3 + 4 + 3
