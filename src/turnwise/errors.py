@@ -5,6 +5,8 @@ TurnwiseError
 ├── DataError (ValueError)       a datum, prompt or sampling request that cannot be used: the client goes on working
 ├── ModelError                   a model that cannot be found, read or supported
 │   └── ModelNotFoundError
+├── AdapterError                 a single-turn adapter raised, or returned something that cannot be used
+├── CodeRunnerError              the code runner failed, not the code that it ran
 ├── AttemptFailed                one party outside our code failed an attempt: recorded, its siblings go on
 ├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
 └── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
@@ -39,6 +41,14 @@ class CheckpointError(TurnwiseError):
 
 class EngineStoppedError(TurnwiseError):
     """The engine was closed, or died, while a request was waiting for it."""
+
+
+class AdapterError(TurnwiseError):
+    """An adapter raised, or returned something that cannot be used; the message names the sample."""
+
+
+class CodeRunnerError(TurnwiseError):
+    """The runner failed, not the code: nothing is known about the response, so it gets no score."""
 
 
 class Party(StrEnum):

@@ -81,7 +81,7 @@ class Turn:
     reply: Message
     """The sampled ids, parsed."""
     observation: tuple[Message, ...] = ()
-    """What the env said next; empty after the last turn."""
+    """What the env said next; after the last turn, its last words, if any."""
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """By channel (`REWARD_PARTS`)."""
     is_trained: bool = True
@@ -143,6 +143,11 @@ class Trajectory:
     def is_truncated(self) -> bool:
         """Ended by a limit, not by the task: its return is not the whole story."""
         return self.stop_reason not in (StopReason.TERMINATED, StopReason.FAILED, StopReason.UNPARSABLE)
+
+    @property
+    def is_judged(self) -> bool:
+        """Counts in a success rate: the env said, or it ended before the env could say, which is no success."""
+        return self.is_success is not None or self.stop_reason is not StopReason.TERMINATED
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -265,3 +265,13 @@ def test_the_same_seed_starts_the_same_adapter_and_a_fresh_one_changes_nothing(m
     fresh = run(engine.forward(first, [datum], "cross_entropy", None))
     naive = NaiveModel(engine.model_dir)
     assert_close(fresh.loss_fn_outputs[0]["logprobs"].data, naive.logprobs(datum).detach().numpy(), 1e-5)
+
+
+def test_forward_measures_the_kl_that_forward_backward_trains_on(make_engine) -> None:
+    engine = make_engine()
+    adapter = displaced_adapter(engine)
+    config = {"kl_coef": 1.0}
+    read = run(engine.forward(adapter, GROUP, "importance_sampling", config))
+    trained = run(engine.forward_backward(adapter, GROUP, "importance_sampling", config))
+    assert read.metrics["kl_reference:mean"] == pytest.approx(trained.metrics["kl_reference:mean"], rel=1e-5)
+    assert read.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-4)

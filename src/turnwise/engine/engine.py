@@ -77,6 +77,10 @@ class Engine:
         loss = make_loss(loss_fn, _without_reference(loss_fn_config))
         job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], loss))
         result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
+        reference = self._reference_for(loss, [job], loss_fn_config)
+        if reference is not None:
+            known = yield from self.trainer.logprobs(replace(job, weights=reference), only_trained=True)
+            result.columns = replace(result.columns, ref_logprobs_T=known.logprobs)
         metrics = loss.metrics(result.logprobs, result.entropies, result.columns)
         return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)
 
@@ -93,9 +97,7 @@ class Engine:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
         loss = make_loss(loss_fn, _without_reference(loss_fn_config))
         jobs = [Job(weights=adapter, datums=self._columns(datums, loss)) for adapter, datums in batches]
-        reference = None
-        if loss.needs_reference and any(d.ref_logprobs is None for job in jobs for d in job.datums):
-            reference = self._reference(str((loss_fn_config or {}).get("kl_reference", "base")))
+        reference = self._reference_for(loss, jobs, loss_fn_config)
         before = [adapter.grad.clone() for adapter, _ in batches]
         try:
             return (yield from self.trainer.forward_backward(jobs, loss, reference))
@@ -171,8 +173,11 @@ class Engine:
             raise DataError("no datums; send at least one")
         return datums_to_columns(datums, loss=loss, vocab_size=self.vocab_size, max_length=self.max_context_length)
 
-    def _reference(self, where: str) -> AnyPolicy:
-        """The policy that a KL term is measured against: the base, or an adapter's directory."""
+    def _reference_for(self, loss: Loss, jobs: Sequence[Job], config: LossConfig) -> AnyPolicy | None:
+        """The policy that a KL term is measured against: the base, or an adapter's directory; None: no need of one."""
+        if not loss.needs_reference or all(d.ref_logprobs is not None for job in jobs for d in job.datums):
+            return None
+        where = str((config or {}).get("kl_reference", "base"))
         if where == "base":
             return self.base_policy
         if where not in self._references:

@@ -141,6 +141,8 @@ class Scheduler:
                 self._reserve_decode(row)
         pieces = self._pieces()
         decode = sorted(self.running, key=lambda s: s.request.policy.version)
+        # Every request was checked to fit an empty pool, so with nothing running the first waiting row is admitted.
+        assert decode or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
         return Step(decode, sorted(pieces, key=lambda p: p.row.request.policy.version))
 
     def policies(self) -> set[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from turnwise.errors import Party
-from turnwise.trajectory import StopReason, Trajectory
+from turnwise.trajectory import Trajectory
 
 
 class RolloutStats:
@@ -90,8 +90,7 @@ def success_rate(trajectories: Sequence[Trajectory]) -> float | None:
     """Share of successes. An attempt that ended before the env could tell did not succeed; None when it never tells."""
     if all(trajectory.is_success is None for trajectory in trajectories):
         return None
-    judged = [t for t in trajectories if t.is_success is not None or t.stop_reason is not StopReason.TERMINATED]
-    return fmean(float(trajectory.is_success is True) for trajectory in judged)
+    return fmean(float(trajectory.is_success is True) for trajectory in trajectories if trajectory.is_judged)
 
 
 def num_splits(trajectory: Trajectory) -> int:

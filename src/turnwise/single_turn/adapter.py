@@ -12,16 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeGuard, TypeVar, cast
 
-from turnwise.errors import TurnwiseError
+from turnwise.errors import AdapterError
 
 SampleT = TypeVar("SampleT")
 T = TypeVar("T")
 
 _SHOWN_CHARACTERS = 200
-
-
-class AdapterError(TurnwiseError):
-    """An adapter raised, or returned something that cannot be used; the message names the sample."""
 
 
 class RLAdapter(ABC, Generic[SampleT]):

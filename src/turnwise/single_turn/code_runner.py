@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import CodeRunnerError, ConfigError
 
 Ending = Literal["finished", "timeout", "crash"]
 
@@ -36,10 +36,6 @@ _START_S = 30.0
 _EXIT_S = 1.0
 _LINE_BYTES = 1 << 16
 """No line of the child is longer."""
-
-
-class CodeRunnerError(TurnwiseError):
-    """The runner failed, not the code: nothing is known about the response, so it gets no score."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.intervals import NOT_MEASURED, mean_interval, success_interval
-from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,4 @@ def _outcomes(groups: Sequence[TrajectoryGroup]) -> list[list[bool]] | None:
     """By task; None when the env never says. An attempt that a limit cut short did not succeed."""
     if all(t.is_success is None for group in groups for t in group.trajectories):
         return None
-    return [[t.is_success is True for t in group.trajectories if _is_judged(t)] for group in groups]
-
-
-def _is_judged(trajectory: Trajectory) -> bool:
-    return trajectory.is_success is not None or trajectory.is_truncated
+    return [[t.is_success is True for t in group.trajectories if t.is_judged] for group in groups]
