@@ -7,8 +7,10 @@ Each branch imports what it needs when it runs, so that `turnwise --help` is ins
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from turnwise import __version__
@@ -41,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
+        aliases, arguments = _take_aliases(arguments)
+        with _aliased(aliases):
+            return _run(arguments)
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -51,6 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("turnwise: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _take_aliases(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """`--alias A=B` works on every command, wherever it stands; returns the aliases and the other arguments."""
+    parser = argparse.ArgumentParser(prog="turnwise", add_help=False, allow_abbrev=False)
+    _add_alias_option(parser)
+    options, rest = parser.parse_known_args(arguments)
+    return options.alias, rest
+
+
+@contextmanager
+def _aliased(aliases: Sequence[str]) -> Iterator[None]:
+    """Put aliases where the model store, and processes that a command starts, look for them."""
+    from turnwise.model_store import ALIASES_VARIABLE, parse_alias
+
+    for text in aliases:
+        parse_alias(text)
+    before = os.environ.get(ALIASES_VARIABLE)
+    if aliases:
+        os.environ[ALIASES_VARIABLE] = ",".join([*([before] if before else []), *aliases])
+    try:
+        yield
+    finally:
+        if aliases:
+            os.environ.pop(ALIASES_VARIABLE)
+            if before is not None:
+                os.environ[ALIASES_VARIABLE] = before
 
 
 def _run(arguments: list[str]) -> int:
@@ -84,13 +115,12 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
 
 
 def _run_model(options: argparse.Namespace) -> int:
-    from turnwise.model_store import fetch_model, list_models, parse_alias, resolve_model
+    from turnwise.model_store import fetch_model, list_models, resolve_model
 
     if options.action == "fetch":
         fetch_model(options.name, report=_say)
     elif options.action == "path":
-        aliases = dict(parse_alias(text) for text in options.alias)
-        print(resolve_model(options.name, aliases, report=_say).directory)
+        print(resolve_model(options.name, report=_say).directory)
     elif options.action == "list":
         _print_models(list_models())
     else:
@@ -140,6 +170,7 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
+    _add_alias_option(parser)  # shown in --help; `main` has taken it before this parser runs
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train_cli.add_commands(commands)
     check_cli.add_parser(commands)
@@ -172,11 +203,9 @@ def _add_model_commands(parser: argparse.ArgumentParser) -> None:
 
     path = actions.add_parser("path", help="print the directory of a model")
     path.add_argument("name", help="a directory, a .gguf file, a name in the store or a name on the Hugging Face hub")
-    _add_alias_option(path)
 
 
 def _add_alias_option(parser: argparse.ArgumentParser) -> None:
-    """For every command that is given the name of a model."""
     parser.add_argument(
         "--alias",
         action="append",

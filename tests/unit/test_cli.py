@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -124,3 +125,15 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     _install_bench(monkeypatch, outcome=ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["bench", "train"])
+
+
+def test_an_alias_works_on_every_command_and_is_gone_afterwards(
+    tiny_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNWISE_ALIASES", "some/model=tiny")
+    assert main(["train", "guess_number", "model=org/absent", "--plan", "--alias", "org/absent=tiny"]) == 0
+    assert "131k parameters" in capsys.readouterr().out
+    assert main(["model", "path", "org/absent", "--alias=org/absent=tiny"]) == 0
+    assert capsys.readouterr().out.strip() == str(tiny_dir)
+    assert os.environ["TURNWISE_ALIASES"] == "some/model=tiny"
+    assert main(["model", "path", "org/absent"]) == 2
