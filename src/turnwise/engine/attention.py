@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,12 @@ def attention_forward(
     for option in ("softcap", "s_aux", "sliding_window"):
         if kwargs.get(option) is not None:
             raise ModelError(f"{type(module).__name__} asks for {option}={kwargs[option]}, which is not supported")
-    return plan.attend(module.layer_idx, query, key, value, kwargs["scaling"]), None  # type: ignore[arg-type]
+    layer = module.layer_idx
+    assert isinstance(layer, int), "transformers numbers its attention layers"
+    return plan.attend(layer, query, key, value, kwargs["scaling"]), None
 
 
-AttentionInterface.register(ATTENTION_NAME, attention_forward)  # type: ignore[arg-type]
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class TreePlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         if torch.is_grad_enabled() and query.requires_grad:
-            return _TreeAttention.apply(query, key, value, self, scale)  # type: ignore[no-any-return]
+            return _TreeAttention.apply(query, key, value, self, scale)
         out, _ = _kernels(query).tree_forward(query, key, value, self, scale)
         return out
 
@@ -153,19 +155,28 @@ def run_bounds(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
+class Saved(NamedTuple):
+    """What a tree's backward needs of its forward: heads-first query, key, value; tokens-first output."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+
+
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, plan, scale):  # type: ignore[override]
+    def forward(ctx, query, key, value, plan, scale):
         out, logsumexp = _kernels(query).tree_forward(query, key, value, plan, scale)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):  # type: ignore[override]
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        grads = _kernels(query).tree_backward(grad_out, query, key, value, out, logsumexp, ctx.plan, ctx.scale)
-        return *grads, None, None
+    def backward(ctx, grad_out):
+        saved = Saved(*ctx.saved_tensors)
+        return *_kernels(grad_out).tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
 
 
 @dataclass(frozen=True, slots=True)

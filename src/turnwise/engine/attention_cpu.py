@@ -13,7 +13,7 @@ from torch import Tensor
 from turnwise.engine.linear import cpu_kernels
 
 if TYPE_CHECKING:
-    from turnwise.engine.attention import PagedPlan, Run, TreePlan
+    from turnwise.engine.attention import PagedPlan, Run, Saved, TreePlan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -34,16 +34,9 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     return out.transpose(1, 2), logsumexp
 
 
-def tree_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    plan: TreePlan,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
+    query, key, value, out, logsumexp = saved
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for run in plan.equal_runs():

@@ -17,7 +17,7 @@ from turnwise.engine import attention_dense
 from turnwise.engine.attention_cpu import gather_decode, merge
 
 if TYPE_CHECKING:
-    from turnwise.engine.attention import PagedPlan, TreePlan, Varlen
+    from turnwise.engine.attention import PagedPlan, Saved, TreePlan, Varlen
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +44,13 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     return out[None], logsumexp[None]
 
 
-def tree_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    plan: TreePlan,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_flash(query):
-        return _dense_tree_backward(grad_out, query, key, value, out, logsumexp, plan, scale)
-    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
-    g, o, lse = grad_out[0], out[0], logsumexp[0]
-    parts = plan.varlen(query.device)
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
+    if not _has_flash(saved.query):
+        return _dense_tree_backward(grad_out, saved, plan, scale)
+    q, k, v = (side[0].transpose(0, 1) for side in saved[:3])
+    g, o, lse = grad_out[0], saved.out[0], saved.logsumexp[0]
+    parts = plan.varlen(q.device)
     grads = _varlen_backward(g, q, k, v, o, lse, parts[0], True, scale)
     for part in parts[1:]:
         qi, ki = part.q_index, part.k_index
@@ -169,16 +161,8 @@ def _dense_tree_forward(
     return out.transpose(1, 2), logsumexp
 
 
-def _dense_tree_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    plan: TreePlan,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _dense_tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, out, logsumexp = saved
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for q, k, is_causal in plan.slices():

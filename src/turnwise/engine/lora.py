@@ -153,7 +153,7 @@ class LoraLinear(nn.Module):
         if torch.is_grad_enabled() and spans:
             bounds = tuple((span.start, span.stop, span.weights.scale) for span in spans)
             pairs = [tensor for span in spans for tensor in span.weights.pairs[self.name]]
-            return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)  # type: ignore[no-any-return]
+            return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)
         if torch.is_grad_enabled():
             return nn.functional.linear(x_NI, self.weight, self.bias)
         y = frozen_linear(x_NI, self.weight, self.bias)
@@ -168,7 +168,7 @@ class _LoraMatmul(torch.autograd.Function):
     """Base product plus every span's low-rank product; the base is frozen, so backward forms no gradient for it."""
 
     @staticmethod
-    def forward(ctx, x_NI, weight, bias, bounds, *pairs):  # type: ignore[override]
+    def forward(ctx, x_NI, weight, bias, bounds, *pairs):
         y = frozen_linear(x_NI, weight, bias)
         lows = []
         for (start, stop, scale), a, b in zip(bounds, pairs[::2], pairs[1::2], strict=True):
@@ -180,7 +180,7 @@ class _LoraMatmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
+    def backward(ctx, dy):
         x_NI, weight, *rest = ctx.saved_tensors
         num_spans = len(ctx.bounds)
         lows, pairs = rest[:num_spans], rest[num_spans:]
@@ -221,5 +221,4 @@ def merge_into(target: dict[str, Tensor], linears: Mapping[str, LoraLinear], pol
         base = linears[name].weight
         if name not in target:
             target[name] = torch.empty_like(base, requires_grad=False)
-
         torch.addmm(base.detach(), b, a, alpha=policy.scale, out=target[name])

@@ -39,10 +39,11 @@ class CausalModel:
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
         self.linears = _wrap_linears(model, self.holder)
-        self.head: LoraLinear = model.get_output_embeddings()  # type: ignore[assignment]
-        self.body: nn.Module = model.base_model
-        if not isinstance(self.head, LoraLinear):
+        head = model.get_output_embeddings()
+        if not isinstance(head, LoraLinear):
             raise ModelError(f"{self.arch} has no linear output layer")
+        self.head = head
+        self.body: nn.Module = model.base_model
         self.vocab_size = int(self.head.out_features)
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
