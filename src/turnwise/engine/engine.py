@@ -79,8 +79,7 @@ class Engine:
         result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
-            known = yield from self.trainer.logprobs(replace(job, weights=reference), only_trained=True)
-            result.columns = replace(result.columns, ref_logprobs_T=known.logprobs)
+            yield from self.trainer.add_reference(job, result, reference)
         metrics = loss.metrics(result.logprobs, result.entropies, result.columns)
         return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)
 

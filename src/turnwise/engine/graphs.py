@@ -18,7 +18,6 @@ from torch import Tensor
 from turnwise.engine.attention import PagedPlan
 from turnwise.engine.draw import DrawSettings, draw_torch, uniforms
 from turnwise.engine.kvcache import KvCache
-from turnwise.engine.linear import frozen_linear
 from turnwise.engine.lora import Route
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Row
@@ -109,9 +108,7 @@ class DecodeGraphs:
             chunks=(),
         )
         hidden = self.model.hidden(integers[0], integers[1], plan, route)
-        head = self.model.head
-        weight = head.weight if route.merged is None else route.merged.get(head.name, head.weight)
-        logits = frozen_linear(hidden, weight, head.bias)
+        logits = self.model.head.apply_route(hidden, route)
         off = torch.zeros(len(table), device=logits.device)
         settings = DrawSettings(floats[0], off, off + 1, off, floats[1], is_cut=False)
         return draw_torch(logits, settings)

@@ -19,7 +19,6 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.draw import DrawSettings, draw, uniforms
 from turnwise.engine.graphs import DecodeGraphs
 from turnwise.engine.kvcache import BlockPool, KvCache
-from turnwise.engine.linear import frozen_linear
 from turnwise.engine.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import OnDone, Piece, Request, Row, Scheduler, Step
@@ -237,7 +236,7 @@ class Sampler:
     def _logits(self, hidden: Tensor, owners: Sequence[AnyPolicy]) -> Tensor:
         head = self.model.head
         if self._merged_version and all(owner.version == self._merged_version for owner in owners):
-            return frozen_linear(hidden, self._merged.get(head.name, head.weight), head.bias)
+            return head.apply_route(hidden, Route(merged=self._merged))
         order = sorted(range(len(owners)), key=lambda i: owners[i].version)
         spans = _spans([(owners[i], 1) for i in order])
         if order == list(range(len(owners))):

@@ -66,6 +66,11 @@ class Trainer:
             yield
         return result
 
+    def add_reference(self, job: Job, result: _Result, reference: AnyPolicy) -> Generator[None, None, None]:
+        """Give a result's loss columns the logprobs of `reference`, for a KL term."""
+        known = yield from self.logprobs(replace(job, weights=reference), only_trained=True)
+        result.columns = replace(result.columns, ref_logprobs_T=known.logprobs)
+
     def forward_backward(
         self, jobs: Sequence[Job], loss: Loss, reference: AnyPolicy | None
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
@@ -73,8 +78,7 @@ class Trainer:
         results = [self._start(job, loss.needs_entropy) for job in jobs]
         if reference is not None:
             for job, result in zip(jobs, results, strict=True):
-                known = yield from self.logprobs(replace(job, weights=reference), only_trained=True)
-                result.columns = replace(result.columns, ref_logprobs_T=known.logprobs)
+                yield from self.add_reference(job, result, reference)
         passes = [self._passes(job, only_trained=True) for job in jobs]
         for index in range(max((len(p) for p in passes), default=0)):
             members = [p[index] if index < len(p) else [] for p in passes]
