@@ -1,27 +1,30 @@
 # Every target sets up .venv by itself; set-up runs again only when pyproject.toml or constraints.txt changes.
 #
-#   make train                     a first run of reinforcement learning, on this machine, in under two minutes
-#   make train PRESET=guess_number a multi-turn world through the training loop (MODEL=smollm2 for a real model)
+#   make train                     SmolLM2-135M learns to query databases, in about ten minutes on two CPU cores
+#   make train MODEL=tiny          the whole path in under two minutes, on a toy model that plays a guessing game
+#   make train PRESET=search       another preset; ARGS="train.steps=50 train.seed=1" changes settings
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
 #   make bench                     speed figures, as JSON
+#   make sandbox                   install bubblewrap, which worlds that run code need (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
-MODEL ?= tiny
-PRESET ?=
+MODEL ?= smollm2
+PRESET ?= $(if $(filter tiny,$(MODEL)),guess_number_tiny,text_to_sql)
+QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=200 train.steps=60 eval.every=30)
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup sandbox train test check format bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 10
 
 setup: $(STAMP)
 
@@ -37,17 +40,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
-# Without a PRESET: the first recipe. With one, the training loop; models of the store are fetched first, any other
-# MODEL is a directory, a .gguf file or a name on the hub.
+# Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
 train: $(STAMP)
-ifeq ($(PRESET),)
-	$(BIN)/python -m turnwise.recipes.first_rl --model $(MODEL) $(ARGS)
-else
 	@case '$(MODEL)' in smollm2|tiny) $(BIN)/turnwise model fetch $(MODEL);; esac
-	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(ARGS)
-endif
+	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(QUICK) $(ARGS)
 
-test: $(STAMP)
+# Bubblewrap walls off the code that a policy writes. Root on a Debian gets it here; anyone else is told how.
+sandbox:
+	@command -v bwrap > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		echo 'installing bubblewrap ...'; apt-get update -qq && apt-get install -y -qq bubblewrap > /dev/null; \
+	else echo 'bubblewrap is missing, so tests of the sandbox will fail: apt-get install bubblewrap' >&2; fi
+
+test: $(STAMP) sandbox
 	$(BIN)/python -m pytest -q $(ARGS)
 
 check: $(STAMP)
@@ -64,6 +68,8 @@ bench: $(STAMP)
 	$(BIN)/turnwise bench sample --json $(ARGS)
 	$(BIN)/turnwise bench train --json $(ARGS)
 	$(BIN)/turnwise bench tree --json $(ARGS)
+	$(BIN)/turnwise bench rollout --json $(ARGS)
+	$(BIN)/turnwise bench sandbox --json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from turnwise import __version__
 from turnwise.envs import check_cli
 from turnwise.errors import TurnwiseError
+from turnwise.retriever import cli as retriever_cli
+from turnwise.service import cli as service_cli
 from turnwise.train import cli as train_cli
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ examples:
   turnwise model list                     what is here, and how to get the rest
   turnwise model fetch smollm2            a small chat model, no account needed
   turnwise model path smollm2             where it is, for use in $(...)
+  turnwise retriever serve --corpus FILE  answer the searches of agents over HTTP
+  turnwise serve --model smollm2          serve it to the Tinker and MinT SDKs
   turnwise bench sample --help            measure sampling on this machine
 
 models live in $TURNWISE_HOME, or ~/.cache/turnwise. `turnwise COMMAND --help` tells more.
@@ -93,10 +97,16 @@ def _run(arguments: list[str]) -> int:
     options = _parse(parser, arguments)
     if options.command in train_cli.COMMANDS:
         return train_cli.run_command(options)
+    if options.command in service_cli.COMMANDS:
+        return service_cli.run_command(options)
     if options.command == "check-env":
         return check_cli.run(options)
     if options.command == "model":
         return _run_model(options)
+    if options.command == "retriever":
+        from turnwise.model_store import home
+
+        return retriever_cli.run(options, default_cache=home() / "indexes")
     if options.command == "bench":
         options.parser.print_help()
         return 0
@@ -174,12 +184,14 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train_cli.add_commands(commands)
     check_cli.add_parser(commands)
+    service_cli.add_commands(commands)
     _add_model_commands(
         commands.add_parser("model", help="fetch, list and find models", description="Find, fetch and list models.")
     )
+    retriever_cli.add_parser(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure speed on this machine: sample, train, tree",
+        help="measure speed on this machine: sample, train, tree, branch",
         description="Measure speed on this machine; `turnwise bench NAME --help` shows the options of one.",
     )
     bench.set_defaults(parser=bench)
@@ -187,7 +199,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "benchmark",
         nargs="?",
         metavar="NAME",
-        help="sample (tokens drawn per second), train (tokens trained per second), tree (shared prefixes)",
+        help="sample (tokens drawn per second), train (tokens trained per second), tree (shared prefixes), branch "
+        "(branched dialogues)",
     )
     return parser
 

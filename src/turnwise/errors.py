@@ -7,9 +7,12 @@ TurnwiseError
 │   └── ModelNotFoundError
 ├── AdapterError                 a single-turn adapter raised, or returned something that cannot be used
 ├── CodeRunnerError              the code runner failed, not the code that it ran
+├── SandboxError                 the sandbox failed, not what ran in it
+│   └── SessionClosedError       a sandbox session that was closed, or whose lease ran out
 ├── AttemptFailed                one party outside our code failed an attempt: recorded, its siblings go on
 ├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
-└── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
+├── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
+└── ServiceError                 a service elsewhere cannot be reached, refused a request, or failed it
 """
 
 from enum import StrEnum
@@ -43,12 +46,24 @@ class EngineStoppedError(TurnwiseError):
     """The engine was closed, or died, while a request was waiting for it."""
 
 
+class ServiceError(TurnwiseError):
+    """A service elsewhere cannot be reached, refused a request, or failed it."""
+
+
 class AdapterError(TurnwiseError):
     """An adapter raised, or returned something that cannot be used; the message names the sample."""
 
 
 class CodeRunnerError(TurnwiseError):
     """The runner failed, not the code: nothing is known about the response, so it gets no score."""
+
+
+class SandboxError(TurnwiseError):
+    """The sandbox failed, not the program: nothing is known about the program, so it gets no score."""
+
+
+class SessionClosedError(SandboxError):
+    """A sandbox session that was closed, or whose lease ran out."""
 
 
 class Party(StrEnum):
@@ -58,6 +73,7 @@ class Party(StrEnum):
     TOOL = "tool"
     SAMPLER = "sampler"
     RENDERER = "renderer"
+    JUDGE = "judge"
 
 
 class AttemptFailed(TurnwiseError):  # noqa: N818

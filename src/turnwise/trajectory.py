@@ -17,7 +17,7 @@ from turnwise.errors import DataError, Party
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-REWARD_PARTS = ("outcome", "format", "shaping", "penalty")
+REWARD_PARTS = ("outcome", "format", "shaping", "penalty", "judge")
 """The named channels that a reward may be made of; the reward is their sum."""
 
 
@@ -85,11 +85,16 @@ class Turn:
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """By channel (`REWARD_PARTS`)."""
     is_trained: bool = True
-    """False: left out of the loss (an unparsable reply under the policy `mask`); it still counts in returns."""
+    """False: left out of the loss (an unparsable reply under the policy `mask`, a turn that a method does not train);
+    it still counts in returns."""
     is_cut: bool = False
     """The sampler ran into its token limit before a stop."""
     env_state: str | None = None
     """The env's own key for the state before this turn; equal keys mean the same state."""
+    potential: float | None = None
+    """How good the env calls that state, for shaping; None where it does not say."""
+    next_potential: float | None = None
+    """The same of the state after this turn."""
 
     def __post_init__(self) -> None:
         if len(self.sampled_ids) != len(self.sampler_logprobs):
@@ -111,6 +116,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Where an attempt leaves the dialogue that it shares with the others of its group."""
+
+    turn: int
+    """Its first turn of its own, from 0; those before were played once, for the whole group."""
+    seed: int
+    """Seeds the sampler from that turn on; the attempt's `seed` made the env and the turns before."""
+    reseeds_env: bool = False
+    """The env too goes on with `seed` from that turn on, where it has a `reseed()`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one task."""
 
@@ -128,6 +145,8 @@ class Trajectory:
     """What the env says of the whole attempt; None when it does not say."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     duration_s: float = 0.0
+    branch: Branch | None = None
+    """None: every turn is its own."""
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
@@ -151,7 +170,9 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(turn.sampled_ids) for turn in self.turns)
+        """Of its own turns: what a group shares was sampled once and is counted there."""
+        first = 0 if self.branch is None else self.branch.turn
+        return sum(len(turn.sampled_ids) for turn in self.turns[first:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +182,10 @@ class TrajectoryGroup:
     task_id: str
     trajectories: tuple[Trajectory, ...]
     failed: tuple[Trajectory, ...] = ()
+    branch_turn: int | None = None
+    """The turn at which its attempts leave the dialogue that they share; None: they were played apart."""
+    branch_probability: float = 1.0
+    """With which that turn was drawn."""
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:

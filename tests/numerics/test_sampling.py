@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many
 from turnwise.engine.engine import Engine
 from turnwise.engine.lora import Adapter
-from turnwise.types import Datum, ModelInput, SampledSequence
+from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
 
 MakeEngine = Callable[..., Engine]
 TOLERANCE = 1e-4
@@ -194,3 +196,29 @@ def test_a_cut_tail_is_never_sampled_and_logprobs_stay_those_of_the_whole_vocabu
     assert seen == set(allowed(probs).tolist())
     for s in reply.sequences[:20]:
         assert_close(s.logprobs, [np.log(probs[s.tokens[0]])], TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_cache_gib", [0.01, 0.00003])
+def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib: float) -> None:
+    """A step that is launched before the tokens of the last are known, also when blocks run out, stops and forks."""
+
+    def play(*, is_async: bool) -> list[list[tuple[object, list[int]]]]:
+        engine = make_engine(kv_cache_gib=kv_cache_gib, block_size=4, max_num_seqs=8)
+        engine.sampler._is_async = is_async
+        policies = [engine.base_policy, engine.publish(displaced_adapter(engine))]
+        replies: dict[int, Any] = {}
+        for i in range(14):
+            params = SamplingParams(max_tokens=3 + i, seed=i, stop=[9, 10, 11, 12] if i % 2 else [])
+            engine.sampler.submit(
+                random_ids(5 + 3 * (i % 3), i),
+                params,
+                policies[i % 3 == 0],
+                num_samples=1 + i % 3,
+                on_done=partial(replies.__setitem__, i),
+            )
+        while engine.sampler.has_work:
+            engine.sampler.step()
+        assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
+        return [[(s.stop_reason, list(s.tokens)) for s in replies[i].sequences] for i in range(14)]
+
+    assert play(is_async=True) == play(is_async=False)

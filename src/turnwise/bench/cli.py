@@ -1,13 +1,22 @@
-"""`turnwise bench sample | train | tree`."""
+"""`turnwise bench sample | tenants | train | tree | branch | rollout | sandbox | async`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from turnwise.bench import report, sample, train, tree
+from turnwise.bench import async_train, branch, report, rollout, sample, sandbox, tenants, train, tree
 
-BENCHES = {"sample": sample, "train": train, "tree": tree}
+BENCHES = {
+    "sample": sample,
+    "tenants": tenants,
+    "train": train,
+    "tree": tree,
+    "branch": branch,
+    "rollout": rollout,
+    "sandbox": sandbox,
+    "async": async_train,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,12 +8,14 @@ filled beside its place and renamed. Directories without that file, such as adap
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +46,8 @@ class CheckpointInfo:
     created_at: str
     expires_at: str | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    """SHA-256 of each file, by name; empty where nobody wrote them down."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -118,7 +122,9 @@ class CheckpointStore:
         try:
             fill(staged)
             staged.mkdir(exist_ok=True)
+            info = replace(info, checksums=_checksums(staged))
             (staged / INFO_FILE).write_text(info.to_json(), encoding="utf-8")
+            sync_to_disk(staged)
             if place.exists():
                 replaced = staged.with_name(f"{staged.name}.replaced")
                 place.rename(replaced)
@@ -126,6 +132,7 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
             else:
                 staged.rename(place)
+            _sync(place.parent)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
         return path.uri
@@ -139,6 +146,7 @@ class CheckpointStore:
             info = _read_info(directory)
             if info.is_expired(datetime.now(UTC)):
                 raise CheckpointError(f"{path} expired at {info.expires_at}; {self._suggestions(path)}")
+            _check_files(directory, info)
             return Checkpoint(path, directory, info)
         if not (directory / "adapter_config.json").is_file():
             raise CheckpointError(f"{directory} holds neither {INFO_FILE} nor adapter_config.json: not a checkpoint")
@@ -175,6 +183,42 @@ class CheckpointStore:
         known = ["tinker://" + "/".join(place.parts[-3:]) for place in newest_first]
         nearest = difflib.get_close_matches(path, known, n=_NUM_SUGGESTIONS, cutoff=0.5) or known[:_NUM_SUGGESTIONS]
         return f"nearest of {len(known)} in {self._root}: {', '.join(nearest)}"
+
+
+def _checksums(directory: Path) -> dict[str, str]:
+    return {file.name: _checksum(file) for file in sorted(directory.iterdir()) if file.is_file()}
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _check_files(directory: Path, info: CheckpointInfo) -> None:
+    """Refuse files that are not those that were written."""
+    for name, expected in info.checksums.items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; delete {directory} to go on from the checkpoint before it")
+        if _checksum(file) != expected:
+            raise CheckpointError(
+                f"{file} is damaged: its SHA-256 is not the one in {INFO_FILE}; delete {directory} to go on from the "
+                "checkpoint before it"
+            )
+
+
+def sync_to_disk(directory: Path) -> None:
+    """Wait until the files of a directory, and their names, are on the disk."""
+    for path in [*directory.iterdir(), directory]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_info(directory: Path) -> CheckpointInfo:

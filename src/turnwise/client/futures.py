@@ -26,23 +26,33 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
+from turnwise.errors import ServiceError
+
 T = TypeVar("T")
 
 
 class _Request(Generic[T]):
     """The part that `ApiFuture` and `Submission` share."""
 
-    def __init__(self, future: Future[T], what: str, *, on_abandoned: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        future: Future[T],
+        what: str,
+        *,
+        on_abandoned: Callable[[], object] | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
         """Wrap `future`; `what` names the request in timeouts, `on_abandoned` is called when an asyncio task that
-        waits for it is cancelled."""
+        waits for it is cancelled. `deadline_s` bounds a wait for which the caller names no timeout."""
         self._future = future
         self._what = what
         self._on_abandoned = on_abandoned
+        self._deadline_s = deadline_s
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value; the request's own error is raised here. A timeout leaves the request under way."""
         try:
-            return self._future.result(timeout)
+            return self._future.result(self._deadline_s if timeout is None else timeout)
         except TimeoutError:
             return self._late_result(timeout)
 
@@ -50,7 +60,7 @@ class _Request(Generic[T]):
         """`result` for a coroutine."""
         if not self._future.done():
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
                     await self._finished()
             except TimeoutError:
                 return self._late_result(timeout)
@@ -90,6 +100,8 @@ class _Request(Generic[T]):
     def _late_result(self, timeout: float | None) -> T:
         if self._future.done():  # it came at the last moment, or ended in a TimeoutError of its own
             return self._future.result()
+        if timeout is None:
+            raise ServiceError(f"{self._what}: no answer within {self._deadline_s:g} s") from None
         raise TimeoutError(f"{self._what}: not done after {timeout} s; it is still under way") from None
 
     def __repr__(self) -> str:
@@ -110,7 +122,7 @@ class Submission(_Request[T], Coroutine[Any, Any, ApiFuture[T]]):
     """
 
     def __init__(self, future: ApiFuture[T]) -> None:
-        super().__init__(future._future, future._what, on_abandoned=future._on_abandoned)
+        super().__init__(future._future, future._what, on_abandoned=future._on_abandoned, deadline_s=future._deadline_s)
         self._api_future = future
 
     def __await__(self) -> Generator[Any, Any, ApiFuture[T]]:

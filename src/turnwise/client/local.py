@@ -59,8 +59,8 @@ class ServiceClient:
         """
         if base_url is not None:
             raise ConfigError(
-                f"base_url={base_url!r}; the remote client is not part of this release. "
-                "ServiceClient() without it trains and samples in this process"
+                f"base_url={base_url!r}; ServiceClient() trains and samples in this process. For a service elsewhere: "
+                "turnwise.client.remote.RemoteServiceClient(base_url)"
             )
         self._config = engine or EngineConfig()
         self._aliases = dict(aliases or {})
@@ -122,10 +122,42 @@ class ServiceClient:
             user_metadata,
         )
 
+    def create_critic_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """A client that trains a new critic on `base_model`: an adapter of its own and a value head, no policy.
+
+        Its one loss is `value`: `forward(datums, "value")` answers with the value of each position whose `mask` is 1,
+        and `forward_backward(datums, "value", {"value_clip": 0.2})` learns `returns`.
+        """
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=False)
+        model, model_id = self._resolve(base_model), new_model_id()
+        adapter = model.worker.run(model_id, lambda engine: engine.create_critic(lora)).result()
+        return self._training_client(model, adapter, model_id, user_metadata)
+
+    async def create_critic_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        return await asyncio.to_thread(
+            self.create_critic_training_client, base_model, rank, seed, train_mlp, train_attn, user_metadata
+        )
+
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> TrainingClient:
-        """A client that trains on from a checkpoint's weights, with a fresh optimizer.
+        """A client that trains on from a checkpoint's weights, a critic's too, with a fresh optimizer.
 
         Args:
             base_model: For adapters that do not say which base model they were made for.
@@ -225,7 +257,11 @@ class ServiceClient:
         check_loadable(checkpoint, model, with_optimizer=with_optimizer)
 
         def create(engine: Engine) -> Adapter:
-            adapter = engine.create_adapter(_lora_of(checkpoint))
+            from turnwise.engine.adapter_files import is_critic  # torch
+
+            lora = _lora_of(checkpoint)
+            is_with_head = is_critic(checkpoint.directory)
+            adapter = engine.create_critic(lora) if is_with_head else engine.create_adapter(lora)
             try:
                 engine.load_adapter(adapter, checkpoint.directory, with_optimizer=with_optimizer)
             except BaseException:

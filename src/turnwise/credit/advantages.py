@@ -2,14 +2,15 @@
 
 Baselines are made inside a group: attempts at the same task from the same start, failed ones already left out. One
 number per attempt, whatever number of turns or datums it has. `reward_to_go` works inside one attempt and gives one
-number per turn; it crosses what the env said in between.
+number per turn; it crosses what the env said in between. `whiten` looks at a whole batch, whatever its groups.
 
 Axes: `_G` the attempts of a group, `_K` the turns of an attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ Rewards = Sequence[float] | FloatArray
 
 STD_EPS = 1e-6
 """Added to the standard deviation, as verl, SkyRL and TRL do."""
+TURN_STD_EPS = 1e-4
+"""The same in MT-GRPO."""
+WHITEN_EPS = 1e-9
 CONSTANT_TOLERANCE = 1e-9
 """Rewards that differ by less than this, relative to their size, differ by rounding."""
 
@@ -53,6 +57,20 @@ def leave_one_out(rewards_G: Rewards) -> FloatArray:
     return center_by_group(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1))
 
 
+def divide_by_mean(rewards_G: Rewards, *, eps: float = STD_EPS) -> FloatArray:
+    """`(R_j - mean) / (mean + eps)` (MaxRL): of rewards 0 and 1, a rare success counts in full.
+
+    A mean of 0 or less has no such reading, and is refused.
+    """
+    rewards_G = _finite(rewards_G)
+    if is_constant_group(rewards_G):
+        return np.zeros_like(rewards_G)
+    mean = float(rewards_G.mean())
+    if mean <= 0:
+        raise DataError(f"the mean reward of a group is {mean:g}; max_rl divides by it and needs rewards from 0 up")
+    return center_by_group(rewards_G) / (mean + eps)
+
+
 def is_constant_group(rewards_G: Rewards) -> bool:
     """All attempts got the same reward, so no attempt was better than another: every advantage is 0."""
     rewards_G = _finite(rewards_G)
@@ -77,6 +95,79 @@ def reward_to_go(rewards_K: Rewards, *, discount: float = 1.0) -> FloatArray:
         running = rewards_K[turn] + discount * running
         to_go_K[turn] = running
     return to_go_K
+
+
+def compare_by_turn(
+    returns: Sequence[FloatArray], compare: Callable[[Sequence[float]], FloatArray]
+) -> list[FloatArray]:
+    """The k-th turns of a group's attempts, compared with each other; an attempt that is over has 0 to come.
+
+    A comparison among the ones still running would make taking another turn cost something by itself.
+    """
+    to_go_GK = np.zeros((len(returns), max(len(own) for own in returns)))
+    for row_K, own_K in zip(to_go_GK, returns, strict=True):
+        row_K[: len(own_K)] = own_K
+    compared_GK = np.stack([compare(column_G.tolist()) for column_G in to_go_GK.T], axis=1)
+    return [row_K[: len(own_K)] for row_K, own_K in zip(compared_GK, returns, strict=True)]
+
+
+def whiten(values_N: Rewards, *, counts_N: Sequence[float] | None = None, eps: float = WHITEN_EPS) -> FloatArray:
+    """`(x - mean) / (std + eps)` over a whole batch, with the deviation of the batch itself.
+
+    Args:
+        counts_N: how often each value counts, such as the tokens of a turn that shares it.
+    """
+    values_N = _finite(values_N)
+    if is_constant_group(values_N):
+        return np.zeros_like(values_N)
+    counts = np.ones_like(values_N) if counts_N is None else np.asarray(counts_N, dtype=np.float64)
+    mean = float(np.average(values_N, weights=counts))
+    std = float(np.sqrt(np.average((values_N - mean) ** 2, weights=counts)))
+    return (values_N - mean) / (std + eps)
+
+
+def outcome_plus_turn(
+    rewards: Sequence[Rewards], *, coefficient: float = 1.0, eps: float = TURN_STD_EPS
+) -> list[FloatArray]:
+    """MT-GRPO (arXiv:2505.11821): what each turn of a group's attempts deserves.
+
+    The last reward of an attempt is its outcome, the ones before belong to their turns. Both are normalised inside the
+    group, apart from each other; turn rewards among the attempts that have that turn before their last one.
+
+        A_last = A_outcome        A_k = A_outcome + coefficient * A_turn_k
+    """
+    attempts = [_finite(own) for own in rewards]
+    outcomes_G = normalise_by_group([own[-1] for own in attempts], eps=eps)
+    advantages = [np.full(len(own), outcome) for own, outcome in zip(attempts, outcomes_G, strict=True)]
+    for turn in range(max(len(own) for own in attempts) - 1):
+        having = [j for j, own in enumerate(attempts) if turn < len(own) - 1]
+        normalised = normalise_by_group([attempts[j][turn] for j in having], eps=eps)
+        for j, value in zip(having, normalised, strict=True):
+            advantages[j][turn] += coefficient * value
+    return advantages
+
+
+def step_advantages(
+    returns: Sequence[Rewards],
+    anchors: Sequence[Sequence[str]],
+    compare: Callable[[Sequence[float]], FloatArray] = center_by_group,
+) -> list[FloatArray]:
+    """GiGPO's step part (arXiv:2505.10978): each turn's return against those of all turns from the same state.
+
+    Args:
+        returns: [K] per attempt of one group, the discounted rewards from each turn on.
+        anchors: the env's key for the state before each turn; a state that came once has nothing to be compared with.
+    """
+    places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for j, keys in enumerate(anchors):
+        for turn, key in enumerate(keys):
+            places[key].append((j, turn))
+    found = [np.zeros(len(keys)) for keys in anchors]
+    for same in places.values():
+        compared = compare([float(returns[j][turn]) for j, turn in same])
+        for (j, turn), value in zip(same, compared, strict=True):
+            found[j][turn] = value
+    return found
 
 
 def _finite(rewards: Rewards) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Trajectory + one advantage per turn -> datums, and their weights in an optimizer batch.
+"""Trajectory + advantages -> datums.
 
 Turns whose prompt extends all ids before it, id by id, share a datum; where a prompt does not (a chat template that
 rewrites history, a compacted context), a new datum starts. Baselines are made per trajectory before this point, so a
@@ -11,22 +11,31 @@ what belongs to token x_{i+1} stands at index i. The mask is 1 exactly on the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from turnwise.errors import DataError
 from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import Datum, ModelInput, TensorData
 
+TurnAdvantage = float | NDArray[np.float64]
+"""One number for all tokens of a turn, or [S] one for each of its sampled tokens."""
 
-def trajectory_to_datums(trajectory: Trajectory, advantages: Sequence[float]) -> list[Datum]:
+
+def trajectory_to_datums(
+    trajectory: Trajectory, advantages: Sequence[TurnAdvantage], *, is_split: bool = False
+) -> list[Datum]:
     """Merge turns whose prompt extends the last sequence; start a new datum when one does not.
 
-    Every datum has `target_tokens`, `mask`, `logprobs`, `advantages`, `temperature`, and `weights` equal to the mask.
-    A sequence in which no turn is trained gives no datum.
+    Every datum has `target_tokens`, `mask`, `logprobs`, `advantages`, `temperature`, and `weights` equal to the mask
+    (`credit.weights` sets them for a batch). A sequence in which no turn is trained gives no datum.
 
     Args:
-        advantages: one per turn, for all of the turn's tokens.
+        advantages: one entry per turn.
+        is_split: give every turn a datum of its own, for a loss that looks at whole datums.
     """
     if trajectory.failure is not None:
         raise DataError(f"attempt {trajectory.attempt} at {trajectory.task_id} failed; there is nothing to learn from")
@@ -34,14 +43,27 @@ def trajectory_to_datums(trajectory: Trajectory, advantages: Sequence[float]) ->
         raise DataError(f"{len(advantages)} advantages for {len(trajectory.turns)} turns; expected one per turn")
     sequences: list[_Sequence] = []
     for turn, advantage in zip(trajectory.turns, advantages, strict=True):
-        if not math.isfinite(advantage):
-            raise DataError(f"an advantage of {advantage} in attempt {trajectory.attempt} at {trajectory.task_id}")
-        if not sequences or not sequences[-1].extends_to(turn.prompt_ids):
+        if is_split or not sequences or not sequences[-1].extends_to(turn.prompt_ids):
             sequences.append(_Sequence())
         sequence = sequences[-1]
         sequence.add_context(turn.prompt_ids[len(sequence.ids) :])
-        sequence.add_sampled(turn, float(advantage))
+        sequence.add_sampled(turn, _by_token(advantage, turn, trajectory))
     return [sequence.to_datum() for sequence in sequences if any(sequence.mask)]
+
+
+def _by_token(advantage: TurnAdvantage, turn: Turn, trajectory: Trajectory) -> list[float]:
+    where = f"attempt {trajectory.attempt} at {trajectory.task_id}"
+    if isinstance(advantage, np.ndarray):
+        if advantage.shape != (len(turn.sampled_ids),):
+            shape = list(advantage.shape)
+            raise DataError(f"advantages of shape {shape} for {len(turn.sampled_ids)} sampled ids in {where}")
+        found = [float(value) for value in advantage]
+    else:
+        found = [float(advantage)] * len(turn.sampled_ids)
+    for value in found:
+        if not math.isfinite(value):
+            raise DataError(f"an advantage of {value} in {where}")
+    return found
 
 
 def dialogue_to_datums(turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Datum]:
@@ -73,16 +95,16 @@ class _Sequence:
         return len(prompt_ids) >= len(self.ids) and list(prompt_ids[: len(self.ids)]) == self.ids
 
     def add_context(self, ids: Sequence[int]) -> None:
-        self._add(ids, [0.0] * len(ids), 0.0, 0.0, 1.0)
+        self._add(ids, [0.0] * len(ids), 0.0, [0.0] * len(ids), 1.0)
 
-    def add_sampled(self, turn: Turn, advantage: float) -> None:
+    def add_sampled(self, turn: Turn, advantages: Sequence[float]) -> None:
         if turn.is_trained:
-            self._add(turn.sampled_ids, turn.sampler_logprobs, 1.0, advantage, turn.temperature)
+            self._add(turn.sampled_ids, turn.sampler_logprobs, 1.0, advantages, turn.temperature)
         else:
             self.add_context(turn.sampled_ids)
 
     def add_reply(self, ids: Sequence[int]) -> None:
-        self._add(ids, [0.0] * len(ids), 1.0, 0.0, 1.0)
+        self._add(ids, [0.0] * len(ids), 1.0, [0.0] * len(ids), 1.0)
 
     def to_datum(self) -> Datum:
         return Datum(
@@ -108,59 +130,27 @@ class _Sequence:
         )
 
     def _add(
-        self, ids: Sequence[int], logprobs: Sequence[float], mask: float, advantage: float, temperature: float
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        mask: float,
+        advantages: Sequence[float],
+        temperature: float,
     ) -> None:
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.mask.extend([mask] * len(ids))
-        self.advantages.extend([advantage] * len(ids))
+        self.advantages.extend(advantages)
         self.temperatures.extend([temperature] * len(ids))
 
 
 def num_trained_tokens(datum: Datum) -> int:
     """How many targets of the datum are trained."""
-    return round(sum(_mask(datum)))
+    return round(sum(trained_mask(datum)))
 
 
-def token_mean(batch: Sequence[Sequence[Datum]]) -> list[Datum]:
-    """Every trained token weighs 1/n, n counted over the whole optimizer batch (DAPO, verl, SkyRL).
-
-    `batch` has the datums of each trajectory in a list of their own, here and below; the result is flat, in the same
-    order. Weights are set before any token is rejected, so that a rejection does not raise the weight of the others.
-    """
-    total = sum(num_trained_tokens(datum) for datum in _flat(batch))
-    return [_weighted(datum, 1.0 / max(total, 1)) for datum in _flat(batch)]
-
-
-def seq_mean(batch: Sequence[Sequence[Datum]]) -> list[Datum]:
-    """Every trajectory weighs 1/B, shared by its n_j trained tokens: 1/(B n_j) (the first GRPO, GSPO)."""
-    weighted: list[Datum] = []
-    for datums in batch:
-        total = sum(num_trained_tokens(datum) for datum in datums)
-        weighted += [_weighted(datum, 1.0 / (len(batch) * max(total, 1))) for datum in datums]
-    return weighted
-
-
-def const(batch: Sequence[Sequence[Datum]], *, max_tokens: int) -> list[Datum]:
-    """Every trained token weighs 1/(B L), L fixed for the run: no bias towards a length (Dr.GRPO, arXiv:2503.20783)."""
-    if max_tokens < 1:
-        raise DataError(f"max_tokens={max_tokens}; expected the most tokens that a trajectory may have")
-    return [_weighted(datum, 1.0 / (max(len(batch), 1) * max_tokens)) for datum in _flat(batch)]
-
-
-Weighting = Callable[[Sequence[Sequence[Datum]]], list[Datum]]
-
-
-def _flat(batch: Sequence[Sequence[Datum]]) -> Iterator[Datum]:
-    return (datum for datums in batch for datum in datums)
-
-
-def _mask(datum: Datum) -> Sequence[float]:
+def trained_mask(datum: Datum) -> Sequence[float]:
+    """1 on each target that is trained, else 0."""
     if "mask" not in datum.loss_fn_inputs:
         raise DataError("a datum without a mask; weights are shared out over the tokens that the mask names")
     return datum.loss_fn_inputs["mask"].data
-
-
-def _weighted(datum: Datum, weight: float) -> Datum:
-    weights = TensorData([weight * is_trained for is_trained in _mask(datum)])
-    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights})

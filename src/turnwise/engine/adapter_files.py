@@ -1,7 +1,8 @@
 """Adapters on disk, in PEFT's file format, with the optimizer's state beside it.
 
 `adapter_config.json` and `adapter_model.safetensors` are what `peft.PeftModel.from_pretrained` reads; what PEFT wrote
-is read here too. `optimizer.safetensors` holds AdamW's moments in the order of the flat parameter tensor.
+is read here too. `optimizer.safetensors` holds AdamW's moments in the order of the flat parameter tensor. A critic's
+head is `value_head.safetensors`; PEFT leaves that file alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,11 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turnwise.engine.critic import CriticAdapter
 from turnwise.engine.lora import LORA_ALPHA, Adapter, LoraWeights, linear_kind, num_parameters, split_pairs
 from turnwise.errors import CheckpointError
 from turnwise.types import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"
+HEAD_FILE = "value_head.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = (
     "use_dora",
@@ -46,10 +50,13 @@ def write_adapter(weights: LoraWeights, directory: Path, base_model: str, *, wit
         for name, (a, b) in split_pairs(weights.flat, weights.shapes, weights.lora.rank).items():
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
             tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
-        save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        if isinstance(weights, CriticAdapter):
+            head = weights.head_flat.detach().cpu()
+            save_tensors({"weight": head[:-1].clone(), "bias": head[-1:].clone()}, temporary / HEAD_FILE)
         if with_optimizer and isinstance(weights, Adapter):
             moments = {"exp_avg": weights.exp_avg.cpu(), "exp_avg_sq": weights.exp_avg_sq.cpu()}
-            save_file(moments, temporary / OPTIMIZER_FILE, metadata={"num_steps": str(weights.num_steps)})
+            save_tensors(moments, temporary / OPTIMIZER_FILE, metadata={"num_steps": str(weights.num_steps)})
         config = json.dumps(_peft_config(weights, base_model), indent=2)
         (temporary / CONFIG_FILE).write_text(config + "\n")
         _sync(temporary)
@@ -57,6 +64,17 @@ def write_adapter(weights: LoraWeights, directory: Path, base_model: str, *, wit
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; a disk that is full is an `OSError` like everybody else's."""
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as cause:
+        number = re.search(r"\(os error (\d+)\)", str(cause))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from cause
 
 
 def _peft_config(weights: LoraWeights, base_model: str) -> dict[str, Any]:
@@ -140,6 +158,22 @@ def read_flat(directory: Path, shapes: Mapping[str, tuple[int, int]], rank: int,
         own_a.copy_(a)
         own_b.copy_(b if fold == 1 else b * fold)
     return flat
+
+
+def is_critic(directory: Path) -> bool:
+    """There is a value head beside the adapter."""
+    return (directory / HEAD_FILE).is_file()
+
+
+def read_head(directory: Path, hidden_size: int) -> Tensor:
+    """[H + 1] the saved value head: weight, then bias."""
+    if not is_critic(directory):
+        raise CheckpointError(f"{directory} is a policy, not a critic: it has no {HEAD_FILE}")
+    tensors = _load(directory / HEAD_FILE)
+    if sorted(tensors) != ["bias", "weight"] or tensors["weight"].shape != (hidden_size,):
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        raise CheckpointError(f"{directory / HEAD_FILE} holds {shapes}; expected weight [{hidden_size}] and bias [1]")
+    return torch.cat([tensors["weight"].float(), tensors["bias"].float().reshape(1)])
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:

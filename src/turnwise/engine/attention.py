@@ -18,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from turnwise.engine import attention_cpu, attention_cuda
 from turnwise.engine.kvcache import KvCache
+from turnwise.engine.layer_ops import CacheSlots
 from turnwise.errors import ModelError
 
 ATTENTION_NAME = "turnwise"
@@ -103,7 +105,7 @@ class TreePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         if torch.is_grad_enabled() and query.requires_grad:
             return _TreeAttention.apply(query, key, value, self, scale)
-        out, _ = _kernels(query).tree_forward(query, key, value, self, scale)
+        out, _ = attention_kernels(query).tree_forward(query, key, value, self, scale)
         return out
 
     def slices(self) -> Iterator[tuple[slice, slice, bool]]:
@@ -168,7 +170,7 @@ class Saved(NamedTuple):
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):
-        out, logsumexp = _kernels(query).tree_forward(query, key, value, plan, scale)
+        out, logsumexp = attention_kernels(query).tree_forward(query, key, value, plan, scale)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -176,7 +178,7 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         saved = Saved(*ctx.saved_tensors)
-        return *_kernels(grad_out).tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
+        return *attention_kernels(grad_out).tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,8 @@ class Chunk:
     start: int
     stop: int
     num_cached: int
-    blocks: Tensor
-    """The sequence's block ids, as many as hold its cached tokens."""
+    blocks: np.ndarray
+    """The sequence's block ids."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,18 @@ class PagedPlan:
     max_context: int
     chunks: Sequence[Chunk]
 
+    def cache_slots(self, layer: int) -> CacheSlots:
+        """Where this pass's keys and values of a layer go."""
+        keys, values = self.cache.layer(layer)
+        return CacheSlots(keys.flatten(0, 1), values.flatten(0, 1), self.slots)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self.cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        kernels = _kernels(query)
+        return self.attend_written(layer, query, key, value, scale)
+
+    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The same, once the pass's keys and values are in the cache."""
+        kernels = attention_kernels(query)
         parts: list[Tensor] = []
         if self.num_decode:
             rows = query[0, :, : self.num_decode].transpose(0, 1)
@@ -220,25 +231,31 @@ class PagedPlan:
         """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""
         if "_varlen" not in self.__dict__:
             device = self.slots.device
-            new = [(chunk.start, chunk.stop) for chunk in self.chunks]
-            q_bounds = run_bounds(new, device)
-            max_q = max(stop - start for start, stop in new)
+            new = [chunk.stop - chunk.start for chunk in self.chunks]
+            q_bounds = upload(np.cumsum([0, *new], dtype=np.int32), device)
             if any(chunk.num_cached for chunk in self.chunks):
-                size = self.cache.block_size
-                old = [(c.blocks[:, None] * size + torch.arange(size, device=device)).view(-1) for c in self.chunks]
-                runs = [(0, c.num_cached + c.stop - c.start) for c in self.chunks]
-                pieces = [
-                    piece
-                    for slots, c in zip(old, self.chunks, strict=True)
-                    for piece in (slots[: c.num_cached], self.slots[c.start : c.stop])
-                ]
-                max_k = max(stop for _, stop in runs)
-                varlen = Varlen(q_bounds, run_bounds(runs, device), max_q, max_k, None, torch.cat(pieces))
+                lengths = [chunk.num_cached + length for chunk, length in zip(self.chunks, new, strict=True)]
+                slots = [chunk_slots(chunk, 0, self.cache.block_size) for chunk in self.chunks]
+                k_bounds = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
+                k_index = upload(np.concatenate(slots), device)
+                varlen = Varlen(q_bounds, k_bounds, max(new), max(lengths), None, k_index)
             else:
-                varlen = Varlen(q_bounds, q_bounds, max_q, max_q)
+                varlen = Varlen(q_bounds, q_bounds, max(new), max(new))
             self.__dict__["_varlen"] = varlen
         return self.__dict__["_varlen"]
 
 
-def _kernels(query: Tensor) -> Any:
+def chunk_slots(chunk: Chunk, first: int, block_size: int) -> np.ndarray:
+    """Where positions [first, end of the chunk) of its sequence lie in the cache."""
+    positions = np.arange(first, chunk.num_cached + chunk.stop - chunk.start)
+    return chunk.blocks[positions // block_size] * block_size + positions % block_size
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on `device`; to a GPU through pinned memory, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def attention_kernels(query: Tensor) -> Any:
     return attention_cpu if query.device.type == "cpu" else attention_cuda

@@ -1,4 +1,4 @@
-"""Attention on a CPU: PyTorch's flash kernels over slices, and our paged decode kernel.
+"""Attention on a CPU: our kernels (PyTorch's flash kernels where they do not run) over slices, and paged decode.
 
 Every function here takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D].
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from turnwise.engine.kernels import cpu_attention
 from turnwise.engine.linear import cpu_kernels
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
     logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
+    if cpu_attention.fits(query):
+        for run in plan.equal_runs():
+            cpu_attention.attend(*(_rows(side, run) for side in (query, key, value, out, logsumexp)), scale, is_causal=True)
+        for q, k in plan.ancestors():
+            sides = (query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
+            cpu_attention.attend(*sides, scale, is_causal=False, is_added=True)
+        return out.transpose(1, 2), logsumexp
     for run in plan.equal_runs():
         part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
         _rows(out, run).copy_(part[0])
@@ -39,6 +47,16 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) 
     query, key, value, out, logsumexp = saved
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if cpu_attention.fits(query):
+        for run in plan.equal_runs():
+            sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
+            dq, dk, dv = (_rows(grad, run) for grad in grads)
+            cpu_attention.attend_backward(*sides, (dq, dk, dv), scale, is_causal=True)
+        for q, k in plan.ancestors():
+            sides = (grad_out[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
+            parts = grads[0][:, :, q], grads[1][:, :, k], grads[2][:, :, k]
+            cpu_attention.attend_backward(*sides, parts, scale, is_causal=False, is_added=True)
+        return grads
     for run in plan.equal_runs():
         sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
         for grad, piece in zip(grads, _flash_backward(*sides, 0.0, True, scale=scale), strict=True):

@@ -35,6 +35,9 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     out, logsumexp, _ = _varlen_forward(q, k, v, parts[0], True, scale)
     for part in parts[1:]:
         below, lse_below, _ = _varlen_forward(q[part.q_index], k[part.k_index], v[part.k_index], part, False, scale)
+        if has_triton():
+            triton_tree().merge_rows(out, logsumexp, below, lse_below, part.q_index)
+            continue
         # merge() wants heads first; the log-sum-exp already is.
         merged, lse = merge(
             out[part.q_index].transpose(0, 1), logsumexp[:, part.q_index], below.transpose(0, 1), lse_below
@@ -58,7 +61,10 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) 
         assert ki is not None, "a level picks its keys by index"
         below = _varlen_backward(g[qi], q[qi], k[ki], v[ki], o[qi], lse[:, qi].contiguous(), part, False, scale)
         for grad, index, piece in zip(grads, (qi, ki, ki), below, strict=True):
-            grad.index_add_(0, index, piece)
+            if has_triton():
+                triton_tree().add_rows(grad, piece, index)
+            else:
+                grad.index_add_(0, index, piece)
     dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
     return dq, dk, dv
 
@@ -91,6 +97,16 @@ def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, s
     if kernel is None:
         return gather_decode(query, layer, plan, scale)
     return kernel.paged_decode(query, *layer, plan.block_table, plan.context_lens, plan.max_context, scale)
+
+
+def has_triton() -> bool:
+    return triton_decode() is not None
+
+
+def triton_tree() -> Any:
+    from turnwise.engine.kernels import triton_tree as module
+
+    return module
 
 
 @functools.cache

@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from turnwise.engine.losses import Loss, LossColumns, did_you_mean, make_loss
+from turnwise.engine.preference_losses import PreferenceLoss
 from turnwise.errors import DataError
 from turnwise.types import Datum, ModelInput, TensorData
 
+AnyLoss = Loss | PreferenceLoss
 FloatArray = NDArray[np.float32]
 
 KNOWN_INPUTS: Mapping[str, str] = {
@@ -35,6 +37,8 @@ KNOWN_INPUTS: Mapping[str, str] = {
     "clip_low_threshold": "the lowest ratio per target, such as 0.8",
     "clip_high_threshold": "the highest ratio per target, such as 1.2",
     "sequence_ratio_mask": "1 on each target that enters the ratio of its sequence",
+    "pair": "the number of the pair, from 1, on every target of its chosen side, and minus that on the rejected one",
+    "turn_weights": "how much each target counts within its dialogue",
 }
 """`loss_fn_inputs` keys, with what to send."""
 
@@ -59,6 +63,8 @@ class DatumColumns:
     clip_low: FloatArray | None = None
     clip_high: FloatArray | None = None
     sequence_ratio_mask: NDArray[np.bool_] | None = None
+    pair: FloatArray | None = None
+    turn_weights: FloatArray | None = None
 
     @property
     def num_targets(self) -> int:
@@ -66,7 +72,7 @@ class DatumColumns:
 
 
 def datums_to_columns(
-    datums: Sequence[Datum], *, loss: Loss | str, vocab_size: int, max_length: int
+    datums: Sequence[Datum], *, loss: AnyLoss | str, vocab_size: int, max_length: int
 ) -> list[DatumColumns]:
     """The columns of one request's datums, which must all bring the same optional tensors."""
     loss = make_loss(loss, None) if isinstance(loss, str) else loss
@@ -80,7 +86,7 @@ def datums_to_columns(
     return columns
 
 
-def datum_to_columns(datum: Datum, *, loss: Loss | str, vocab_size: int, max_length: int) -> DatumColumns:
+def datum_to_columns(datum: Datum, *, loss: AnyLoss | str, vocab_size: int, max_length: int) -> DatumColumns:
     """Check one datum for one loss; a name stands for the loss with its default settings."""
     loss = make_loss(loss, None) if isinstance(loss, str) else loss
     inputs = datum.loss_fn_inputs
@@ -105,6 +111,8 @@ def datum_to_columns(datum: Datum, *, loss: Loss | str, vocab_size: int, max_len
         clip_low=clip_low,
         clip_high=clip_high,
         sequence_ratio_mask=_sequence_ratio_mask(reader, mask),
+        pair=reader.optional("pair"),
+        turn_weights=reader.optional("turn_weights", 1.0),
     )
 
 
@@ -133,6 +141,8 @@ def collate_columns(datums: Sequence[DatumColumns]) -> LossColumns:
         clip_low_T=laid([d.clip_low for d in datums]),
         clip_high_T=laid([d.clip_high for d in datums]),
         sequence_ratio_mask_T=every(ratio_masks) if has_ratio_mask else None,
+        pair_T=laid([d.pair for d in datums]),
+        turn_weights_T=laid([d.turn_weights for d in datums]),
         datum_T=every([np.full(len(d.input_ids), index, dtype=np.int64) for index, d in enumerate(datums)]),
         num_datums=len(datums),
     )
@@ -182,7 +192,7 @@ class _Reader:
             raise DataError(f"{key} holds {self.column(key, 0.0)[self.target_start + at]} at position {at}; {expected}")
 
 
-def _check_keys(inputs: Mapping[str, TensorData], loss: Loss) -> None:
+def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
     for key in inputs:
         if key not in KNOWN_INPUTS:
             near = did_you_mean(key, KNOWN_INPUTS)
@@ -190,7 +200,9 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: Loss) -> None:
     came = ", ".join(inputs) or "nothing"
     for key in ("target_tokens", *loss.required_inputs):
         if key not in inputs:
-            who = f"{loss.name} with correction={loss.config.correction!r}" if key == "old_logprobs" else loss.name
+            who = loss.name
+            if key == "old_logprobs" and isinstance(loss, Loss):
+                who = f"{who} with correction={loss.config.correction!r}"
             raise DataError(f"{who} needs {key} in loss_fn_inputs, and {came} came; send {KNOWN_INPUTS[key]}")
     if loss.name == "cross_entropy" and not inputs.keys() & {"weights", "mask"}:
         hint = KNOWN_INPUTS["weights"]
@@ -280,14 +292,14 @@ def _temperature(reader: _Reader) -> FloatArray:
 
 
 def _check_clip(
-    low: FloatArray | None, high: FloatArray | None, loss: Loss, reader: _Reader, mask: NDArray[np.bool_]
+    low: FloatArray | None, high: FloatArray | None, loss: AnyLoss, reader: _Reader, mask: NDArray[np.bool_]
 ) -> None:
     """Bounds that come per token are checked against each other, or against the config's where only one side came."""
     if low is not None:
         reader.refuse("clip_low_threshold", low < 0, "expected an absolute ratio bound, such as 0.8")
     if high is not None:
         reader.refuse("clip_high_threshold", high < 0, "expected an absolute ratio bound, such as 1.2")
-    if not loss.is_clipped or (low is None and high is None):
+    if isinstance(loss, PreferenceLoss) or not loss.is_clipped or (low is None and high is None):
         return
     lows = np.broadcast_to(loss.config.clip_low_threshold if low is None else low, mask.shape)
     highs = np.broadcast_to(loss.config.clip_high_threshold if high is None else high, mask.shape)
@@ -299,7 +311,7 @@ def _check_clip(
 
 
 def _check_alike(columns: Sequence[DatumColumns]) -> None:
-    for name in ("old_logprobs", "ref_logprobs", "clip_low", "clip_high"):
+    for name in ("old_logprobs", "ref_logprobs", "clip_low", "clip_high", "pair", "turn_weights"):
         present = [getattr(datum, name) is not None for datum in columns]
         if any(present) and not all(present):
             key = f"{name}_threshold" if name.startswith("clip") else name

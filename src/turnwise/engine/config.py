@@ -28,7 +28,7 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse the blocks of earlier turns and sibling samples under the same weights."""
     prefill_tokens: int = 0
-    """Most prompt tokens read in one sampler step; 0: 512 on a CPU, 8192 on a GPU."""
+    """Most prompt tokens read in one sampler step; 0: 512 on a CPU, 16384 on a GPU."""
     merge_adapter: Literal["auto", "always", "never"] = "auto"
     """Sample from base weights with the adapter added in (a second copy of the adapted weights), or beside it;
     `auto` merges while one policy has the sampler to itself."""

@@ -10,8 +10,10 @@ Shape legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +38,9 @@ class DrawSettings:
     """Some row has top-k, top-p or min-p."""
 
 
-def uniforms(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+def uniforms(
+    seeds: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray
+) -> np.ndarray:
     """[B] numbers in [0, 1): splitmix64 over (seed, sample, position), 24 bits each."""
     with np.errstate(over="ignore"):
         state = _mix(np.asarray(seeds, dtype=np.uint64))
@@ -58,7 +62,28 @@ def draw(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
         kernels = cpu_kernels()
         if kernels is not None:
             return kernels.sample_rows(logits_BV, settings.temperature, settings.uniform)
+    if not settings.is_cut and logits_BV.device.type == "cuda":
+        return draw_whole(logits_BV, settings.temperature, settings.uniform)
     return draw_torch(logits_BV, settings)
+
+
+def draw_whole(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` on a GPU where no row cuts its tail."""
+    kernel = triton_draw()
+    if kernel is not None:
+        return kernel.draw_rows(logits_BV, temperature_B, uniform_B)
+    off = torch.zeros_like(temperature_B)
+    return draw_torch(logits_BV, DrawSettings(temperature_B, off, off + 1, off, uniform_B, is_cut=False))
+
+
+@functools.cache
+def triton_draw() -> Any:
+    """The module with our draw kernel, or None where Triton does not run."""
+    try:
+        from turnwise.engine.kernels import triton_draw as module
+    except ImportError:
+        return None
+    return module
 
 
 def draw_torch(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:

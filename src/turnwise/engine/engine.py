@@ -16,16 +16,28 @@ import numpy as np
 import torch
 
 from turnwise.engine import adapter_files
-from turnwise.engine.columns import DatumColumns, datums_to_columns
+from turnwise.engine.columns import AnyLoss, DatumColumns, datums_to_columns
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.critic import (
+    CriticAdapter,
+    CriticTrainer,
+    ValueColumns,
+    ValueLoss,
+    create_critic,
+    make_value_loss,
+    value_columns,
+)
 from turnwise.engine.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
-from turnwise.engine.losses import Loss, make_loss
+from turnwise.engine.losses import make_loss
 from turnwise.engine.memory import keep_freed_memory
 from turnwise.engine.models import CausalModel
 from turnwise.engine.optim import adamw_step
+from turnwise.engine.place import MICRO_BATCH_TOKENS, Place, choose_device, count_kv_tokens
+from turnwise.engine.preference_losses import DEFAULTS as PREFERENCE_LOSSES
+from turnwise.engine.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.sampler import Sampler
 from turnwise.engine.trainer import Job, Trainer, outputs_of
-from turnwise.errors import ConfigError, DataError
+from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
 
 log = logging.getLogger(__name__)
@@ -34,9 +46,6 @@ LossConfig = Mapping[str, float | str] | None
 CustomLoss = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
 
 CROSS_ENTROPY = make_loss("cross_entropy", None)
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
-CPU_KV_BYTES = 1 << 30
-MAX_KV_TOKENS = 1 << 21
 
 
 class Engine:
@@ -54,16 +63,18 @@ class Engine:
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
         self.base_policy = BasePolicy()
-        self.trainer = Trainer(
-            self.model,
-            config.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type],
-            share_prefixes=config.share_prefixes,
-        )
+        micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
+        self.trainer = Trainer(self.model, micro_batch_tokens, share_prefixes=config.share_prefixes)
+        self.critics = CriticTrainer(self.model, micro_batch_tokens, share_prefixes=config.share_prefixes)
         self.sampler = Sampler(self.model, config, self._num_blocks(), self.model_dir)
         self._references: dict[str, AnyPolicy] = {}
 
     def create_adapter(self, lora: LoraConfig) -> Adapter:
         return Adapter(lora, target_shapes(self.model.linears, lora), self.device)
+
+    def create_critic(self, lora: LoraConfig) -> CriticAdapter:
+        """An adapter with a value head; `forward` and `forward_backward` give it the loss `value`."""
+        return create_critic(self.model, lora)
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Free an adapter's tensors; its published policies live on."""
@@ -73,8 +84,11 @@ class Engine:
     def forward(
         self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Logprobs of every target, and the loss they give; no gradient."""
-        loss = make_loss(loss_fn, _without_reference(loss_fn_config))
+        """Logprobs of every target, and the loss they give; no gradient. Of a critic: its values."""
+        if isinstance(adapter, CriticAdapter):
+            loss = make_value_loss(loss_fn, loss_fn_config, is_learning=False)
+            return (yield from self.critics.forward(adapter, self._value_columns(datums, loss, is_learning=False)))
+        loss = _make_loss(loss_fn, loss_fn_config)
         job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], loss))
         result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
@@ -87,6 +101,10 @@ class Engine:
         self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
+        if isinstance(adapter, CriticAdapter):
+            loss = make_value_loss(loss_fn, loss_fn_config, is_learning=True)
+            columns = self._value_columns(datums, loss, is_learning=True)
+            return (yield from self.critics.forward_backward(adapter, columns, loss))
         outputs = yield from self.forward_backward_many([(adapter, datums)], loss_fn, loss_fn_config)
         return outputs[0]
 
@@ -94,7 +112,9 @@ class Engine:
         self, batches: Sequence[tuple[Adapter, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossConfig
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
-        loss = make_loss(loss_fn, _without_reference(loss_fn_config))
+        for adapter, _ in batches:
+            _refuse_critic(adapter, "shared passes compute logprobs")
+        loss = _make_loss(loss_fn, loss_fn_config)
         jobs = [Job(weights=adapter, datums=self._columns(datums, loss)) for adapter, datums in batches]
         reference = self._reference_for(loss, jobs, loss_fn_config)
         before = [adapter.grad.clone() for adapter, _ in batches]
@@ -110,6 +130,7 @@ class Engine:
         self, adapter: Adapter, datums: Sequence[Datum], loss_fn: CustomLoss
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """The caller's own loss over logprobs, one tensor per datum; its gradient is carried through the model."""
+        _refuse_critic(adapter, "a custom loss reads logprobs")
         job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], CROSS_ENTROPY))
         result = yield from self.trainer.logprobs(job, only_trained=False)
         outputs = outputs_of(job, result)
@@ -136,6 +157,7 @@ class Engine:
 
     def publish(self, adapter: Adapter) -> Policy:
         """A frozen copy of the adapter for sampling, under a version of its own."""
+        _refuse_critic(adapter, "sampling needs a policy")
         return adapter.publish(self.dtype)
 
     def save_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
@@ -147,6 +169,11 @@ class Engine:
     def load_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
         """Replace an adapter's weights; its gradient is cleared, and its optimizer starts anew or is restored."""
         flat = adapter_files.read_flat(directory, adapter.shapes, adapter.lora.rank, adapter.flat)
+        if isinstance(adapter, CriticAdapter):
+            head = adapter_files.read_head(directory, len(adapter.weight_H))
+            flat[-len(head) :] = head
+        elif adapter_files.is_critic(directory):
+            raise CheckpointError(f"{directory} is a critic, not a policy; create a critic's client from it")
         if with_optimizer:
             adapter_files.read_optimizer(directory, adapter)
         else:
@@ -157,6 +184,8 @@ class Engine:
         adapter.grad.zero_()
 
     def load_policy(self, directory: Path) -> Policy:
+        if adapter_files.is_critic(directory):
+            raise CheckpointError(f"{directory} is a critic; there is nothing to sample from")
         lora = adapter_files.read_lora_config(directory)
         shapes = target_shapes(self.model.linears, lora)
         flat = adapter_files.read_flat(directory, shapes, lora.rank).to(self.device)
@@ -165,14 +194,22 @@ class Engine:
     def close(self) -> None:
         """Drop everything that holds memory."""
         self._references.clear()
-        del self.sampler, self.trainer, self.model
+        del self.sampler, self.trainer, self.critics, self.model
 
-    def _columns(self, datums: Sequence[Datum], loss: Loss) -> list[DatumColumns]:
+    def _columns(self, datums: Sequence[Datum], loss: AnyLoss) -> list[DatumColumns]:
         if not datums:
             raise DataError("no datums; send at least one")
-        return datums_to_columns(datums, loss=loss, vocab_size=self.vocab_size, max_length=self.max_context_length)
+        sizes = {"vocab_size": self.vocab_size, "max_length": self.max_context_length}
+        columns = datums_to_columns(datums, loss=loss, **sizes)
+        if isinstance(loss, PreferenceLoss):
+            check_pairs(columns)
+        return columns
 
-    def _reference_for(self, loss: Loss, jobs: Sequence[Job], config: LossConfig) -> AnyPolicy | None:
+    def _value_columns(self, datums: Sequence[Datum], loss: ValueLoss, *, is_learning: bool) -> list[ValueColumns]:
+        sizes = {"vocab_size": self.vocab_size, "max_length": self.max_context_length}
+        return value_columns(datums, loss, **sizes, is_learning=is_learning)
+
+    def _reference_for(self, loss: AnyLoss, jobs: Sequence[Job], config: LossConfig) -> AnyPolicy | None:
         """The policy that a KL term is measured against: the base, or an adapter's directory; None: no need of one."""
         if not loss.needs_reference or all(d.ref_logprobs is not None for job in jobs for d in job.datums):
             return None
@@ -184,36 +221,34 @@ class Engine:
         return self._references[where]
 
     def _num_blocks(self) -> int:
-        per_token = self.model.kv_shape.bytes_per_token(self.dtype)
-        budget = self.config.kv_cache_gib * (1 << 30)
-        if not budget and self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = max(0, free - (1 - self.config.gpu_memory_utilization) * total) / 2
-        tokens = int((budget or CPU_KV_BYTES) // per_token)
-        tokens = min(tokens, MAX_KV_TOKENS, self.config.max_num_seqs * self.max_context_length)
+        is_gpu = self.device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self.device) if is_gpu else (0, 0)
+        dtype = str(self.dtype).removeprefix("torch.")
+        tokens = count_kv_tokens(
+            self.config,
+            Place(device=self.device.type, dtype=dtype, free_bytes=free, total_bytes=total),
+            bytes_per_token=self.model.kv_shape.bytes_per_token(self.dtype),
+            context_length=self.max_context_length,
+        )
         num_blocks = tokens // self.config.block_size
         if num_blocks < 2:
             raise ConfigError(f"kv_cache_gib={self.config.kv_cache_gib} holds {tokens} tokens; give it more")
         return num_blocks
 
 
-def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of the frozen weights that `config` asks for."""
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device={config.device!r}; expected auto, cpu or cuda")
-    device = torch.device(wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={config.device!r}, but torch sees no CUDA GPU; use device='cpu'")
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, default if config.dtype == "auto" else getattr(torch, config.dtype)
+def _make_loss(name: str, config: LossConfig) -> AnyLoss:
+    settings = _without_reference(config)
+    return make_preference_loss(name, settings) if name in PREFERENCE_LOSSES else make_loss(name, settings)
 
 
 def _without_reference(config: LossConfig) -> dict[str, Any]:
     """`kl_reference` is the engine's to read; the loss sees the logprobs that come of it."""
     return {key: value for key, value in (config or {}).items() if key != "kl_reference"}
+
+
+def _refuse_critic(adapter: Adapter, why: str) -> None:
+    if isinstance(adapter, CriticAdapter):
+        raise ConfigError(f"this client trains a critic: {why}; a critic has forward and forward_backward with 'value'")
 
 
 def _with_weights(datum: Datum) -> Datum:

@@ -1,14 +1,15 @@
 """A decode step as a captured CUDA graph: one launch for the whole model, the head and the draw.
 
-Eager decode is bound by launches, not by the card. A graph is captured per bucket of rows (powers of two), with
-static inputs that each step copies into; rows that pad a bucket write to a scratch block. Weights are read where they
-lie, so merging a new policy into the same buffers needs no new capture.
+Eager decode is bound by launches, not by the card. A graph is captured per bucket of rows, with static inputs that each
+step copies into; rows that pad a bucket write to a scratch block. Weights are read where they lie, so merging a new
+policy into the same buffers needs no new capture. A row's last token never leaves the device: the graph reads it from
+the row's lane and writes the next one there, so the host can launch a step before it has seen the tokens of the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,102 +17,196 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.attention import PagedPlan
-from turnwise.engine.draw import DrawSettings, draw_torch, uniforms
+from turnwise.engine.draw import draw_whole, uniforms
 from turnwise.engine.kvcache import KvCache
 from turnwise.engine.lora import Route
+from turnwise.engine.lora_bank import count_tiles, make_tiles
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Row
 
 WARMUPS = 2
+NUM_COLUMNS = 5
+"""Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    integers: Tensor
-    """[4, rows] int64: token, position, slot, context length."""
-    floats: Tensor
-    """[2, rows]: temperature, uniform."""
-    table: Tensor
-    """[rows, width] int32"""
-    tokens: Tensor
-    logprobs: Tensor
+    inputs: Tensor
+    """int32: the columns [5, rows], the block table [rows, width] and, with a bank, its tiles [3, T]."""
+    outputs: Tensor
+    """[2, rows] float32: token ids, logprobs."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows of the last step, as arrays that a step with the same rows only counts up."""
+
+    rows: list[Row]
+    bucket: int
+    width: int
+    lanes: np.ndarray
+    positions: np.ndarray
+    temperatures: np.ndarray
+    seeds: np.ndarray
+    samples: np.ndarray
+    num_sampled: np.ndarray
+    table: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> _Batch:
+        width = _power_of_two(max(len(row.blocks) for row in rows))
+        table = np.zeros((len(rows), width), dtype=np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.blocks)] = row.blocks
+        return _Batch(
+            rows=list(rows),
+            bucket=row_bucket(len(rows)),
+            width=width,
+            lanes=np.array([row.lane for row in rows], dtype=np.int32),
+            positions=np.array([row.length - 1 for row in rows], dtype=np.int32),
+            temperatures=np.array([row.request.params.temperature for row in rows], dtype=np.float32),
+            seeds=np.array([row.request.seed for row in rows], dtype=np.uint64),
+            samples=np.array([row.index for row in rows], dtype=np.uint64),
+            num_sampled=np.array([row.num_sampled + row.num_pending for row in rows], dtype=np.uint64),
+            table=table,
+        )
+
+    def advance(self, block_size: int) -> bool:
+        """One token further with the same rows; False when a table of this width does not hold it."""
+        self.positions += 1
+        self.num_sampled += np.uint64(1)
+        if self.positions.max() >= self.width * block_size:
+            return False
+        for i in np.nonzero(self.positions % block_size == 0)[0].tolist():
+            column = int(self.positions[i]) // block_size
+            self.table[i, column] = self.rows[i].blocks[column]
+        return True
 
 
 class DecodeGraphs:
-    """Captured lazily, per bucket of rows, table width, and set of merged weights."""
+    """Captured lazily, per bucket of rows, table width, and weights."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int) -> None:
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
         self.model = model
         self.cache = cache
         self.scratch_slot = scratch_block * cache.block_size
-        self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
+        self.last_tokens = last_tokens
+        """[lanes + 1] int64; the last lane belongs to padding."""
+        self._captured: dict[tuple[int, int, tuple[str | int, ...]], _Captured] = {}
         self._pool: Any = None
+        self._batch: _Batch | None = None
 
-    def decode(self, rows: Sequence[Row], route: Route) -> tuple[list[int], list[float]]:
-        """One token and its logprob for every row; no row may cut its tail."""
-        size = self.cache.block_size
-        bucket = _power_of_two(len(rows))
-        width = _power_of_two(max(len(row.blocks) for row in rows))
-        captured = self._get(bucket, width, route)
-        integers = np.zeros((4, bucket), dtype=np.int64)
-        integers[2], integers[3] = self.scratch_slot, 1
-        table = np.zeros((bucket, width), dtype=np.int32)
-        for i, row in enumerate(rows):
-            position = len(row.tokens) - 1
-            slot = row.blocks[position // size] * size + position % size
-            integers[:, i] = row.tokens[-1], position, slot, position + 1
-            table[i, : len(row.blocks)] = row.blocks
-        floats = np.ones((2, bucket), dtype=np.float32)
-        floats[0, : len(rows)] = [row.request.params.temperature for row in rows]
-        noise = uniforms([r.request.seed for r in rows], [r.index for r in rows], [r.num_sampled for r in rows])
-        floats[1, : len(rows)] = noise
-        captured.integers.copy_(torch.from_numpy(integers))
-        captured.floats.copy_(torch.from_numpy(floats))
-        captured.table.copy_(torch.from_numpy(table))
+    def forget_rows(self) -> None:
+        """Rows moved on without a replay."""
+        self._batch = None
+
+    def decode(self, rows: Sequence[Row], route: Route) -> Tensor:
+        """Launch one step; [2, rows] token ids and logprobs, valid until the next replay of the same graph."""
+        batch = self._batch
+        if batch is None or batch.rows != rows or not batch.advance(self.cache.block_size):
+            batch = self._batch = _Batch.of(rows)
+        captured = self._get(batch.bucket, batch.width, route)
+        captured.inputs.copy_(self._pack(batch, route), non_blocking=True)
         captured.graph.replay()
-        return captured.tokens[: len(rows)].tolist(), captured.logprobs[: len(rows)].tolist()
+        return captured.outputs[:, : len(rows)]
+
+    def _pack(self, batch: _Batch, route: Route) -> Tensor:
+        """The step's inputs in pinned memory."""
+        size, count, bucket = self.cache.block_size, len(batch.rows), batch.bucket
+        num_tiles = _num_tiles(route)
+        packed = torch.empty(_input_size(bucket, batch.width, num_tiles), dtype=torch.int32, pin_memory=True)
+        array = packed.numpy()
+        columns = array[: NUM_COLUMNS * bucket].reshape(NUM_COLUMNS, bucket)
+        columns[:, count:] = np.array(self._padding(), dtype=np.int32)[:, None]
+        columns[0, :count] = batch.lanes
+        columns[1, :count] = batch.positions
+        blocks = batch.table[np.arange(count), batch.positions // size]
+        columns[2, :count] = blocks * size + batch.positions % size
+        columns[3, :count] = batch.temperatures.view(np.int32)
+        columns[4, :count] = uniforms(batch.seeds, batch.samples, batch.num_sampled).view(np.int32)
+        table = array[NUM_COLUMNS * bucket :][: bucket * batch.width].reshape(bucket, batch.width)
+        table[:count] = batch.table
+        table[count:] = 0
+        if route.bank is not None:
+            array[-3 * num_tiles :] = make_tiles(route.bank.runs, num_tiles).ravel()
+        return packed
+
+    def _padding(self) -> list[int]:
+        """Columns of a row that nobody asked for."""
+        ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
+        return [len(self.last_tokens) - 1, 0, self.scratch_slot, ones, halves]
 
     def _get(self, bucket: int, width: int, route: Route) -> _Captured:
-        merged = tuple(sorted(tensor.data_ptr() for tensor in route.merged.values())) if route.merged else ()
-        key = (bucket, width, merged)
+        key = (bucket, width, _weights_key(route))
         if key not in self._captured:
+            if route.bank is not None:  # older layouts of the banks are gone for good
+                self._captured = {k: c for k, c in self._captured.items() if k[2][0] != "bank" or k[2][1] == key[2][1]}
             self._captured[key] = self._capture(bucket, width, route)
         return self._captured[key]
 
     def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
         device = self.model.device
-        integers = torch.ones((4, bucket), dtype=torch.int64, device=device)
-        integers[2] = self.scratch_slot
-        floats = torch.ones((2, bucket), device=device) / 2
-        table = torch.zeros((bucket, width), dtype=torch.int32, device=device)
+        num_tiles = _num_tiles(route)
+        inputs = torch.zeros(_input_size(bucket, width, num_tiles), dtype=torch.int32, device=device)
+        columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
+        columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
+        table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
+        if route.bank is not None:
+            route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(WARMUPS):
-                self._step(integers, floats, table, route)
+                self._step(columns, table, route)
         torch.cuda.current_stream(device).wait_stream(side)
         with torch.cuda.graph(graph, pool=self._pool):
-            tokens, logprobs = self._step(integers, floats, table, route)
+            outputs = self._step(columns, table, route)
         self._pool = self._pool or graph.pool()
-        return _Captured(graph, integers, floats, table, tokens, logprobs)
+        return _Captured(graph, inputs, outputs)
 
-    def _step(self, integers: Tensor, floats: Tensor, table: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    def _step(self, columns: Tensor, table: Tensor, route: Route) -> Tensor:
+        lanes = columns[0].long()
         plan = PagedPlan(
             cache=self.cache,
-            slots=integers[2],
+            slots=columns[2].long(),
             num_decode=len(table),
             block_table=table,
-            context_lens=integers[3].to(torch.int32),
+            context_lens=columns[1] + 1,
             max_context=table.shape[1] * self.cache.block_size,
             chunks=(),
         )
-        hidden = self.model.hidden(integers[0], integers[1], plan, route)
+        hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
         logits = self.model.head.apply_route(hidden, route)
-        off = torch.zeros(len(table), device=logits.device)
-        settings = DrawSettings(floats[0], off, off + 1, off, floats[1], is_cut=False)
-        return draw_torch(logits, settings)
+        tokens, logprobs = draw_whole(logits, columns[3].view(torch.float32), columns[4].view(torch.float32))
+        self.last_tokens.index_copy_(0, lanes, tokens)
+        return torch.stack([tokens.float(), logprobs])
+
+
+def _weights_key(route: Route) -> tuple[str | int, ...]:
+    """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
+    if route.bank is not None:
+        return "bank", route.bank.generation, _num_tiles(route)
+    return ("merged", *sorted(tensor.data_ptr() for tensor in (route.merged or {}).values()))
+
+
+def _num_tiles(route: Route) -> int:
+    """Tiles of the graph: few sizes, so that few graphs are captured, and few tiles that hold no rows."""
+    return 0 if route.bank is None else _power_of_two(count_tiles([count for _, count, _ in route.bank.runs]))
+
+
+def _input_size(bucket: int, width: int, num_tiles: int) -> int:
+    return bucket * (NUM_COLUMNS + width) + 3 * num_tiles
+
+
+def row_bucket(count: int) -> int:
+    """Rows of the graph that takes `count`: powers of two up to 16, from there at most a quarter more than asked."""
+    power = _power_of_two(count)
+    if power <= 16:
+        return power
+    step = power // 8
+    return -(-count // step) * step
 
 
 def _power_of_two(count: int) -> int:

@@ -1,8 +1,9 @@
-"""x W' with a frozen W: most of the time of a sampler and of a training step's forward.
+"""Matrix products: x W' with a frozen W, most of the time of a sampler and of a training step, and adapters' parts.
 
 A decode step multiplies few rows with every weight of the model. On a CPU the usual x @ W' then runs far below both
 the memory's and the cores' speed; our kernel streams each weight row once past all x rows. Without a C compiler,
-W @ x' is the faster order of the two that BLAS offers for few rows.
+W @ x' is the faster order of the two that BLAS offers for few rows. Products of many rows, forward and backward, have
+a kernel of their own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from turnwise.engine.kernels import cpu
+from turnwise.engine.kernels import cpu, cpu_products
 
 MAX_FEW_ROWS = 512
-"""Above this many rows BLAS is as fast."""
+"""Above this many rows the kernel for few rows brings nothing."""
 
 
 @functools.cache
@@ -26,10 +27,34 @@ def cpu_kernels() -> cpu.CpuKernels | None:
 
 def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W' + b; records no gradient."""
-    if x_NI.device.type != "cpu" or x_NI.dtype is not torch.float32 or x_NI.shape[0] > MAX_FEW_ROWS:
+    if x_NI.device.type != "cpu" or x_NI.dtype is not torch.float32:
         return linear(x_NI, weight_OI, bias_O)
+    if x_NI.shape[0] > MAX_FEW_ROWS:
+        y = multiply(x_NI, weight_OI.t())
+        return y if bias_O is None else y.add_(bias_O)
     kernels = cpu_kernels()
     if kernels is not None:
         return kernels.linear_small(weight_OI, x_NI.contiguous(), bias=bias_O)
     y = (weight_OI @ x_NI.t()).t().contiguous()
     return y if bias_O is None else y.add_(bias_O)
+
+
+def multiply(
+    a_MK: Tensor, b_KN: Tensor, *, out: Tensor | None = None, alpha: float = 1.0, is_added: bool = False
+) -> Tensor:
+    """alpha a b, into `out` or added to it where given; records no gradient."""
+    if a_MK.device.type == "cpu" and _is_ours(a_MK, b_KN, out) and cpu_products.is_built():
+        if out is None:
+            out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+        return cpu_products.multiply(a_MK, b_KN, out, alpha=alpha, is_added=is_added)
+    if out is None:
+        out = a_MK @ b_KN
+        return out if alpha == 1.0 else out.mul_(alpha)
+    if is_added:
+        return out.addmm_(a_MK, b_KN, alpha=alpha) if out.dtype is a_MK.dtype else out.add_(a_MK @ b_KN, alpha=alpha)
+    torch.mm(a_MK, b_KN, out=out)
+    return out if alpha == 1.0 else out.mul_(alpha)
+
+
+def _is_ours(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.dtype is torch.float32 for tensor in tensors)

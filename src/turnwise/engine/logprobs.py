@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from turnwise.engine.linear import frozen_linear
+from turnwise.engine.attention_cuda import has_triton
+from turnwise.engine.linear import frozen_linear, multiply
 from turnwise.engine.lora import LoraLinear, Route
 from turnwise.engine.pack import Entries
-
-CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
-"""Size of one chunk's float32 logits."""
+from turnwise.engine.place import LOGITS_CHUNK_BYTES
 
 TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 """(logprobs [E], entropies [E] or None, columns [E]) -> d loss / d logprob, d loss / d entropy."""
@@ -41,7 +41,10 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Softmax of one chunk of rows, unnormalised: `exps` = exp(logit / T - max)."""
+    """Softmax of one chunk of rows, unnormalised: `exps` = exp(logit / T - max).
+
+    Where fused kernels run, `exps` still holds the logits and `sums` their log-sum-exp.
+    """
 
     exps_RV: Tensor
     sums_R: Tensor
@@ -52,11 +55,24 @@ class _Chunk:
 def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """(rows, entries) slices that cover everything."""
     num_rows = len(entries.row_tokens)
-    step = max(16, CHUNK_BYTES[device.type] // (vocab_size * 4))
+    step = max(16, LOGITS_CHUNK_BYTES[device.type] // (vocab_size * 4))
     starts = torch.arange(0, num_rows + step, step, device=entries.rows.device)
     bounds = torch.searchsorted(entries.rows, starts).tolist()
     for i, start in enumerate(range(0, num_rows, step)):
         yield slice(start, min(start + step, num_rows)), slice(bounds[i], bounds[i + 1])
+
+
+def fused_head(weight: Tensor) -> Any:
+    """The module with fused softmax kernels for logits of this weight, or None where they do not run."""
+    if weight.is_cuda and has_triton():
+        from turnwise.engine.kernels import triton_head
+
+        return triton_head
+    if weight.is_cpu and weight.dtype is torch.float32:
+        from turnwise.engine.kernels import cpu_head
+
+        return cpu_head if cpu_head.is_built() else None
+    return None
 
 
 class TargetHead:
@@ -67,6 +83,7 @@ class TargetHead:
         self.entries = entries
         self.with_entropy = with_entropy
         self.spans = _row_spans(head, route, entries)
+        self._fused = fused_head(head.weight)
 
     def logprobs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logprobs and entropies [E], no gradient."""
@@ -99,6 +116,8 @@ class TargetHead:
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
+        if self._fused is not None:
+            return self._forward_fused(logits, rows, picked)
         logits = logits.float()
         logits /= self.entries.row_temperatures[rows, None]
         logits -= logits.amax(dim=-1, keepdim=True)
@@ -114,6 +133,14 @@ class TargetHead:
         entropies = sums.log() - (logits.mul_(exps).sum(dim=-1) / sums)
         return _Chunk(exps, sums, targets - sums.log()[local_E], entropies)
 
+    def _forward_fused(self, logits: Tensor, rows: slice, picked: slice) -> _Chunk:
+        temperatures_R = self.entries.row_temperatures[rows]
+        logsumexps, means = self._fused.row_stats(logits, temperatures_R)
+        local_E = self.entries.rows[picked] - rows.start
+        targets_E = logits[local_E, self.entries.targets[picked]].float() / temperatures_R[local_E]
+        entropies = logsumexps - means if self.with_entropy else None
+        return _Chunk(logits, logsumexps, targets_E - logsumexps[local_E], entropies)
+
     def _grad_logits(
         self, chunk: _Chunk, rows: slice, picked: slice, local_E: Tensor, grad_E: Tensor, grad_entropy_E: Tensor | None
     ) -> Tensor:
@@ -121,6 +148,8 @@ class TargetHead:
         targets_E = self.entries.targets[picked]
         sums_R = chunk.sums_R
         total_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_E)
+        if self._fused is not None:
+            return self._grad_logits_fused(chunk, rows, picked, local_E, total_R, grad_E, grad_entropy_E)
         if grad_entropy_E is None or chunk.entropies_R is None:
             grad = chunk.exps_RV.mul_((-total_R / sums_R)[:, None])
         else:
@@ -133,18 +162,39 @@ class TargetHead:
         grad.index_put_((local_E, targets_E), grad_E, accumulate=True)
         return grad.div_(self.entries.row_temperatures[rows, None])
 
+    def _grad_logits_fused(
+        self,
+        chunk: _Chunk,
+        rows: slice,
+        picked: slice,
+        local_E: Tensor,
+        total_R: Tensor,
+        grad_E: Tensor,
+        grad_entropy_E: Tensor | None,
+    ) -> Tensor:
+        temperatures_R = self.entries.row_temperatures[rows]
+        entropy_R = None
+        if grad_entropy_E is not None:
+            entropy_R = torch.zeros_like(total_R).index_add_(0, local_E, grad_entropy_E)
+        grad = self._fused.row_gradients(
+            chunk.exps_RV, temperatures_R, chunk.sums_R, total_R, chunk.entropies_R, entropy_R
+        )
+        own_E = (grad_E / temperatures_R[local_E]).to(grad.dtype)
+        return grad.index_put_((local_E, self.entries.targets[picked]), own_E, accumulate=True)
+
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
         weight = self.head.weight
         hidden = hidden_RH[rows]
-        grad_hidden = grad_logits.to(weight.dtype) @ weight
+        grad_hidden = multiply(grad_logits.to(weight.dtype), weight)
         for span in self._spans_in(rows):
             own = slice(span.start, span.stop)
-            grad_low = (grad_logits[own] @ span.b).mul_(span.scale)
+            grad_low = (grad_logits[own] @ span.b.to(grad_logits.dtype)).float().mul_(span.scale)
             grad_hidden[own] += (grad_low @ span.a).to(grad_hidden.dtype)
             if span.grad_a is not None and span.grad_b is not None:
                 rows_f32 = hidden[own].float()
                 span.grad_a.addmm_(grad_low.t(), rows_f32)
-                span.grad_b.addmm_(grad_logits[own].t(), rows_f32 @ span.a.t(), alpha=span.scale)
+                low = (rows_f32 @ span.a.t()).to(grad_logits.dtype)
+                span.grad_b.add_(grad_logits[own].t() @ low, alpha=span.scale)
         return grad_hidden
 
     def _spans_in(self, rows: slice) -> Iterator[RowSpan]:

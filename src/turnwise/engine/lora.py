@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,13 @@ class LoraWeights:
         self.scale = LORA_ALPHA / lora.rank
         self.flat = flat
         self.pairs = split_pairs(flat, shapes, lora.rank)
+
+    def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """The pairs in the activations' dtype, no gradient recorded: the same tensors where they have it already."""
+        with torch.no_grad():
+            if all(a.dtype is dtype for a, _ in self.pairs.values()):
+                return {name: (a.detach(), b.detach()) for name, (a, b) in self.pairs.items()}
+            return split_pairs(self.flat.to(dtype), self.shapes, self.lora.rank)
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
@@ -72,6 +80,9 @@ class BasePolicy:
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self.scale = 0.0
 
+    def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:  # noqa: ARG002 - there is nothing to cast
+        return self.pairs
+
 
 AnyPolicy = Policy | BasePolicy
 
@@ -79,8 +90,11 @@ AnyPolicy = Policy | BasePolicy
 class Adapter(LoraWeights):
     """A trainable adapter: leaf parameters and gradients as views into flat tensors, and its optimizer's state."""
 
-    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
-        flat = torch.zeros(num_parameters(shapes, lora.rank), dtype=torch.float32, device=device)
+    def __init__(
+        self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], device: torch.device, *, num_more: int = 0
+    ) -> None:
+        """`num_more` parameters at the end of the flat tensor belong to a subclass; they start at zero."""
+        flat = torch.zeros(num_parameters(shapes, lora.rank) + num_more, dtype=torch.float32, device=device)
         super().__init__(lora, shapes, flat)
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else torch.seed() % 2**63)
         for a, _ in self.pairs.values():
@@ -113,6 +127,28 @@ class Span:
     weights: LoraWeights | BasePolicy
 
 
+@dataclass(frozen=True, slots=True)
+class BankRoute:
+    """Rows of many adapters, by tiles of rows that share one (`lora_bank.py`)."""
+
+    banks: Mapping[str, Any]
+    """A and B of all slots, by group of linears."""
+    generation: int
+    """Counts the times that the banks were laid out anew."""
+    runs: Sequence[tuple[int, int, int]]
+    """(first row, rows, slot) of each adapter's neighbouring rows."""
+    tiles: Tensor
+    """[3, T] int32: the same, cut into tiles."""
+
+    def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
+        """y += scale (x A') B', every row with its own adapter."""
+        from turnwise.engine.kernels.triton_lora import add_low_rank
+
+        bank = self.banks.get(group)
+        if bank is not None:  # else no adapter lies on these linears
+            add_low_rank(x_NI, bank.a, bank.b, bank.members, self.tiles, y_NO)
+
+
 @dataclass(slots=True)
 class Route:
     """What the adapted linears of one model do in the forward pass that is running."""
@@ -120,6 +156,8 @@ class Route:
     spans: Sequence[Span] = ()
     merged: Mapping[str, Tensor] | None = None
     """Weights that stand in for the base's, adapter already added; then there are no spans."""
+    bank: BankRoute | None = None
+    """Many adapters in one launch, for sampling on a GPU; then there are no spans."""
 
 
 @dataclass(slots=True)
@@ -149,6 +187,10 @@ class LoraLinear(nn.Module):
     def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
         if route.merged is not None:
             return frozen_linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
+        if route.bank is not None:
+            y = frozen_linear(x_NI, self.weight, self.bias)
+            route.bank.add(self.name, x_NI, y)
+            return y
         spans = [span for span in route.spans if self.name in span.weights.pairs]
         if torch.is_grad_enabled() and spans:
             bounds = tuple((span.start, span.stop, span.weights.scale) for span in spans)
@@ -162,6 +204,43 @@ class LoraLinear(nn.Module):
             low = x_NI[span.start : span.stop] @ a.to(x_NI.dtype).t()
             y[span.start : span.stop].addmm_(low, b.to(x_NI.dtype).t(), alpha=span.weights.scale)
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGroup:
+    """Linears that read the same input, their weights side by side in one tensor: one product for all."""
+
+    name: str
+    names: tuple[str, ...]
+    bounds: Mapping[str, slice]
+    """The outputs of each linear."""
+    weight: Tensor
+    """[O, I], of all of them."""
+    bias: Tensor | None
+
+    @staticmethod
+    def join(linears: Sequence[LoraLinear]) -> LinearGroup:
+        """The linears' own weights become views of the joined one, so there is still one copy."""
+        names = tuple(linear.name for linear in linears)
+        stops = list(itertools.accumulate(linear.out_features for linear in linears))
+        bounds = {
+            linear.name: slice(stop - linear.out_features, stop) for linear, stop in zip(linears, stops, strict=True)
+        }
+        if len(linears) == 1:
+            bias = linears[0].bias
+            return LinearGroup(
+                names[0], names, bounds, linears[0].weight.detach(), None if bias is None else bias.detach()
+            )
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        for linear in linears:
+            linear.weight = nn.Parameter(weight[bounds[linear.name]], requires_grad=False)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears)), "all of a group's linears have a bias, or none"
+        return LinearGroup("+".join(names), names, bounds, weight, torch.cat(biases) if biases else None)
+
+    def members(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tuple[slice, tuple[Tensor, Tensor]]]:
+        """(outputs, (A, B)) of the linears that `pairs` adapts."""
+        return [(self.bounds[name], pairs[name]) for name in self.names if name in pairs]
 
 
 class _LoraMatmul(torch.autograd.Function):
@@ -213,10 +292,21 @@ def linear_kind(name: str) -> str:
     return "attn" if "attn" in name or "attention" in name else "mlp"
 
 
-def merge_into(target: dict[str, Tensor], linears: Mapping[str, LoraLinear], policy: Policy) -> None:
-    """Fill `target` with base + scale * B A for every linear that the policy adapts; buffers are reused."""
-    for stale in [name for name in target if name not in policy.pairs]:
+def merge_into(
+    target: dict[str, Tensor], linears: Mapping[str, LoraLinear], groups: Sequence[LinearGroup], policy: Policy
+) -> None:
+    """Fill `target` with base + scale * B A for every linear that the policy adapts; buffers are reused.
+
+    The weights of a group stand side by side there too, under the group's name.
+    """
+    joined = {group.name: group for group in groups if any(name in policy.pairs for name in group.names)}
+    wanted = set(policy.pairs) | set(joined) | {name for group in joined.values() for name in group.names}
+    for stale in [name for name in target if name not in wanted]:
         del target[stale]
+    for group in joined.values():
+        if group.name not in target:
+            target[group.name] = group.weight.clone()
+            target.update({name: target[group.name][bounds] for name, bounds in group.bounds.items()})
     for name, (a, b) in policy.pairs.items():
         base = linears[name].weight
         if name not in target:

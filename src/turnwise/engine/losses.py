@@ -16,25 +16,28 @@ Axes: `_T` target position, `_D` datum (one sequence).
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from turnwise.engine.loss_config import (
+    CHOICES,
+    FLAGS,
+    OUTLIER_BOUNDS,
+    TRUNCATIONS,
+    LossConfig,
+    check_ranges,
+    check_value,
+    correction_bounds,
+)
+from turnwise.engine.loss_config import did_you_mean as did_you_mean  # noqa: PLC0414 - for its other users
 from turnwise.errors import ConfigError, DataError
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before exp."""
-OUTLIER_BOUNDS = (1e-4, 100.0)
-"""`outlier_rejection` drops a sequence that holds a token whose ratio lies outside."""
 
-KlEstimator = Literal["k1", "k2", "k3"]
-Correction = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "sequence_geo_mask"]
 _Index = slice | Tensor
 
 
@@ -58,6 +61,10 @@ class LossColumns:
     clip_high_T: Tensor | None = None
     sequence_ratio_mask_T: Tensor | None = None
     """bool; the trained tokens that enter a sequence-level ratio. None: all of them."""
+    pair_T: Tensor | None = None
+    """Losses over pairs: +n on the chosen side of pair n, -n on the rejected one. None: datums in turn."""
+    turn_weights_T: Tensor | None = None
+    """Losses over pairs: the weight of each token's log-ratio within its dialogue. None: 1."""
 
     def __post_init__(self) -> None:
         for name, column in self._tensors().items():
@@ -76,38 +83,6 @@ class LossColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """The settings of one loss with its defaults filled in; `make_loss` decides which of them a loss may be given."""
-
-    clip_low_threshold: float = 0.0
-    """Absolute ratio bound, not an epsilon: 0.8, not 0.2."""
-    clip_high_threshold: float = math.inf
-    dual_clip: float = 0.0
-    """Where the advantage is negative the ratio counts as at most this; 0 is off (arXiv:1912.09729)."""
-    beta: float = 0.0
-    """DRO's pull towards the anchor."""
-    kl_coef: float = 0.0
-    """Weight of KL(trainer || reference) inside the loss; needs `ref_logprobs`."""
-    kl_estimator: KlEstimator = "k2"
-    """k2 has the gradient of the reverse KL; k3 that of the forward KL(reference || trainer); k1 has the right value
-    but a gradient that is zero in expectation, so it serves as a metric only."""
-    kl_importance: bool = False
-    """Multiply the KL term by the constant trainer / sampler, which makes its gradient unbiased off-policy."""
-    entropy_coef: float = 0.0
-    """Bonus on the entropy of the whole next-token distribution."""
-    correction: Correction = "none"
-    """What is done about tokens that the sampler drew with another probability than the trainer's, with rho = old /
-    sampler. `none` weighs by rho; `token_tis` by min(rho, high); `sequence_tis` by min(product of rho, high);
-    the masks weigh by rho and reject, whole, each token (`token_mask`) or each sequence, by its product
-    (`sequence_mask`) or geometric mean (`sequence_geo_mask`), whose ratio lies outside [low, high].
-    In bypass there is no rho: masks judge the constant trainer / sampler, and truncations are refused."""
-    correction_low: float = 0.0
-    correction_high: float = math.inf
-    outlier_rejection: bool = False
-    """Reject every sequence that holds a token whose ratio lies outside `OUTLIER_BOUNDS`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """One loss with its settings; built by `make_loss`."""
 
@@ -117,7 +92,9 @@ class Loss:
     @property
     def is_separable(self) -> bool:
         """Token i's loss depends on token i alone, so any slice of the columns may be evaluated by itself."""
-        is_by_token = not self.config.correction.startswith("sequence") and not self.config.outlier_rejection
+        config = self.config
+        has_sequence_rule = config.outlier_rejection or config.opsm_threshold != 0
+        is_by_token = not config.correction.startswith("sequence") and not has_sequence_rule
         return self.name != "gspo" and is_by_token
 
     @property
@@ -131,7 +108,7 @@ class Loss:
     @property
     def needs_old(self) -> bool:
         """A truncation acts on old / sampler; without the old policy it would correct the ratio a second time."""
-        return self.config.correction in _TRUNCATIONS
+        return self.config.correction in TRUNCATIONS
 
     @property
     def is_clipped(self) -> bool:
@@ -272,7 +249,7 @@ def _ratio(log_ratio_T: Tensor) -> Tensor:
 
 def _correct(tokens: _Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
     """[T] the constant factor on each token's policy term, and whether the token is kept at all."""
-    if tokens.log_rho_T is None and config.correction in _TRUNCATIONS:
+    if tokens.log_rho_T is None and config.correction in TRUNCATIONS:
         raise ConfigError(
             f"correction={config.correction!r} without old_logprobs: the ratio is already taken against the sampler, "
             "and would be corrected twice; send old_logprobs with every datum, or use a mask or correction='none'"
@@ -300,6 +277,9 @@ def _correct(tokens: _Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
     if config.outlier_rejection:
         is_outlier_T = ~_is_within(gap_T, *OUTLIER_BOUNDS)
         is_kept_T = is_kept_T & (tokens.datum_sum(is_outlier_T.to(gap_T.dtype)) == 0)
+    if config.opsm_threshold:
+        drift_T = tokens.sequence_mean(-tokens.log_ratio_T.detach())
+        is_kept_T = is_kept_T & ~((tokens.advantages_T < 0) & (drift_T > config.opsm_threshold))
     return factor_T, is_kept_T
 
 
@@ -363,6 +343,20 @@ def _dro(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
     return _PolicyTerm(loss_T=-objective_T, ratio_T=_ratio(tokens.log_ratio_T), clipped={})
 
 
+def _dppo_tv(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    """-keep ratio A + penalty log(ratio)^2 (arXiv:2602.04879): a token whose probability, not ratio, has moved too far
+    the way its advantage pushes it is dropped."""
+    ratio_T = _ratio(tokens.log_ratio_T)
+    moved_T = (tokens.logprobs_T.exp() - (tokens.logprobs_T - tokens.log_ratio_T).exp()).detach()
+    clipped = {
+        "low": (tokens.advantages_T < 0) & (moved_T < -config.tv_threshold),
+        "high": (tokens.advantages_T > 0) & (moved_T > config.tv_threshold),
+    }
+    objective_T = torch.where(clipped["low"] | clipped["high"], 0.0, ratio_T * tokens.advantages_T)
+    loss_T = config.tv_penalty * tokens.log_ratio_T.square() - objective_T
+    return _PolicyTerm(loss_T=loss_T, ratio_T=ratio_T, clipped=clipped)
+
+
 def _gspo(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
     """PPO's surrogate on the geometric mean ratio of the sequence, s_i = sg[s] p_i / sg[p_i] (arXiv:2507.18071)."""
     log_s_T = tokens.sequence_mean(tokens.log_ratio_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -412,25 +406,14 @@ def _rl_kind(policy: Callable[[_Tokens, LossConfig], _PolicyTerm], **defaults: f
     return _Kind(policy, _RL_KEYS | defaults.keys(), defaults)
 
 
-_CORRECTION_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "none": (0.0, math.inf),
-    "token_tis": (0.0, 2.0),
-    "sequence_tis": (0.0, 5.0),
-    "token_mask": (0.5, 2.0),
-    "sequence_mask": (0.5, 2.0),
-    "sequence_geo_mask": (0.99, 1.01),
-}
-"""Default `correction_low` and `correction_high`."""
-_TRUNCATIONS = ("token_tis", "sequence_tis")
-_CHOICES = {"kl_estimator": get_args(KlEstimator), "correction": get_args(Correction)}
-_FLAGS = frozenset({"kl_importance", "outlier_rejection"})
-_RL_KEYS = _FLAGS | _CHOICES.keys() | {"kl_coef", "entropy_coef", "correction_low", "correction_high"}
+_RL_KEYS = FLAGS | CHOICES.keys() | {"kl_coef", "entropy_coef", "correction_low", "correction_high", "opsm_threshold"}
 _KINDS: Mapping[str, _Kind] = {
     "cross_entropy": _Kind(_cross_entropy, frozenset(), {}),
     "importance_sampling": _rl_kind(_importance_sampling),
     "ppo": _rl_kind(_ppo, clip_low_threshold=0.8, clip_high_threshold=1.2, dual_clip=0.0),
     "cispo": _rl_kind(_cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
     "dro": _rl_kind(_dro, beta=0.05),
+    "dppo_tv": _rl_kind(_dppo_tv, tv_threshold=0.2, tv_penalty=1e-3),
     "gspo": _rl_kind(_gspo, clip_low_threshold=1 - 3e-4, clip_high_threshold=1 + 4e-4),
 }
 
@@ -444,49 +427,9 @@ def make_loss(name: str, config: Mapping[str, float | str] | None = None) -> Los
         if key not in kind.keys:
             expected = f"expected one of {', '.join(sorted(kind.keys))}" if kind.keys else "it takes no config"
             raise ConfigError(f"{name} has no config key {key!r}{did_you_mean(key, kind.keys)}; {expected}")
-        _check_value(key, value)
-    settings = {**kind.defaults, **_correction_bounds(given), **given}
-    settings |= {key: bool(settings[key]) for key in _FLAGS & settings.keys()}
+        check_value(key, value)
+    settings = {**kind.defaults, **correction_bounds(given), **given}
+    settings |= {key: bool(settings[key]) for key in FLAGS & settings.keys()}
     resolved = LossConfig(**settings)  # pyright: ignore[reportArgumentType] - each value was checked above
-    _check_ranges(resolved)
+    check_ranges(resolved)
     return Loss(name=name, config=resolved)
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or nothing where none is near."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _check_value(key: str, value: object) -> None:
-    if key in _CHOICES:
-        if value not in _CHOICES[key]:
-            near = did_you_mean(value, _CHOICES[key])
-            raise ConfigError(f"{key}={value!r} is unknown{near}; expected one of {', '.join(_CHOICES[key])}")
-    elif key in _FLAGS:
-        if value not in (0, 1):
-            raise ConfigError(f"{key}={value!r}; expected 0 (off) or 1 (on)")
-    elif isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"{key}={value!r} is {type(value).__name__}; expected a number")
-    elif not math.isfinite(value) or (value < 0 and key != "entropy_coef"):
-        raise ConfigError(f"{key}={value!r}; expected a finite number that is not negative")
-
-
-def _correction_bounds(given: Mapping[str, float | str]) -> dict[str, float]:
-    correction = str(given.get("correction", "none"))
-    for key, is_read in (("correction_low", correction.endswith("mask")), ("correction_high", correction != "none")):
-        if key in given and not is_read:
-            raise ConfigError(f"{key}={given[key]} is not read by correction={correction!r}; leave it out")
-    low, high = _CORRECTION_BOUNDS[correction]
-    return {"correction_low": low, "correction_high": high}
-
-
-def _check_ranges(config: LossConfig) -> None:
-    for name, low, high in (
-        ("clip", config.clip_low_threshold, config.clip_high_threshold),
-        ("correction", config.correction_low, config.correction_high),
-    ):
-        if low > high:
-            raise ConfigError(f"{name} bounds {low} to {high}; expected low <= high, as absolute ratios (0.8 and 1.2)")
-    if config.dual_clip != 0 and config.dual_clip <= 1:
-        raise ConfigError(f"dual_clip={config.dual_clip}; expected more than 1 (3 is usual), or 0 for off")

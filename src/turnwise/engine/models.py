@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from turnwise.engine.attention import ATTENTION_NAME, AttentionPlan
+from turnwise.engine.body import FusedBody
 from turnwise.engine.kvcache import KvShape
-from turnwise.engine.lora import LoraLinear, Route, RouteHolder
+from turnwise.engine.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.errors import ModelError
 
 _REFUSED_SETTINGS = (
@@ -44,6 +45,7 @@ class CausalModel:
             raise ModelError(f"{self.arch} has no linear output layer")
         self.head = head
         self.body: nn.Module = model.base_model
+        self.fused = FusedBody(self.body, device) if FusedBody.fits(self.body) else None
         self.vocab_size = int(self.head.out_features)
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
@@ -54,8 +56,15 @@ class CausalModel:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
+    @property
+    def groups(self) -> Sequence[LinearGroup]:
+        """Linears whose weights stand side by side, where the body joins any."""
+        return self.fused.groups if self.fused is not None else ()
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route) -> Tensor:
         """Last hidden states [N, H] of packed tokens [N]."""
+        if self.fused is not None:
+            return self.fused.hidden(input_ids, position_ids, plan, route)
         with self.routed(route):
             out = self.body(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, return_dict=True

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from turnwise.engine.attention import Pair, TreePlan
+from turnwise.engine.place import TREE_STRETCH
 
 MIN_SHARED = 16
 """Sharing fewer tokens than this is not worth a node of its own."""
 NO_SHARING = 1 << 30
 """As `min_shared`: every datum on its own."""
-TREE_STRETCH = 4
-"""A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
 
 Array = np.ndarray
 

@@ -8,27 +8,54 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention import Chunk, PagedPlan
+from turnwise.engine.attention import Chunk, PagedPlan, chunk_slots, upload
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.draw import DrawSettings, draw, uniforms
 from turnwise.engine.graphs import DecodeGraphs
 from turnwise.engine.kvcache import BlockPool, KvCache
 from turnwise.engine.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
+from turnwise.engine.lora_bank import bank_route, make_bank
 from turnwise.engine.models import CausalModel
-from turnwise.engine.scheduler import OnDone, Piece, Request, Row, Scheduler, Step
+from turnwise.engine.scheduler import OnDone, OnToken, Piece, Request, Row, Scheduler, Step
 from turnwise.engine.stops import StopFinder
 from turnwise.errors import DataError
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
-PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
+PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 PROMPT_ROWS = 128
 """Prompt positions whose logits are formed at once."""
+
+
+class _Flight:
+    """A step that was launched: its rows, and the tokens and logprobs that are on their way to the host."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Sequence[Row], Tensor]] = []
+        self._event: torch.cuda.Event | None = None
+
+    def add(self, rows: Sequence[Row], drawn: Tensor) -> None:
+        """`drawn` is [2, rows] float32: token ids, logprobs."""
+        for row in rows:
+            row.num_pending += 1
+        if drawn.device.type == "cuda":
+            host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            drawn = host.copy_(drawn, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._parts.append((rows, drawn))
+
+    def wait(self) -> list[tuple[Sequence[Row], list[list[float]]]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [(rows, drawn.tolist()) for rows, drawn in self._parts]
 
 
 class Sampler:
@@ -36,10 +63,15 @@ class Sampler:
         self.model = model
         self.config = config
         self.cache = KvCache(model.kv_shape, num_blocks, config.block_size, model.dtype, model.device)
+        self._is_async = model.device.type == "cuda"
+        self._flight: _Flight | None = None
+        self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
+        """By lane: the token that each running row sampled last."""
         self._graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
             num_blocks -= 1  # the last is where padded rows of a captured graph write
-            self._graphs = DecodeGraphs(model, self.cache, scratch_block=num_blocks)
+            self._graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
+        self._bank = make_bank(model)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -48,6 +80,7 @@ class Sampler:
             prefill_tokens=config.prefill_tokens or PREFILL_TOKENS[model.device.type],
             prefix_cache=config.prefix_cache,
         )
+        self.scheduler.settle = self._settle
         self.stops = StopFinder(tokenizer_dir)
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
@@ -57,7 +90,7 @@ class Sampler:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     def submit(
         self,
@@ -69,13 +102,15 @@ class Sampler:
         prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         on_done: OnDone,
+        on_token: OnToken | None = None,
     ) -> int:
         """Queue a request; bad input is refused here and now."""
-        tokens = [int(token) for token in prompt]
+        ids = np.frombuffer(array("q", prompt), dtype=np.int64)
+        tokens: list[int] = ids.tolist()
         if num_samples < 1:
             raise DataError(f"num_samples={num_samples}; expected at least 1")
         max_tokens = self._check_lengths(tokens, params)
-        self._check_ids(tokens)
+        self._check_ids(ids)
         request = Request(
             id=next(self._ids),
             prompt=tokens,
@@ -89,6 +124,7 @@ class Sampler:
             prompt_logprobs=prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             on_done=on_done,
+            on_token=on_token,
         )
         self._requests[request.id] = request
         self.scheduler.add(request)
@@ -101,23 +137,47 @@ class Sampler:
             self.scheduler.remove(request)
 
     def step(self) -> None:
-        """One forward pass for everything that can run, and one more token for each row that is ready."""
-        step = self.scheduler.next_step()
-        if not step.decode and not step.prefill:
-            return
-        with torch.inference_mode():
-            self._run(step)
+        """One forward pass for everything that can run, and one more token for each row that is ready.
 
-    def _run(self, step: Step) -> None:
-        route = self._route(step)
-        if self._graphs is not None and self._may_replay(step, route):
-            drawn = self._graphs.decode(step.decode, route)
-            for row in step.decode:
-                self.scheduler.finish_decode(row)
-            self._emit(step.decode, *drawn)
-            return
+        On a GPU the pass is only launched; the tokens of the pass before it are read meanwhile, so the card never
+        waits for the host. A row that turns out to have stopped gets one token too many, which is thrown away.
+        """
+        with torch.inference_mode():
+            step = self.scheduler.next_step()
+            flight = self._launch(step) if step.decode or step.prefill else None
+            if self._is_async:
+                flight, self._flight = self._flight, flight
+            if flight is not None:
+                self._land(flight)
+
+    def _settle(self) -> bool:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        self._land(flight)
+        return True
+
+    def _launch(self, step: Step) -> _Flight:
+        flight = _Flight()
+        if step.decode and self._graphs is not None:
+            route = self._route(step, step.decode, [])
+            if self._may_replay(step.decode, route):
+                drawn = self._graphs.decode(step.decode, route)
+                for row in step.decode:
+                    self.scheduler.finish_decode(row)
+                flight.add(step.decode, drawn)
+                if not step.prefill:
+                    return flight
+                step = Step([], step.prefill)
+            else:
+                self._graphs.forget_rows()
+        self._run(step, flight)
+        return flight
+
+    def _run(self, step: Step, flight: _Flight) -> None:
+        """One packed pass, not captured: prompts, and whatever no graph takes."""
         input_ids, position_ids, plan = self._inputs(step)
-        hidden = self.model.hidden(input_ids, position_ids, plan, route)
+        hidden = self.model.hidden(input_ids, position_ids, plan, self._route(step, step.decode, step.prefill))
         for row in step.decode:
             self.scheduler.finish_decode(row)
         ready: list[Row] = list(step.decode)
@@ -132,39 +192,52 @@ class Sampler:
                 ready.append(row)
                 sources.append(offset - 1)
         if ready:
-            self._sample(ready, sources, hidden)
+            tokens, logprobs = self._draw(ready, sources, hidden)
+            lanes = upload(np.array([row.lane for row in ready]), self.model.device)
+            self._last_tokens.index_copy_(0, lanes, tokens)
+            flight.add(ready, torch.stack([tokens.float(), logprobs]))
 
-    def _may_replay(self, step: Step, route: Route) -> bool:
-        """Decode alone, with one set of weights, and no tail to cut: what the captured graphs do."""
-        is_plain = not step.prefill and not any(isinstance(span.weights, Policy) for span in route.spans)
-        return is_plain and not any(cuts_tail(row.request.params) for row in step.decode)
+    def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
+        """One set of weights, and no tail to cut: what the captured graphs do."""
+        is_plain = not any(isinstance(span.weights, Policy) for span in route.spans)
+        return is_plain and not any(cuts_tail(row.request.params) for row in decode)
 
-    def _sample(self, ready: list[Row], sources: list[int], hidden: Tensor) -> None:
+    def _draw(self, ready: list[Row], sources: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         unique = sorted(set(sources))
         place = {source: i for i, source in enumerate(unique)}
-        index = torch.tensor(unique, device=hidden.device)
+        index = upload(np.array(unique), hidden.device)
         owners = {source: row.request.policy for source, row in zip(sources, ready, strict=True)}
         logits = self._logits(hidden[index], [owners[source] for source in unique])
         if len(unique) < len(sources):
-            logits = logits[torch.tensor([place[s] for s in sources], device=hidden.device)]
-        tokens, logprobs = draw(logits, self._settings(ready))
-        self._emit(ready, tokens.tolist(), logprobs.tolist())
+            logits = logits[upload(np.array([place[s] for s in sources]), hidden.device)]
+        return draw(logits, self._settings(ready))
 
-    def _emit(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            if token < 0 or logprob != logprob:
-                self._fail(row.request, DataError("the model's logits are not finite; are the weights damaged?"))
-            elif row.request.id in self._requests:
-                self.scheduler.advance(row, token, logprob)
+    def _land(self, flight: _Flight) -> None:
+        """Read the tokens of a step, book them, and let go of the rows that they complete."""
+        for rows, drawn in flight.wait():
+            tokens, logprobs = drawn
+            for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+                row.num_pending -= 1
+                request = row.request
+                if request.id not in self._requests or row.index in request.finished:
+                    continue  # cancelled, failed, or stopped one token ago
+                if token < 0 or logprob != logprob:
+                    self._fail(request, DataError("the model's logits are not finite; are the weights damaged?"))
+                    continue
+                self.scheduler.advance(row, int(token), logprob)
+                if request.on_token is not None:
+                    request.on_token(row.index, int(token), logprob)
                 self._check_stop(row)
 
     def _check_stop(self, row: Row) -> None:
         request = row.request
-        sampled = row.tokens[len(request.prompt) :]
-        is_stop = sampled[-1] in request.stop_ids or self.stops.ends_with_stop(sampled, request.stop_strings)
-        if not is_stop and len(sampled) < request.max_tokens:
+        is_stop = row.tokens[-1] in request.stop_ids
+        if request.stop_strings and not is_stop:
+            is_stop = self.stops.ends_with_stop(row.tokens[len(request.prompt) :], request.stop_strings)
+        if not is_stop and row.num_sampled < request.max_tokens:
             return
         self.scheduler.retire(row)
+        sampled = row.tokens[len(request.prompt) :]
         request.finished[row.index] = SampledSequence("stop" if is_stop else "length", sampled, row.logprobs)
         if len(request.finished) == request.num_samples:
             del self._requests[request.id]
@@ -186,43 +259,55 @@ class Sampler:
 
     def _inputs(self, step: Step) -> tuple[Tensor, Tensor, PagedPlan]:
         device, size = self.model.device, self.config.block_size
-        tokens = [row.tokens[-1] for row in step.decode]
-        positions = [len(row.tokens) - 1 for row in step.decode]
-        slots = [row.blocks[p // size] * size + p % size for row, p in zip(step.decode, positions, strict=True)]
+        last = [row.length - 1 for row in step.decode]
+        slots = [np.array([row.blocks[p // size] * size + p % size for row, p in zip(step.decode, last, strict=True)])]
+        positions = [np.array(last)]
+        tokens: list[int] = []
         chunks = []
         for piece in step.prefill:
             row = piece.row
-            start = len(tokens)
+            start = len(last) + len(tokens)
             tokens += row.tokens[piece.start : piece.stop]
-            positions += range(piece.start, piece.stop)
-            slots += [row.blocks[p // size] * size + p % size for p in range(piece.start, piece.stop)]
-            cached = torch.tensor(row.blocks[: -(-piece.start // size)], device=device)
-            chunks.append(Chunk(start, len(tokens), piece.start, cached))
+            chunk = Chunk(start, len(last) + len(tokens), piece.start, np.array(row.blocks))
+            slots.append(chunk_slots(chunk, piece.start, size))
+            positions.append(np.arange(piece.start, piece.stop))
+            chunks.append(chunk)
         width = max((len(row.blocks) for row in step.decode), default=0)
-        table = [row.blocks + [0] * (width - len(row.blocks)) for row in step.decode]
-        context_lens = [len(row.tokens) for row in step.decode]
+        table = np.zeros((len(last), width), dtype=np.int32)
+        for filled, row in zip(table, step.decode, strict=True):
+            filled[: len(row.blocks)] = row.blocks
         plan = PagedPlan(
             cache=self.cache,
-            slots=torch.tensor(slots, device=device),
-            num_decode=len(step.decode),
-            block_table=torch.tensor(table, dtype=torch.int32, device=device),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
-            max_context=max(context_lens, default=0),
+            slots=upload(np.concatenate(slots).astype(np.int64), device),
+            num_decode=len(last),
+            block_table=upload(table, device),
+            context_lens=upload(np.array(last, dtype=np.int32) + np.int32(1), device),
+            max_context=max(last, default=-1) + 1,
             chunks=chunks,
         )
-        return torch.tensor(tokens, device=device), torch.tensor(positions, device=device), plan
+        input_ids = upload(np.array(tokens, dtype=np.int64), device)
+        if last:
+            lanes = upload(np.array([row.lane for row in step.decode]), device)
+            input_ids = torch.cat([self._last_tokens[lanes], input_ids])
+        return input_ids, upload(np.concatenate(positions).astype(np.int64), device), plan
 
-    def _route(self, step: Step) -> Route:
+    def _route(self, step: Step, decode: Sequence[Row], prefill: Sequence[Piece]) -> Route:
         """The adapter of every packed token: merged into the weights when one policy has the sampler to itself."""
         if self._may_merge(step):
             policy = step.decode[0].request.policy if step.decode else step.prefill[0].row.request.policy
             assert isinstance(policy, Policy)
             if self._merged_version != policy.version:
-                merge_into(self._merged, self.model.linears, policy)
+                merge_into(self._merged, self.model.linears, self.model.groups, policy)
                 self._merged_version = policy.version
             return Route(merged=self._merged)
-        lengths = [(row.request.policy, 1) for row in step.decode]
-        lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in step.prefill]
+        lengths = [(row.request.policy, 1) for row in decode]
+        lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in prefill]
+        return self._unmerged(lengths)
+
+    def _unmerged(self, lengths: Sequence[tuple[AnyPolicy, int]]) -> Route:
+        """Adapters beside the base, for neighbouring runs of (policy, rows)."""
+        if self._bank is not None and any(isinstance(policy, Policy) for policy, _ in lengths):
+            return Route(bank=bank_route(self._bank, lengths, self.model.device))
         return Route(spans=_spans(lengths))
 
     def _may_merge(self, step: Step) -> bool:
@@ -237,24 +322,27 @@ class Sampler:
         head = self.model.head
         if self._merged_version and all(owner.version == self._merged_version for owner in owners):
             return head.apply_route(hidden, Route(merged=self._merged))
+        if self._bank is not None:
+            return head.apply_route(hidden, self._unmerged([(owner, 1) for owner in owners]))
         order = sorted(range(len(owners)), key=lambda i: owners[i].version)
         spans = _spans([(owners[i], 1) for i in order])
         if order == list(range(len(owners))):
             return head.apply_route(hidden, Route(spans=spans))
-        index = torch.tensor(order, device=hidden.device)
+        index = upload(np.array(order), hidden.device)
         logits = head.apply_route(hidden[index], Route(spans=spans))
         return torch.empty_like(logits).index_copy_(0, index, logits)
 
     def _settings(self, rows: Sequence[Row]) -> DrawSettings:
         device = self.model.device
         params = [row.request.params for row in rows]
-        noise = uniforms([r.request.seed for r in rows], [r.index for r in rows], [r.num_sampled for r in rows])
+        num_sampled = [row.num_sampled + row.num_pending for row in rows]
+        noise = uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled)
         return DrawSettings(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            uniform=torch.from_numpy(noise).to(device),
+            temperature=upload(np.array([p.temperature for p in params], dtype=np.float32), device),
+            top_k=upload(np.array([p.top_k for p in params]), device),
+            top_p=upload(np.array([p.top_p for p in params], dtype=np.float32), device),
+            min_p=upload(np.array([p.min_p for p in params], dtype=np.float32), device),
+            uniform=upload(noise, device),
             is_cut=any(cuts_tail(p) for p in params),
         )
 
@@ -291,13 +379,13 @@ class Sampler:
             )
         return max_tokens
 
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        low, high = min(tokens), max(tokens)
+    def _check_ids(self, ids: np.ndarray) -> None:
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.model.vocab_size:
             wrong = low if low < 0 else high
             raise DataError(
-                f"token id {wrong} at position {tokens.index(wrong)} of the prompt is outside this model's vocabulary "
-                f"of {self.model.vocab_size}; was the text encoded with another model's tokenizer?"
+                f"token id {wrong} at position {int(np.argmax(ids == wrong))} of the prompt is outside this model's "
+                f"vocabulary of {self.model.vocab_size}; was the text encoded with another model's tokenizer?"
             )
 
 

@@ -17,6 +17,8 @@ from turnwise.engine.lora import AnyPolicy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
 OnDone = Callable[[SampleResponse | BaseException], None]
+OnToken = Callable[[int, int, float], None]
+"""Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Request:
     prompt_logprobs: bool
     topk_prompt_logprobs: int
     on_done: OnDone
+    on_token: OnToken | None = None
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     known_prompt_logprobs: list[float] = field(default_factory=list)
     known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -59,10 +62,24 @@ class Row:
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
     prefix: Prefix = field(default_factory=lambda: Prefix(0, 0))
+    lane: int = -1
+    """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
+    num_pending: int = 0
+    """Tokens that a step under way samples for it: the device knows them, the host not yet."""
 
     @property
     def num_sampled(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def length(self) -> int:
+        """Tokens, those that are on their way too."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_finishing(self) -> bool:
+        """What is on its way is its last token, whatever that is."""
+        return self.num_pending > 0 and len(self.logprobs) + self.num_pending >= self.request.max_tokens
 
     @property
     def is_leader(self) -> bool:
@@ -118,6 +135,9 @@ class Scheduler:
         self.running: list[Row] = []
         """Oldest first."""
         self.num_preemptions = 0
+        self.settle: Callable[[], bool] = lambda: False
+        """Wait for tokens that are on their way and book them; False when there are none."""
+        self._lanes = list(range(max_num_seqs))
 
     @property
     def has_work(self) -> bool:
@@ -140,10 +160,12 @@ class Scheduler:
             if self._is_full(row) and row in self.running:
                 self._reserve_decode(row)
         pieces = self._pieces()
-        decode = sorted(self.running, key=lambda s: s.request.policy.version)
+        decode = [row for row in self.running if not row.is_finishing]
         # Every request was checked to fit an empty pool, so with nothing running the first waiting row is admitted.
-        assert decode or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
-        return Step(decode, sorted(pieces, key=lambda p: p.row.request.policy.version))
+        assert self.running or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
+        decode.sort(key=_policy_version)
+        pieces.sort(key=lambda piece: _policy_version(piece.row))
+        return Step(decode, pieces)
 
     def policies(self) -> set[int]:
         """Versions of everything that runs or waits."""
@@ -157,7 +179,7 @@ class Scheduler:
         if not piece.is_last:
             return []
         self.reading.remove(row)
-        self.running.append(row)
+        self._start_running(row)
         if not row.is_leader:
             return [row]
         forked = [self._fork(row, i) for i in range(1, row.request.num_samples)]
@@ -170,7 +192,7 @@ class Scheduler:
         row.logprobs.append(logprob)
 
     def finish_decode(self, row: Row) -> None:
-        row.num_computed = len(row.tokens)
+        row.num_computed = row.length
         if row.num_computed % self.pool.block_size == 0:
             self._register(row)
 
@@ -227,7 +249,7 @@ class Scheduler:
         return block
 
     def _is_full(self, row: Row) -> bool:
-        return len(row.blocks) * self.pool.block_size < len(row.tokens)
+        return not row.is_finishing and len(row.blocks) * self.pool.block_size < row.length
 
     def _reserve_decode(self, row: Row) -> None:
         """Make sure that the token about to be computed has a place; preempt the youngest if there is none."""
@@ -235,6 +257,10 @@ class Scheduler:
             block = self.pool.allocate()
             if block is not None:
                 row.blocks.append(block)
+                continue
+            if self.settle():  # a row that turns out to be complete gives its blocks back
+                if row not in self.running:
+                    return
                 continue
             victim = self.reading[-1] if self.reading else self.running[-1]
             self._preempt(victim)
@@ -266,16 +292,27 @@ class Scheduler:
         child.blocks = parent.blocks[:num_full] + own
         child.num_computed = parent.num_computed
         child.prefix = parent.prefix
-        self.running.append(child)
+        self._start_running(child)
         return child
 
+    def _start_running(self, row: Row) -> None:
+        row.lane = self._lanes.pop()
+        self.running.append(row)
+
     def _register(self, row: Row) -> None:
-        if self.prefix_cache:
-            known = row.tokens[: row.num_computed]
-            row.prefix = self.pool.register(known, row.blocks, row.prefix)
+        num_known = min(len(row.tokens), row.num_computed)
+        if self.prefix_cache and num_known // self.pool.block_size > row.prefix.num_blocks:
+            row.prefix = self.pool.register(row.tokens[:num_known], row.blocks, row.prefix)
 
     def _free(self, row: Row) -> None:
         self.pool.release(row.blocks)
+        if row.lane >= 0:
+            self._lanes.append(row.lane)
+            row.lane = -1
         row.blocks = []
         row.num_computed = 0
         row.prefix = Prefix.root(row.request.policy.version)
+
+
+def _policy_version(row: Row) -> int:
+    return row.request.policy.version

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.columns import DatumColumns, collate_columns
+from turnwise.engine.columns import AnyLoss, DatumColumns, collate_columns
 from turnwise.engine.logprobs import TargetHead
 from turnwise.engine.lora import AnyPolicy, LoraWeights, Route, Span
-from turnwise.engine.losses import Loss, LossColumns
+from turnwise.engine.losses import LossColumns
 from turnwise.engine.models import CausalModel
 from turnwise.engine.pack import MIN_SHARED, NO_SHARING, Entries, PackedBatch, make_entries, pack, split_batches
+from turnwise.engine.preference_losses import PreferenceLoss
 from turnwise.types import ForwardBackwardOutput, TensorData
 
 
@@ -72,7 +73,7 @@ class Trainer:
         result.columns = replace(result.columns, ref_logprobs_T=known.logprobs)
 
     def forward_backward(
-        self, jobs: Sequence[Job], loss: Loss, reference: AnyPolicy | None
+        self, jobs: Sequence[Job], loss: AnyLoss, reference: AnyPolicy | None
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Accumulate each job's gradient in its adapter; jobs are cut into passes alike and run side by side."""
         results = [self._start(job, loss.needs_entropy) for job in jobs]
@@ -80,11 +81,22 @@ class Trainer:
             for job, result in zip(jobs, results, strict=True):
                 yield from self.add_reference(job, result, reference)
         passes = [self._passes(job, only_trained=True) for job in jobs]
+        if isinstance(loss, PreferenceLoss) and any(len(own) > 1 for own in passes):
+            for job, result in zip(jobs, results, strict=True):
+                yield from self._whole_batch(job, result, loss)
+            return [_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
         for index in range(max((len(p) for p in passes), default=0)):
             members = [p[index] if index < len(p) else [] for p in passes]
             self._backward_pass(jobs, results, members, loss)
             yield
         return [_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
+
+    def _whole_batch(self, job: Job, result: _Result, loss: PreferenceLoss) -> Generator[None, None, None]:
+        """A loss over pairs that no single pass can hold: all logprobs first, then the gradient through the model."""
+        known = yield from self.logprobs(job, only_trained=True)
+        result.logprobs, result.is_known = known.logprobs, known.is_known
+        grad_T, _ = token_gradients(loss, result.logprobs, None, result.columns)
+        yield from self.backward_from(job, grad_T)
 
     def backward_from(self, job: Job, grad_T: Tensor) -> Generator[None, None, None]:
         """Accumulate the gradient of sum(grad_T * logprobs_T): a loss that was differentiated elsewhere."""
@@ -128,7 +140,7 @@ class Trainer:
         return self.model.hidden(input_ids, position_ids, batch.plan, route)
 
     def _backward_pass(
-        self, jobs: Sequence[Job], results: Sequence[_Result], members: Sequence[list[int]], loss: Loss
+        self, jobs: Sequence[Job], results: Sequence[_Result], members: Sequence[list[int]], loss: AnyLoss
     ) -> None:
         if loss.is_separable:
 
@@ -140,7 +152,7 @@ class Trainer:
         for index, (job, result) in enumerate(zip(jobs, results, strict=True)):
             self._sequence_pass(job, result, members[index], loss)
 
-    def _sequence_pass(self, job: Job, result: _Result, members: list[int], loss: Loss) -> None:
+    def _sequence_pass(self, job: Job, result: _Result, members: list[int], loss: AnyLoss) -> None:
         """A loss over whole sequences: logprobs first, then the gradient by a second head product."""
         if not members:
             return
@@ -233,7 +245,7 @@ class Trainer:
 
 
 def token_gradients(
-    loss: Loss, logprobs: Tensor, entropies: Tensor | None, columns: LossColumns
+    loss: AnyLoss, logprobs: Tensor, entropies: Tensor | None, columns: LossColumns
 ) -> tuple[Tensor, Tensor | None]:
     """d loss / d logprob and d loss / d entropy, by autograd over the token vectors alone."""
     with torch.enable_grad():
@@ -263,6 +275,6 @@ def outputs_of(job: Job, result: _Result) -> list[dict[str, TensorData]]:
     return outputs
 
 
-def _output(job: Job, result: _Result, loss: Loss) -> ForwardBackwardOutput:
+def _output(job: Job, result: _Result, loss: AnyLoss) -> ForwardBackwardOutput:
     metrics = loss.metrics(result.logprobs, result.entropies, result.columns)
     return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)

@@ -30,6 +30,7 @@ from turnwise.types import SampleResponse, SamplingParams
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
     from turnwise.engine.lora import AnyPolicy
+    from turnwise.engine.scheduler import OnToken
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -79,6 +80,7 @@ class _Sample:
     future: Future[Any]
     pick: Callable[[SampleResponse], Any]
     """What of the response the future gets."""
+    on_token: OnToken | None = None
     request_id: int | None = None
     """The sampler's name for it, once it was handed over."""
 
@@ -148,11 +150,20 @@ class EngineWorker:
         num_samples: int = 1,
         prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        on_token: OnToken | None = None,
     ) -> Future[SampleResponse]:
-        """Queue a sampling request; cancelling its future stops the sampling."""
+        """Queue a sampling request; cancelling its future stops the sampling.
+
+        Args:
+            on_token: called on this worker's thread with every token as it is drawn: sample, token, logprob. It must
+                be quick and must not raise.
+        """
         future: Future[SampleResponse] = _WorkerFuture(self._thread)
         self._post_sample(
-            _Sample(prompt, params, policy, num_samples, prompt_logprobs, topk_prompt_logprobs, future, _whole)
+            _Sample(
+                *(prompt, params, policy, num_samples, prompt_logprobs, topk_prompt_logprobs, future, _whole),
+                on_token=on_token,
+            )
         )
         return future
 
@@ -258,6 +269,7 @@ class EngineWorker:
                 prompt_logprobs=sample.prompt_logprobs,
                 topk_prompt_logprobs=sample.topk_prompt_logprobs,
                 on_done=partial(self._finish_sample, sample),
+                on_token=sample.on_token,
             )
         except Exception as error:  # noqa: BLE001 - it is the requester's
             self._finish_sample(sample, error)

@@ -41,7 +41,7 @@ class EnvStep:
     messages: Sequence[Message] = ()
     """What the policy sees next; may be empty when the attempt is over."""
     reward: float | Mapping[str, float] = 0.0
-    """A number (all of it `outcome`) or named parts: outcome, format, shaping, penalty."""
+    """A number (all of it `outcome`) or named parts: outcome, format, shaping, penalty, judge."""
     terminated: bool = False
     truncated: bool = False
     is_success: bool | None = None
@@ -90,7 +90,9 @@ class Env(Protocol):
     """One attempt at one task; used once. Methods may be plain functions: `turnwise.envs.sync.as_env` runs them.
 
     Optional: `state_key() -> str` names the state before the next reply (equal keys, same state); `fork() -> Env`
-    gives an independent copy of an env in the middle of its task.
+    gives an independent copy of an env in the middle of its task; `reseed(seed)` gives an env in the middle of its
+    task other randomness from there on, and changes nothing else; `potential() -> float` says how good the state is,
+    for shaping.
     """
 
     async def start(self) -> Sequence[Message]:

@@ -1,28 +1,41 @@
-"""Worlds by name: the shipped ones, and anybody's as `module:Class` or `path/to/file.py:Class`."""
+"""Worlds by name: shipped ones, yours as `module:Class` or `file.py:Class`, other libraries' as `prefix:theirs`."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
 
 from turnwise.envs.base import World
 from turnwise.envs.schema import Parameter, did_you_mean
+from turnwise.envs.targets import load_attribute
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 
 SHIPPED_WORLDS: Mapping[str, str] = {
+    "bargain": "turnwise.envs.library.bargain:Bargain",
     "calculator": "turnwise.envs.library.calculator:Calculator",
+    "code": "turnwise.envs.library.code:Code",
     "dialogue": "turnwise.envs.library.dialogue:Dialogue",
     "gsm8k_multi_turn": "turnwise.envs.library.gsm8k_multi_turn:Gsm8kMultiTurn",
     "guess_number": "turnwise.envs.library.guess_number:GuessNumber",
     "key_door": "turnwise.envs.library.key_door:KeyDoor",
+    "swe": "turnwise.envs.library.swe:Swe",
+    "text_to_sql": "turnwise.envs.library.text_to_sql:TextToSql",
+    "tic_tac_toe": "turnwise.envs.library.tic_tac_toe:TicTacToe",
+    "twenty_questions": "turnwise.envs.library.twenty_questions:TwentyQuestions",
+    "search": "turnwise.envs.library.search:Search",
 }
+
+ADAPTERS: Mapping[str, str] = {
+    "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
+    "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
+    "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",
+    "skyrl_gym": "turnwise.envs.adapters.skyrl_gym:SkyRLGymWorld",
+    "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
+    "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
+}
+"""Other libraries' envs: `prefix:rest` hands the rest to this class, and the options after it."""
 
 
 def world_names() -> tuple[str, ...]:
@@ -41,49 +54,31 @@ def world_options(name: str) -> tuple[Parameter, ...]:
 
 def load_target(name: str) -> Any:
     """What `name` stands for, imported but not yet made: usually a class."""
-    path, colon, attribute = SHIPPED_WORLDS.get(name, name).rpartition(":")
-    if not colon:
-        near = did_you_mean(name, SHIPPED_WORLDS)
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in ADAPTERS:
+        return _bind(load_attribute(ADAPTERS[prefix]), rest, name)
+    target = SHIPPED_WORLDS.get(name, name)
+    if ":" not in target:
+        near = did_you_mean(name, [*SHIPPED_WORLDS, *ADAPTERS])
         raise ConfigError(
             f"no world {name!r}{near}; the shipped ones are {', '.join(SHIPPED_WORLDS)}; "
-            "one of your own is module:Class or path/to/file.py:Class"
+            "one of your own is module:Class or path/to/file.py:Class; "
+            f"one of another library is {', '.join(f'{prefix}:...' for prefix in ADAPTERS)}"
         )
-    module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
-    if not attribute or not hasattr(module, attribute):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(f"{path} has no {attribute!r}{did_you_mean(attribute, own)}")
-    return getattr(module, attribute)
+    return load_attribute(target)
 
 
-def _load_module(name: str) -> ModuleType:
-    """Import a module; the current folder counts, as it does for `python -m`."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as cause:
-        if cause.name is None or not f"{name}.".startswith(f"{cause.name}."):
-            raise  # the module is there; something that it imports is not
-        raise ConfigError(f"no module {name!r}; looked on Python's path and in {here}") from cause
+def _bind(world_class: type, rest: str, name: str) -> Callable[..., World]:
+    """The adapter's class with its first argument given; what is left are the world's options."""
+    first, *options = inspect.signature(world_class).parameters.values()
+    if not rest:
+        raise ConfigError(f"world {name!r} is missing its {first.name}; expected {name}NAME (docs/adapters/index.md)")
 
+    def make(**options: Any) -> World:
+        return world_class(rest, **options)
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"no file {path}; expected path/to/file.py:Class")
-    name = f"turnwise_user_{path.stem}_{hashlib.sha256(str(path).encode('utf-8')).hexdigest()[:8]}"
-    known = sys.modules.get(name)
-    if known is not None:
-        return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    hints = get_type_hints(world_class.__init__)
+    make.__name__, make.__doc__ = world_class.__name__, world_class.__init__.__doc__
+    make.__annotations__ = {option.name: hints[option.name] for option in options}
+    vars(make)["__signature__"] = inspect.Signature(options)
+    return make

@@ -48,13 +48,22 @@ async def play_script(env: Env, player: Player, max_turns: int) -> list[Message]
 
 
 def play_demonstrations(
-    world: TaskSource, player_of: Callable[[Task], Player], count: int, seed: int
+    world: TaskSource, player_of: Callable[[Task], Player], count: int, seed: int, *, concurrency: int = 1
 ) -> list[list[Message]]:
-    """Dialogue i is `player_of(task)` in an env of task i of `world.tasks("train", count, seed)`."""
+    """Dialogue i is `player_of(task)` in an env of task i of `world.tasks("train", count, seed)`.
+
+    Args:
+        concurrency: Dialogues at once; more than one pays where the env waits for something outside.
+    """
 
     async def play_all() -> list[list[Message]]:
-        tasks = world.tasks("train", count, seed)
-        return [await play_script(world.make_env(task, seed), player_of(task), world.max_turns) for task in tasks]
+        free = asyncio.Semaphore(concurrency)
+
+        async def play_one(task: Task) -> list[Message]:
+            async with free:
+                return await play_script(world.make_env(task, seed), player_of(task), world.max_turns)
+
+        return await asyncio.gather(*(play_one(task) for task in world.tasks("train", count, seed)))
 
     return run_coroutine(play_all())
 

@@ -28,6 +28,7 @@ from turnwise.envs.schema import Json, Signature, did_you_mean, match_arguments,
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
 from turnwise.trajectory import Message, ToolCall
+from turnwise.waits import WAITS
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -221,8 +222,9 @@ class Toolbox:
             raise ToolError(f"{spec.name}: {error}") from error
         deadline = asyncio.timeout(spec.timeout_s)
         try:
-            async with deadline:
-                result = await _await_call(function, arguments)
+            with WAITS.listed("tool", spec.name, spec.timeout_s):
+                async with deadline:
+                    result = await _await_call(function, arguments)
         except (*_POLICY_FAULTS, AttemptFailed):
             raise
         except TimeoutError as cause:

@@ -1,30 +1,67 @@
-"""What the loop asks of a method: which groups to keep, what each turn deserves, and the loss that reads it.
+"""What the loop asks of a method: where its data comes from, which groups to keep, what each turn deserves, and the
+loss that reads it.
 
-kept, dropped = method.keep(groups)
-lessons = method.lessons(kept)
-await trainer.forward_backward(datums_of(lessons), method.loss_fn, method.loss_config)
+    kept = method.keep(groups)
+    lessons = method.lessons(kept.groups)
+    await trainer.forward_backward(datums_of(lessons), method.loss_fn, method.loss_config)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.credit.datums import TurnAdvantage, trajectory_to_datums
+from turnwise.credit.values import TrajectoryValues, Values
+from turnwise.credit.weights import Weighting, share_of, weigh
+from turnwise.methods.config import DataConfig, MethodConfig
+from turnwise.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.types import Datum
+from turnwise.types import Datum, TensorData
+
+__all__ = [
+    "PLAY_GROUPS",
+    "Credited",
+    "Kept",
+    "Lesson",
+    "Method",
+    "MethodSetup",
+    "PlayBranches",
+    "PlayGroups",
+    "ReadDialogues",
+    "ReadPairs",
+    "ReadingMethod",
+    "Source",
+    "Values",
+    "credit_groups",
+    "datums_of",
+    "keep_by",
+    "make_lessons",
+    "why_no_signal",
+    "why_unusable",
+    "with_old_logprobs",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
     """One trajectory, ready to be learned from."""
 
-    trajectory: Trajectory
-    advantages: tuple[float, ...]
-    """One per turn."""
+    trajectory: Trajectory | None
+    """None where the data was written, not played. A turn that the datums leave out is not `is_trained` here."""
+    advantages: tuple[TurnAdvantage, ...]
+    """One entry per turn: a number, or [S] one for each sampled token."""
     datums: tuple[Datum, ...]
     """Weighted for the optimizer step that they belong to; several where the history was rewritten."""
+    returns: tuple[NDArray[np.float64], ...] | None = None
+    """[S] per turn what a critic is to predict; None without a critic."""
+    values: TrajectoryValues | None = None
+    """What the critic predicted when the batch began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +82,125 @@ class Method(Protocol):
     """Sampling is the loop's, arithmetic is `credit`'s; a method says how the two meet."""
 
     @property
+    def source(self) -> PlayGroups | PlayBranches: ...
+
+    @property
     def loss_fn(self) -> str: ...
 
     @property
     def loss_config(self) -> Mapping[str, float | str]: ...
 
+    @property
+    def needs_values(self) -> bool:
+        """The loop asks the critic about the groups before `lessons`."""
+        ...
+
     def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
         """The groups that something can be learned from; the others are counted by reason."""
         ...
 
-    def lessons(self, groups: Sequence[TrajectoryGroup]) -> list[Lesson]:
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:
         """Everything that one optimizer step learns from these groups; normalisers count over all of them."""
         ...
+
+
+Item_contra = TypeVar("Item_contra", contravariant=True)
+
+
+class ReadingMethod(Protocol[Item_contra]):
+    """A method that learns from stored data: `train.sources` reads the items, the method makes lessons of them."""
+
+    @property
+    def source(self) -> ReadDialogues | ReadPairs: ...
+
+    @property
+    def loss_fn(self) -> str: ...
+
+    @property
+    def loss_config(self) -> Mapping[str, float | str]: ...
+
+    def lessons(self, items: Sequence[Item_contra]) -> list[Lesson]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSetup:
+    """What a method is built from."""
+
+    config: MethodConfig
+    data: DataConfig
+    group_size: int
+    """Attempts per task."""
+    max_turns: int
+    max_tokens: int
+    """Most tokens that an attempt may sample."""
+
+
+Credited = tuple[Trajectory, Sequence[TurnAdvantage]]
+"""A trajectory and what each of its turns deserves."""
+
+
+GroupAdvantages = Callable[[TrajectoryGroup], Sequence[NDArray[np.float64]]]
+"""A group to [K] per attempt: one number per turn."""
+
+
+def make_lessons(
+    credited: Sequence[Sequence[Credited]], weighting: Weighting, *, is_split: bool = False
+) -> list[Lesson]:
+    """Lessons of one optimizer step, from trajectories by group."""
+    flat = [(index, *one) for index, group in enumerate(credited) for one in group]
+    batch = [trajectory_to_datums(trajectory, advantages, is_split=is_split) for _, trajectory, advantages in flat]
+    weighted = weigh(batch, weighting, [share_of(trajectory, index) for index, trajectory, _ in flat])
+    return [
+        Lesson(trajectory=trajectory, advantages=tuple(advantages), datums=tuple(datums))
+        for (_, trajectory, advantages), datums in zip(flat, weighted, strict=True)
+    ]
+
+
+def keep_by(why: Callable[[TrajectoryGroup], str | None], groups: Sequence[TrajectoryGroup]) -> Kept:
+    """Keep the groups for which `why` has no reason against."""
+    reasons = tuple(why(group) for group in groups)
+    kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
+    return Kept(groups=kept, reasons=reasons)
+
+
+def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:
+    """The reasons that hold for every method: too few attempts to compare, or nothing to train in any of them."""
+    if len(group.trajectories) < min_size:
+        return "too_small"
+    if not any(turn.is_trained for trajectory in group.trajectories for turn in trajectory.turns):
+        return "masked"
+    return None
+
+
+def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData]) -> list[Lesson]:
+    """The same lessons with what the weights at the start of the batch gave each target, one tensor per datum."""
+    rest = iter(logprobs)
+    return [
+        replace(
+            lesson,
+            datums=tuple(
+                Datum(datum.model_input, {**datum.loss_fn_inputs, "old_logprobs": next(rest)})
+                for datum in lesson.datums
+            ),
+        )
+        for lesson in lessons
+    ]
+
+
+def credit_groups(groups: Sequence[TrajectoryGroup], advantages: GroupAdvantages) -> list[list[Credited]]:
+    """Every trajectory with what its turns deserve, by group."""
+    return [
+        [(trajectory, own_K.tolist()) for trajectory, own_K in zip(group.trajectories, advantages(group), strict=True)]
+        for group in groups
+    ]
+
+
+def why_no_signal(group: TrajectoryGroup, advantages: GroupAdvantages) -> str | None:
+    """Why a group teaches nothing: it is unusable, or no turn of it was better than another."""
+    unusable = why_unusable(group)
+    if unusable is not None:
+        return unusable
+    return None if any(own_K.any() for own_K in advantages(group)) else "constant"
 
 
 def datums_of(lessons: Sequence[Lesson]) -> list[Datum]:

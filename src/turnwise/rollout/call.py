@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from turnwise.errors import AttemptFailed, Party
+from turnwise.waits import WAITS
 
 T = TypeVar("T")
 
@@ -36,16 +37,17 @@ async def call(
     `on_abandoned`) instead of holding up the attempt.
     """
     task = asyncio.create_task(_blamed(party, what, work))
-    try:
-        await asyncio.wait({task}, timeout=deadline_s)
-    except asyncio.CancelledError:
-        await _cancel(task, on_abandoned)
-        raise
-    if not task.done():
-        await _cancel(task, on_abandoned)
-        if task.done() and not task.cancelled():
-            task.exception()  # it came too late; asyncio is told that somebody looked
-        raise DeadlinePassed(party, f"{what} gave no answer within {deadline_s:.3g} s")
+    with WAITS.listed(party, what, deadline_s):
+        try:
+            await asyncio.wait({task}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            await _cancel(task, on_abandoned)
+            raise
+        if not task.done():
+            await _cancel(task, on_abandoned)
+            if task.done() and not task.cancelled():
+                task.exception()  # it came too late; asyncio is told that somebody looked
+            raise DeadlinePassed(party, f"{what} gave no answer within {deadline_s:.3g} s")
     if task.cancelled():
         raise AttemptFailed(party, f"{what} cancelled itself")
     return task.result()

@@ -22,7 +22,7 @@ from turnwise.types import Datum
 TrainerLogprobs = Callable[[list[Datum]], Sequence[Sequence[float]]]
 """Datums to the logprob of each target, at its `temperature`: what the training client's `forward` returns."""
 
-Link = Literal["first", "extends", "splits", "lost"]
+Link = Literal["first", "extends", "splits", "lost", "left out"]
 
 K2_TOLERANCE = 1e-4
 SPIKE = 25.0
@@ -61,7 +61,8 @@ class TurnCheck:
     has_same_ids: bool
     """The trained ids are the sampled ids."""
     link: Link
-    """To what came before: the datum's first turn, an extension, a split with a datum of its own, or lost."""
+    """To what came before: the datum's first turn, an extension, a split with a datum of its own, left out
+    because it is not trained, or lost."""
     max_gap: float
     """Largest |trainer logprob - sampler logprob|."""
     mean_k2: float
@@ -129,6 +130,7 @@ def certify(
     *,
     datums: Sequence[Sequence[Datum]] | None = None,
     trainer_version: int | None = None,
+    only_version: int | None = None,
     k2_tolerance: float = K2_TOLERANCE,
 ) -> Certificate:
     """Check every turn of `trajectories`, none of which may have failed.
@@ -136,6 +138,8 @@ def certify(
     Args:
         datums: what was trained for each trajectory; by default, what `trajectory_to_datums` makes of it.
         trainer_version: the policy version of the weights that answer, where it is known.
+        only_version: compare logprobs only of turns that weights of this version drew, and ids of all: other weights
+            give other logprobs by right.
     """
     if datums is None:
         datums = [trajectory_to_datums(t, [0.0] * len(t.turns)) for t in trajectories]
@@ -143,7 +147,7 @@ def certify(
         raise DataError(f"datums of {len(datums)} trajectories, and {len(trajectories)} trajectories")
     flat = [datum for own in datums for datum in own]
     answers = iter(trainer_logprobs(flat) if flat else [])
-    checker = _Checker(k2_tolerance, trainer_version)
+    checker = _Checker(k2_tolerance, trainer_version, only_version)
     checks: list[_Checked] = []
     for trajectory, own in zip(trajectories, datums, strict=True):
         checks += checker.check_trajectory(trajectory, [_Sequence.of(datum, next(answers)) for datum in own])
@@ -196,9 +200,10 @@ class _Place:
 
 
 class _Checker:
-    def __init__(self, tolerance: float, trainer_version: int | None) -> None:
+    def __init__(self, tolerance: float, trainer_version: int | None, only_version: int | None) -> None:
         self._tolerance = tolerance
         self._trainer_version = trainer_version
+        self._only_version = only_version
 
     def check_trajectory(self, trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Checked]:
         checked: list[_Checked] = []
@@ -214,7 +219,8 @@ class _Checker:
         if place.sequence is not None:
             span = place.sequence.span(turn)
             has_same_ids &= all(is_trained == turn.is_trained for is_trained in place.sequence.mask[span])
-            trainer = place.sequence.logprobs[span] if turn.is_trained else ()
+            is_comparable = self._only_version is None or turn.policy_version == self._only_version
+            trainer = place.sequence.logprobs[span] if turn.is_trained and is_comparable else ()
         gaps = [ours - theirs for ours, theirs in zip(trainer, turn.sampler_logprobs, strict=False)]
         finite = tuple(gap for gap in gaps if math.isfinite(gap))
         mean_k2 = sum(gap * gap for gap in finite) / 2 / max(len(finite), 1)
@@ -277,7 +283,7 @@ def _places(trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Pla
         place = next((i for i in range(current, len(sequences)) if sequences[i].holds(turn)), None)
         is_extension = index > 0 and place is not None and place == found[-1]
         if place is None:
-            links.append("lost" if turn.is_trained else "splits")
+            links.append("lost" if turn.is_trained else "left out")
         else:
             links.append("first" if index == 0 else "extends" if is_extension else "splits")
             num_sampled[place] += len(turn.sampled_ids) * turn.is_trained

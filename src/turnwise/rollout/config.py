@@ -23,6 +23,8 @@ class RolloutConfig:
     """A group with fewer attempts left is dropped; 1 for evaluation, where nothing is centred."""
     max_retries: int = 2
     """How often a failed attempt is played again, in a fresh env with another seed."""
+    same_env_seed: bool = False
+    """The attempts of a group meet the same env seed; else each has its own."""
     max_concurrency: int = 64
     """Attempts under way at once, over all groups."""
     temperature: float = 1.0

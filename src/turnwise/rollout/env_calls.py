@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 
 from turnwise.envs.base import Env, EnvStep
-from turnwise.envs.sync import CallThread
+from turnwise.envs.sync import ENV_METHODS, CallThread
 from turnwise.errors import AttemptFailed, Party
 from turnwise.rollout.call import CANCEL_GRACE_S, DeadlinePassed, call
 from turnwise.rollout.limits import Clock, RolloutLimits
@@ -37,6 +37,8 @@ class EnvCalls:
         self._clock = clock
         self._env: Any = None
         self._thread: CallThread | None = None
+        self._forks: list[Any] = []
+        """Copies that nobody has taken over yet; closed with the env if nobody does."""
         self._is_left = False
         self._is_late = False
         self.num_abandoned = 0
@@ -62,17 +64,49 @@ class EnvCalls:
             raise AttemptFailed(Party.ENV, f"state_key() returned {key!r:.80}; expected a string")
         return key
 
+    async def potential(self) -> float | None:
+        """How good the env calls the state it is in, where it says."""
+        if not hasattr(self._env, "potential"):
+            return None
+        potential = await self._call("potential")
+        _blame_env("potential", lambda: _check_numbers("potential", {"of the state": potential}))
+        return float(potential)
+
+    @property
+    def can_fork(self) -> bool:
+        return hasattr(self._env, "fork")
+
+    async def fork(self) -> EnvCalls:
+        """An independent copy of the env in the state it is in."""
+        copy = EnvCalls(self._make_env, self._limits, self._clock)
+        await copy.start_as_fork(self)
+        return copy
+
+    async def start_as_fork(self, original: EnvCalls) -> None:
+        """Begin in the middle: as a copy of another env, which is left as it is."""
+        await original._call("fork")
+        self._env = original._forks.pop()
+
+    async def reseed(self, seed: int) -> None:
+        """Give the env other randomness from here on, where it can be given one."""
+        if hasattr(self._env, "reseed"):
+            await self._call("reseed", seed)
+
     async def close(self) -> None:
         """Close the env whatever happened; what goes wrong here is noted and not raised."""
         if not self._is_late:
             await self._wait_for_thread()  # the attempt was cancelled in the middle of a call that is not late
         self._leave_busy_thread()
         try:
-            if self._env is not None:
-                await self._call("close")
+            for env in [*self._forks, self._env]:
+                if env is not None:
+                    self._env = env
+                    await self._call("close")
         except AttemptFailed as error:
             self.close_problem = error.detail
         finally:
+            self._env = None
+            self._forks.clear()
             self._leave_busy_thread()
             if self._thread is not None:
                 self._thread.stop()
@@ -80,7 +114,11 @@ class EnvCalls:
 
     async def _call(self, what: str, *args: object) -> Any:
         limits = self._limits
-        deadline_s = limits.close_deadline_s if what == "close" else self._clock.at_most(limits.step_deadline_s)
+        deadline_s = self._clock.at_most(limits.step_deadline_s)
+        if what == "close":
+            deadline_s = limits.close_deadline_s
+        elif what == "fork":  # asked for by attempts with clocks of their own
+            deadline_s = limits.step_deadline_s
         try:
             return await call(
                 Party.ENV,
@@ -94,7 +132,8 @@ class EnvCalls:
             raise
 
     async def _run(self, what: str, args: tuple[object, ...]) -> Any:
-        method: Callable[..., Any] = self._make if what == "make_env" else getattr(self._env, what)
+        own = {"make_env": self._make, "fork": self._fork}
+        method: Callable[..., Any] = own[what] if what in own else getattr(self._env, what)
         if inspect.iscoroutinefunction(method):
             return await method(*args)
         if self._thread is None:
@@ -109,6 +148,14 @@ class EnvCalls:
             closing: Any = self._env.close()
             if inspect.iscoroutine(closing):
                 asyncio.run(closing)
+
+    def _fork(self) -> None:
+        """Runs in the env's thread. Kept here until it is taken over, because nobody may be waiting any more."""
+        fork = self._env.fork()
+        missing = [name for name in ENV_METHODS if not callable(getattr(fork, name, None))]
+        if missing:
+            raise TypeError(f"it returned {fork!r:.80}, which has no {missing[0]}(); expected an env")
+        self._forks.append(fork)
 
     async def _wait_for_thread(self) -> None:
         for _ in range(round(CANCEL_GRACE_S / _POLL_S)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,9 +25,9 @@ from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.trajectory import Branch, Trajectory, TrajectoryGroup
 
-DropReason = Literal["group_too_small", "quarantined"]
+DropReason = Literal["group_too_small", "quarantined", "ended_before_branch"]
 EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
 
 
@@ -84,15 +84,10 @@ async def play_groups(
         on_event: called on the event loop as things happen.
         quarantine: kept by a run over all its rollouts; without it, this call has one of its own.
     """
-    rollout = _Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
+    rollout = Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
     async with aclosing(rollout.run(tasks)) as finished:
         outcomes = {index: outcome async for index, outcome in finished}
-    in_order = [outcomes[index] for index in range(len(tasks))]
-    return RolloutResult(
-        groups=tuple(outcome for outcome in in_order if isinstance(outcome, TrajectoryGroup)),
-        dropped=tuple(outcome for outcome in in_order if isinstance(outcome, DroppedGroup)),
-        stats=rollout.stats,
-    )
+    return rollout.result([outcomes[index] for index in range(len(tasks))])
 
 
 async def stream_groups(
@@ -112,7 +107,7 @@ async def stream_groups(
     Args:
         stats: filled while the groups come.
     """
-    rollout = _Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
+    rollout = Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
     if stats is not None:
         rollout.stats = stats
     async with aclosing(rollout.run(tasks)) as finished:
@@ -120,8 +115,8 @@ async def stream_groups(
             yield outcome
 
 
-class _Rollout:
-    """One call of `play_groups` or `stream_groups`."""
+class Rollout:
+    """One call of `play_groups` or `stream_groups`; `rollout.branch` plays its groups in another way."""
 
     def __init__(
         self,
@@ -133,17 +128,31 @@ class _Rollout:
         on_event: OnEvent | None,
         quarantine: Quarantine | None,
     ) -> None:
-        self._world = world
-        self._sampler = sampler
-        self._renderer = renderer
-        self._config = config
+        self.world = world
+        self.pick_sampler: Callable[[], SamplingClient] = lambda: sampler
+        """Asked at the start of every attempt."""
+        self.renderer = renderer
+        self.config = config
         self._seed = seed
         self._on_event = on_event
-        self._quarantine = quarantine or Quarantine(
+        self.quarantine = quarantine or Quarantine(
             task_after=config.quarantine_task_after, world_after=config.quarantine_world_after
         )
-        self._room = asyncio.Semaphore(config.max_concurrency)
+        self.room: AbstractAsyncContextManager[None] = asyncio.Semaphore(config.max_concurrency)
+        """Entered by every attempt while it is played."""
         self.stats = RolloutStats()
+
+    @property
+    def sampler(self) -> SamplingClient:
+        """For an attempt that starts now."""
+        return self.pick_sampler()
+
+    def result(self, outcomes: Sequence[TrajectoryGroup | DroppedGroup]) -> RolloutResult:
+        return RolloutResult(
+            groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
+            dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
+            stats=self.stats,
+        )
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[tuple[int, TrajectoryGroup | DroppedGroup], None]:
         times_seen: Counter[str] = Counter()
@@ -152,7 +161,7 @@ class _Rollout:
             # A task that comes twice in one rollout gets attempts of its own each time.
             seed = derive_seed(self._seed, task.id, times_seen[task.id])
             times_seen[task.id] += 1
-            running[asyncio.create_task(self._play_group(task, seed))] = index
+            running[asyncio.create_task(self.play_group(task, seed))] = index
         try:
             while running:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -160,53 +169,81 @@ class _Rollout:
                     outcome = group.result()
                     yield running.pop(group), outcome
         finally:
-            await _cancel_all(list(running))
+            await cancel_all(list(running))
 
-    async def _play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
-        reason = self._quarantine.reason(task.id)
+    async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
+        reason = self.quarantine.reason(task.id)
         if reason is not None:
-            return self._drop(task, "quarantined", reason, lost=self._config.group_size)
+            return self.drop(task, "quarantined", reason, lost=self.config.group_size)
         attempts = [
-            asyncio.create_task(self._play_attempt(task, index, seed)) for index in range(self._config.group_size)
+            asyncio.create_task(self._play_attempt(task, index, seed)) for index in range(self.config.group_size)
         ]
         try:
             trajectories = await asyncio.gather(*attempts)
         finally:
-            await _cancel_all(attempts)
+            await cancel_all(attempts)
+        return self.finish_group(task, trajectories)
+
+    def finish_group(
+        self,
+        task: Task,
+        trajectories: Sequence[Trajectory],
+        *,
+        branch_turn: int | None = None,
+        branch_probability: float = 1.0,
+    ) -> TrajectoryGroup | DroppedGroup:
+        """Set failed attempts apart; too few others are no group."""
         kept = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
         failed = tuple(trajectory for trajectory in trajectories if trajectory.failure is not None)
         failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
-        if self._quarantine.record_group(task.id, failures, len(kept)):
+        if self.quarantine.record_group(task.id, failures, len(kept)):
             self.stats.add_quarantined_task()
-        if len(kept) < self._config.min_group_size:
-            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self._config.min_group_size} are needed"
-            return self._drop(task, "group_too_small", detail, lost=len(kept), kept=kept, failed=failed)
+        if len(kept) < self.config.min_group_size:
+            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self.config.min_group_size} are needed"
+            return self.drop(task, "group_too_small", detail, lost=len(kept), kept=kept, failed=failed)
         self.stats.add_kept_group(kept, failed)
-        self._emit("group_done", task)
-        return TrajectoryGroup(task_id=task.id, trajectories=kept, failed=failed)
+        self.emit("group_done", task)
+        return TrajectoryGroup(
+            task_id=task.id,
+            trajectories=kept,
+            failed=failed,
+            branch_turn=branch_turn,
+            branch_probability=branch_probability,
+        )
+
+    def goes_on_after(self, task: Task, failed: Trajectory, retry: int) -> bool:
+        """An attempt failed: whether it is played again."""
+        assert failed.failure is not None
+        if retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
+            self.emit("attempt_failed", task, failed, failed.failure.detail)
+            return False
+        self.emit("attempt_retried", task, failed, failed.failure.detail)
+        self.stats.add_retry()
+        return True
 
     async def _play_attempt(self, task: Task, index: int, group_seed: int) -> Trajectory:
         retry = 0
         while True:
             seed = derive_seed(group_seed, index, retry)
+            env_seed = derive_seed(group_seed, "env") if self.config.same_env_seed else seed
             attempt = Attempt(
-                task_id=task.id, index=index, seed=seed, make_env=lambda seed=seed: self._world.make_env(task, seed)
+                task_id=task.id,
+                index=index,
+                seed=env_seed,
+                make_env=lambda env_seed=env_seed: self.world.make_env(task, env_seed),
+                branch=Branch(turn=0, seed=seed) if self.config.same_env_seed else None,
             )
-            async with self._room:
-                trajectory = await play(attempt, self._sampler, self._renderer, self._config, self.stats)
+            async with self.room:
+                trajectory = await play(attempt, self.sampler, self.renderer, self.config, self.stats)
             self.stats.add_try(trajectory)
-            self._quarantine.record_try(trajectory.failure)
+            self.quarantine.record_try(trajectory.failure)
             if trajectory.failure is None:
-                self._emit("attempt_done", task, trajectory)
+                self.emit("attempt_done", task, trajectory)
+            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
                 return trajectory
-            if retry == self._config.max_retries or self._quarantine.reason(task.id) is not None:
-                self._emit("attempt_failed", task, trajectory, trajectory.failure.detail)
-                return trajectory
-            self._emit("attempt_retried", task, trajectory, trajectory.failure.detail)
-            self.stats.add_retry()
             retry += 1
 
-    def _drop(
+    def drop(
         self,
         task: Task,
         why: DropReason,
@@ -217,15 +254,15 @@ class _Rollout:
         failed: tuple[Trajectory, ...] = (),
     ) -> DroppedGroup:
         self.stats.add_dropped_group(why, lost, failed)
-        self._emit("group_dropped", task, detail=detail)
+        self.emit("group_dropped", task, detail=detail)
         return DroppedGroup(task_id=task.id, why=why, detail=detail, trajectories=kept, failed=failed)
 
-    def _emit(self, kind: EventKind, task: Task, trajectory: Trajectory | None = None, detail: str = "") -> None:
+    def emit(self, kind: EventKind, task: Task, trajectory: Trajectory | None = None, detail: str = "") -> None:
         if self._on_event is not None:
             self._on_event(RolloutEvent(kind=kind, task_id=task.id, trajectory=trajectory, detail=detail))
 
 
-async def _cancel_all(tasks: Sequence[asyncio.Task[object]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[object]]) -> None:
     """Cancel what still runs, and wait until it has cleaned up."""
     for task in tasks:
         task.cancel()

@@ -4,7 +4,8 @@
 
 Every end has one `StopReason`. A turn is recorded when the env has answered it, so no turn has a reward that nobody
 gave: an attempt that fails or runs out of time keeps the turns before. A failed attempt is data, with the party to
-blame; only bugs of ours and cancellation leave `play` as exceptions. The env is closed in any case.
+blame; only bugs of ours and cancellation leave `play` as exceptions. The env is closed in any case. An attempt may
+also go on from a `Savepoint`, the middle of another one (`rollout.branch`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from turnwise.client.base import SamplingClient
@@ -26,10 +27,13 @@ from turnwise.rollout.env_calls import EnvCalls
 from turnwise.rollout.limits import Clock
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import Failure, Message, StopReason, Trajectory, Turn
+from turnwise.waits import caller
+from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, Turn
 from turnwise.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 T = TypeVar("T")
+
+CANNOT_REPLAY = "the env does not go the same way again with the same seed and the same replies:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +45,46 @@ class Attempt:
     """Which attempt of its group, from 0."""
     seed: int
     make_env: Callable[[], Env]
+    branch: Branch | None = None
+    """Where it leaves the others of its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savepoint:
+    """An attempt before one of its turns, from which others may go on."""
+
+    start: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+    history: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    """What the sampler is to be shown next."""
+    metrics: Mapping[str, float]
+    is_success: bool | None
+    env_state: str | None
+    parked: EnvCalls | None
+    """The env in that state, to be forked; None: a fresh one is brought there by the same replies."""
 
 
 async def play(
     attempt: Attempt, sampler: SamplingClient, renderer: Renderer, config: RolloutConfig, stats: RolloutStats
 ) -> Trajectory:
     """Play one attempt to its end."""
-    player = _Player(attempt, sampler, renderer, config, stats)
+    return await play_to_the_end(Player(attempt, sampler, renderer, config, stats))
+
+
+async def play_to_the_end(player: Player) -> Trajectory:
+    """Let a player finish, and close its env."""
     failure: Failure | None = None
     try:
         stop_reason = await player.run()
     except AttemptFailed as error:
         stop_reason, failure = StopReason.FAILED, Failure(party=error.party, detail=error.detail)
     finally:
-        await _to_the_end(player.close())
+        await close_in_any_case(player.close())
     return player.to_trajectory(stop_reason, failure)
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+async def close_in_any_case(work: Coroutine[Any, Any, None]) -> None:
     """Await work that has deadlines of its own, however often we are cancelled meanwhile."""
     task = asyncio.create_task(work)
     was_cancelled = False
@@ -72,7 +98,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-class _Player:
+class Player:
     """The state of one attempt."""
 
     def __init__(
@@ -82,8 +108,10 @@ class _Player:
         renderer: Renderer,
         config: RolloutConfig,
         stats: RolloutStats,
+        savepoint: Savepoint | None = None,
     ) -> None:
         self._attempt = attempt
+        self._savepoint = savepoint
         self._sampler = sampler
         self._renderer = renderer
         self._config = config
@@ -93,17 +121,30 @@ class _Player:
         self._start: tuple[Message, ...] = ()
         self._history: list[Message] = []
         """What the current prompt stands for."""
+        self._prompt_ids: list[int] = []
         self._turns: list[Turn] = []
         self._metrics: dict[str, float] = {}
         self._is_success: bool | None = None
 
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self._turns)
+
     async def run(self) -> StopReason:
+        """From the start, or the savepoint, to the end."""
         try:
-            return await self._run()
+            await self.begin()
+            while (stop_reason := await self.turn()) is None:
+                pass
         except DeadlinePassed:
-            if self._turns and self._clock.is_over:
+            if self._has_own_turns and self._clock.is_over:
                 return StopReason.TIME_LIMIT
             raise
+        return stop_reason
 
     async def close(self) -> None:
         try:
@@ -125,44 +166,109 @@ class _Player:
             is_success=self._is_success,
             metrics=self._metrics,
             duration_s=self._clock.spent_s,
+            branch=self._attempt.branch,
         )
 
-    async def _run(self) -> StopReason:
+    async def begin(self) -> None:
+        caller.set(f"{self._attempt.task_id}, attempt {self._attempt.index}")
+        if self._savepoint is not None:
+            await self._take_over(self._savepoint)
+            return
         self._start = await self._timed(Party.ENV, self._env.start())
         self._history = list(self._start)
-        prompt_ids = call_now(Party.RENDERER, "start", lambda: self._renderer.start(self._start))
-        while (stop_reason := self._limit_reached(prompt_ids)) is None:
-            env_state = await self._env.state_key()
-            response = await self._sample(prompt_ids)
-            reply = self._parse(response)
-            step = await self._timed(Party.ENV, self._env.step(reply))
-            self._turns.append(self._to_turn(prompt_ids, response, reply, step, env_state))
-            self._metrics.update({key: float(value) for key, value in step.info.items()})
-            if step.is_success is not None:
-                self._is_success = bool(step.is_success)
-            stop_reason = self._end_after(step)
-            if stop_reason is not None:
-                return stop_reason
-            prompt_ids = self._extend(prompt_ids, step)
-        return stop_reason
+        self._prompt_ids = call_now(Party.RENDERER, "start", lambda: self._renderer.start(self._start))
 
-    def _limit_reached(self, prompt_ids: list[int]) -> StopReason | None:
+    def limit_reached(self) -> StopReason | None:
         """Asked before each sampling. A first prompt that does not fit is no attempt at all."""
-        if self._config.limits.num_tokens_left(len(prompt_ids)) < 1:
+        if self._config.limits.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
                 limit = self._config.limits.max_trajectory_tokens
-                detail = f"the first prompt has {len(prompt_ids)} tokens and max_trajectory_tokens is {limit}"
+                detail = f"the first prompt has {len(self._prompt_ids)} tokens and max_trajectory_tokens is {limit}"
                 raise AttemptFailed(Party.ENV, detail)
             return StopReason.MAX_TOKENS
-        if self._clock.is_over and self._turns:
+        if self._clock.is_over and self._has_own_turns:
             return StopReason.TIME_LIMIT
         return None
+
+    async def turn(self) -> StopReason | None:
+        """One turn; why there is no other one after it (or why there was none at all), else None."""
+        stop_reason = self.limit_reached()
+        if stop_reason is not None:
+            return stop_reason
+        await self._reseed()
+        env_state, potential = await self._env.state_key(), await self._env.potential()
+        response = await self._sample(self._prompt_ids)
+        reply = self._parse(response)
+        step = await self._timed(Party.ENV, self._env.step(reply))
+        turn = self._to_turn(self._prompt_ids, response, reply, step, env_state)
+        if potential is not None:
+            after = 0.0 if step.terminated else await self._env.potential()
+            turn = replace(turn, potential=potential, next_potential=after)
+        self._turns.append(turn)
+        self._metrics.update({key: float(value) for key, value in step.info.items()})
+        if step.is_success is not None:
+            self._is_success = bool(step.is_success)
+        stop_reason = self._end_after(step)
+        if stop_reason is None:
+            self._prompt_ids = self._extend(self._prompt_ids, step)
+        return stop_reason
+
+    async def save(self, *, is_fork: bool) -> Savepoint:
+        """The attempt as it is now; `is_fork`: with a fork of the env, because this attempt goes on."""
+        env_state = await self._env.state_key()
+        parked = None
+        if self._env.can_fork:  # nothing is awaited after this: a fork that nobody holds would stay open
+            parked = await self._env.fork() if is_fork else self._env
+        return Savepoint(
+            start=self._start,
+            turns=tuple(self._turns),
+            history=tuple(self._history),
+            prompt_ids=tuple(self._prompt_ids),
+            metrics=dict(self._metrics),
+            is_success=self._is_success,
+            env_state=env_state,
+            parked=parked,
+        )
+
+    async def _take_over(self, point: Savepoint) -> None:
+        """Stand where the savepoint stands, in an env of our own in the same state."""
+        if point.parked is None:
+            await self._timed(Party.ENV, self._replay(point))
+        else:
+            await self._timed(Party.ENV, self._env.start_as_fork(point.parked))
+        check_same_state(point.env_state, await self._env.state_key())
+        self._start, self._turns, self._history = point.start, list(point.turns), list(point.history)
+        self._prompt_ids, self._metrics = list(point.prompt_ids), dict(point.metrics)
+        self._is_success = point.is_success
+
+    async def _replay(self, point: Savepoint) -> None:
+        check_same_answer(-1, point.start, await self._env.start())
+        for index, turn in enumerate(point.turns):
+            step = await self._env.step(turn.reply)
+            check_same_answer(index, turn.observation, tuple(step.messages))
+            if self._reward_parts(step) != turn.reward_parts:
+                came = f"{self._reward_parts(step)}, and {dict(turn.reward_parts)} the first time"
+                raise AttemptFailed(Party.ENV, f"{CANNOT_REPLAY} turn {index} was rewarded {came}")
+
+    async def _reseed(self) -> None:
+        branch = self._attempt.branch
+        if branch is not None and branch.reseeds_env and branch.turn == len(self._turns):
+            await self._env.reseed(branch.seed)
+
+    @property
+    def _has_own_turns(self) -> bool:
+        return len(self._turns) > (0 if self._savepoint is None else len(self._savepoint.turns))
+
+    def _seed(self, turn: int) -> int:
+        branch = self._attempt.branch
+        seed = self._attempt.seed if branch is None or turn < branch.turn else branch.seed
+        return derive_seed(seed, "turn", turn)
 
     async def _sample(self, prompt_ids: list[int]) -> SampleResponse:
         config, turn = self._config, len(self._turns)
         params = SamplingParams(
             max_tokens=config.limits.num_tokens_left(len(prompt_ids)),
-            seed=derive_seed(self._attempt.seed, "turn", turn),
+            seed=self._seed(turn),
             stop=list(config.stop) or None,
             stop_token_ids=list(self._renderer.stop_ids),
             temperature=config.temperature,
@@ -176,6 +282,7 @@ class _Player:
         )
         response = await self._timed(Party.SAMPLER, work)
         _check_response(response)
+        self._stats.add_sampled(len(response.sequences[0].tokens))
         return response
 
     def _parse(self, response: SampleResponse) -> Message:
@@ -186,12 +293,8 @@ class _Player:
         self, prompt_ids: list[int], response: SampleResponse, reply: Message, step: EnvStep, env_state: str | None
     ) -> Turn:
         sequence: SampledSequence = response.sequences[0]
-        parts = {part: float(value) for part, value in step.reward_parts.items()}
-        policy, penalty = self._config.on_unparsable, self._config.unparsable_penalty
         if step.is_unparsable:
             self._stats.add_unparsable()
-            if policy == "penalise" and penalty:
-                parts["penalty"] = parts.get("penalty", 0.0) - penalty
         return Turn(
             prompt_ids=tuple(prompt_ids),
             sampled_ids=tuple(int(token) for token in sequence.tokens),
@@ -200,11 +303,17 @@ class _Player:
             temperature=self._config.logprob_temperature,
             reply=reply,
             observation=tuple(step.messages),
-            reward_parts=parts,
-            is_trained=not (step.is_unparsable and policy == "mask"),
+            reward_parts=self._reward_parts(step),
+            is_trained=not (step.is_unparsable and self._config.on_unparsable == "mask"),
             is_cut=sequence.stop_reason == "length",
             env_state=env_state,
         )
+
+    def _reward_parts(self, step: EnvStep) -> dict[str, float]:
+        parts = {part: float(value) for part, value in step.reward_parts.items()}
+        if step.is_unparsable and self._config.on_unparsable == "penalise" and self._config.unparsable_penalty:
+            parts["penalty"] = parts.get("penalty", 0.0) - self._config.unparsable_penalty
+        return parts
 
     def _end_after(self, step: EnvStep) -> StopReason | None:
         """The env's own end comes before any limit of ours."""
@@ -232,6 +341,24 @@ class _Player:
             return await work
         finally:
             self._stats.add_wait(party, time.monotonic() - started_s)
+
+
+def check_same_state(expected: str | None, came: str | None) -> None:
+    if expected != came:
+        raise AttemptFailed(
+            Party.ENV, f"state_key() is {came!r:.120} in the copy, and {expected!r:.120} in the original"
+        )
+
+
+def check_same_answer(turn: int, expected: tuple[Message, ...], came: tuple[Message, ...]) -> None:
+    """`turn` is -1 for the first messages."""
+    if expected != came:
+        where = "the first messages were" if turn < 0 else f"the answer to turn {turn} was"
+        raise AttemptFailed(Party.ENV, f"{CANNOT_REPLAY} {where} {_said(came)}, and {_said(expected)} the first time")
+
+
+def _said(messages: tuple[Message, ...]) -> str:
+    return repr(" / ".join(message.content for message in messages)[:120])
 
 
 def _check_response(response: SampleResponse) -> None:

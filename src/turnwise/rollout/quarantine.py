@@ -1,18 +1,28 @@
 """What keeps failing is left alone, and counted.
 
 A task whose groups end, time after time, without a single attempt left is not played again. A world in which try after
-try fails, whatever the task, is not played at all any more. Only failures of envs and tools count: a sampler that is
-down says nothing about a task. One `Quarantine` lives as long as a run.
+try fails, whatever the task, is not played at all any more. Only failures of envs, tools and judges count: a sampler
+that is down says nothing about a task. One `Quarantine` lives as long as a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypedDict
 
 from turnwise.errors import Party
 from turnwise.trajectory import Failure
 
-_BLAMED = (Party.ENV, Party.TOOL)
+_BLAMED = (Party.ENV, Party.TOOL, Party.JUDGE)
+
+
+class QuarantineState(TypedDict):
+    """What a `Quarantine` knows, ready for JSON."""
+
+    lost_groups: dict[str, int]
+    failed_tries: int
+    tasks: dict[str, str]
+    world: str | None
 
 
 class Quarantine:
@@ -35,6 +45,20 @@ class Quarantine:
     def world(self) -> str | None:
         """The failure that closed the whole world; None while it is open."""
         return self._world
+
+    def to_state(self) -> QuarantineState:
+        """Everything that it has counted, to go on from later."""
+        return QuarantineState(
+            lost_groups=dict(self._num_lost_groups),
+            failed_tries=self._num_failed_tries,
+            tasks=dict(self._tasks),
+            world=self._world,
+        )
+
+    def restore(self, state: QuarantineState) -> None:
+        """Go on from what another one had counted."""
+        self._num_lost_groups, self._num_failed_tries = dict(state["lost_groups"]), state["failed_tries"]
+        self._tasks, self._world = dict(state["tasks"]), state["world"]
 
     def reason(self, task_id: str) -> str | None:
         """Why this task must not be played; None when it may be."""

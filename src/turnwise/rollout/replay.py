@@ -70,6 +70,7 @@ async def replay(world: World, task: Task, recorded: Trajectory, renderer: Rende
         index=recorded.attempt,
         seed=recorded.seed,
         make_env=lambda: world.make_env(task, recorded.seed),
+        branch=recorded.branch,
     )
     sampler = ScriptedSampler([_to_sequence(turn) for turn in recorded.turns])
     replayed = await play(attempt, sampler, renderer, config, RolloutStats())
@@ -89,7 +90,8 @@ def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Differe
         yield from _compare(index, "reply", old.reply, new.reply)
         yield from _compare_items(index, "observation", old.observation, new.observation)
         yield from _compare(index, "reward", dict(old.reward_parts), dict(new.reward_parts))
-        yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
+        if old.is_trained:  # else the method may have left it out, which no env can tell
+            yield from _compare(index, "is_trained", True, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
         failure = replayed.failure.detail if replayed.failure is not None else str(replayed.stop_reason)
         yield Difference(

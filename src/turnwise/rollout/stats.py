@@ -7,11 +7,20 @@ attempt; a failed one may be followed by another. Averages are over kept attempt
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
+from typing import TypedDict
 
 from turnwise.errors import Party
 from turnwise.trajectory import Trajectory
+
+
+class StatsState(TypedDict):
+    """The numbers of a `RolloutStats`, ready for JSON."""
+
+    dropped: dict[str, int]
+    counts: dict[str, int]
+    waited_s: dict[str, float]
 
 
 class RolloutStats:
@@ -25,10 +34,39 @@ class RolloutStats:
         self._counts: Counter[str] = Counter()
         self._waited_s: defaultdict[str, float] = defaultdict(float)
 
+    @classmethod
+    def merged(cls, parts: Iterable[RolloutStats]) -> RolloutStats:
+        """Several rollouts as one."""
+        whole = cls()
+        for part in parts:
+            whole.kept += part.kept
+            whole.dropped.update(part.dropped)
+            whole._counts.update(part._counts)
+            for party, seconds in part._waited_s.items():
+                whole._waited_s[party] += seconds
+        return whole
+
+    def to_state(self) -> StatsState:
+        """Its numbers, ready for JSON; the attempts themselves are kept elsewhere."""
+        return StatsState(dropped=dict(self.dropped), counts=dict(self._counts), waited_s=dict(self._waited_s))
+
+    @classmethod
+    def from_state(cls, state: StatsState, kept: Sequence[Trajectory]) -> RolloutStats:
+        stats = cls()
+        stats.kept = list(kept)
+        stats.dropped, stats._counts = Counter(state["dropped"]), Counter(state["counts"])
+        stats._waited_s.update(state["waited_s"])
+        return stats
+
     @property
     def num_abandoned(self) -> int:
         """Env calls that were left behind in their threads."""
         return self._counts["abandoned_calls"]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the sampler drew, whatever became of the attempts."""
+        return self._counts["tokens_drawn"]
 
     def add_try(self, trajectory: Trajectory) -> None:
         self._counts["tries"] += 1
@@ -37,6 +75,10 @@ class RolloutStats:
 
     def add_retry(self) -> None:
         self._counts["retries"] += 1
+
+    def add_shared_tokens(self, count: int) -> None:
+        """Tokens of a dialogue that a group shares: sampled once, whatever number of attempts hold them."""
+        self._counts["shared_sampled_tokens"] += count
 
     def add_kept_group(self, kept: Sequence[Trajectory], failed: Sequence[Trajectory]) -> None:
         self._counts["groups_kept"] += 1
@@ -67,6 +109,10 @@ class RolloutStats:
     def add_close_failure(self) -> None:
         self._counts["close_failures"] += 1
 
+    def add_sampled(self, num_tokens: int) -> None:
+        """Every token that the sampler drew, whatever became of the attempt; a shared beginning counts once."""
+        self._counts["tokens_drawn"] += num_tokens
+
     def add_unparsable(self) -> None:
         self._counts["unparsable_replies"] += 1
 
@@ -83,6 +129,7 @@ class RolloutStats:
         values["attempts"] = float(len(self.kept) + self.dropped.total())
         if self.kept:
             values |= _averages(self.kept)
+            values["sampled_tokens"] += self._counts["shared_sampled_tokens"]
         return {f"rollout/{name}": value for name, value in sorted(values.items())}
 
 

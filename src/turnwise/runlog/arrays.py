@@ -50,12 +50,20 @@ def unpack_array(data: bytes) -> NDArray[Any]:
     return np.frombuffer(zlib.decompress(body) if kind == _DEFLATED else body, dtype=dtype).copy()
 
 
+def messages_to_json(messages: Sequence[Message]) -> str:
+    return json.dumps([_message_to_json(m) for m in messages], ensure_ascii=False)
+
+
+def messages_from_json(text: str | bytes) -> tuple[Message, ...]:
+    return tuple(_message_from_json(entry) for entry in json.loads(text))
+
+
 def pack_messages(messages: Sequence[Message]) -> bytes:
-    return zlib.compress(json.dumps([_message_to_json(m) for m in messages], ensure_ascii=False).encode())
+    return zlib.compress(messages_to_json(messages).encode())
 
 
 def unpack_messages(data: bytes) -> tuple[Message, ...]:
-    return tuple(_message_from_json(entry) for entry in json.loads(zlib.decompress(data)))
+    return messages_from_json(zlib.decompress(data))
 
 
 def _pack(array: NDArray[Any], dtype: bytes) -> bytes:

@@ -22,6 +22,7 @@ from turnwise.errors import ConfigError, DataError, Party
 from turnwise.runlog.arrays import unpack_array, unpack_messages
 from turnwise.runlog.schema import (
     DATABASE,
+    POOL_SINCE,
     SCHEMA_VERSION,
     AttemptRow,
     CertificateRow,
@@ -29,9 +30,10 @@ from turnwise.runlog.schema import (
     EvaluationRow,
     Event,
     Phase,
+    PoolRow,
     StoredAttempt,
 )
-from turnwise.trajectory import Failure, Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, Turn
 
 _ATTEMPT_COLUMNS = (
     "id, step, phase, outcome, task_id, attempt, stop_reason, is_success, reward, num_turns, num_sampled_tokens, "
@@ -143,8 +145,26 @@ class RunReader:
 
     def checkpoints(self) -> list[CheckpointRow]:
         """Oldest first."""
-        rows = self._db.execute("SELECT step, warmup_steps, path FROM checkpoints ORDER BY step")
-        return [CheckpointRow(step=row[0], warmup_steps=row[1], path=row[2]) for row in rows]
+        rows = self._db.execute("SELECT * FROM checkpoints ORDER BY step").fetchall()
+        return [
+            CheckpointRow(
+                step=row["step"],
+                warmup_steps=row["warmup_steps"],
+                path=row["path"],
+                state=row["state"] if "state" in row.keys() else None,  # noqa: SIM118 - a Row is no mapping
+            )
+            for row in rows
+        ]
+
+    def pool(self, step: int) -> list[PoolRow]:
+        """The groups that waited at the checkpoint of `step`, in the order in which they were dealt."""
+        if int(self.meta("schema_version") or 0) < POOL_SINCE:
+            return []
+        rows = self._db.execute(
+            "SELECT number, task_id, admitted, outcome, trajectories, failed FROM pool WHERE step = ? ORDER BY number",
+            (step,),
+        )
+        return [PoolRow(**dict(row)) for row in rows]
 
     def events(self, kind: str | None = None) -> list[Event]:
         rows = self._db.execute(
@@ -208,6 +228,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         known = (*turn.prompt_ids, *turn.sampled_ids)
         turns.append(turn)
     is_success = row["is_success"]
+    branch = row["branch"] if "branch" in row.keys() else None  # noqa: SIM118 - a Row is no mapping
     failure = None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
     return Trajectory(
         task_id=row["task_id"],
@@ -220,4 +241,5 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         is_success=None if is_success is None else bool(is_success),
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
+        branch=Branch(**json.loads(branch)) if branch else None,
     )

@@ -1,6 +1,7 @@
 """The tables of `run.db`, and what their rows are in Python.
 
-A version that is newer than this code is refused; an older one will be migrated here. `step` is the number of
+A version that is newer than this code is refused; an older one is brought up to date when it is written to
+(`MIGRATIONS`), and read as it is. `step` is the number of
 optimizer batches done before the row: 0 before training, `train.steps` at the end. Token arrays are NULL once the
 size rule has dropped them (`writer.py`); metrics, events and evaluations stay.
 """
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Trajectory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 4
 DATABASE = "run.db"
+POOL_SINCE = 4
+"""The first version that has the table `pool`."""
 
 Phase = Literal["train", "eval"]
 
@@ -49,7 +52,8 @@ CREATE TABLE trajectories (
     metrics TEXT NOT NULL,           -- JSON, the env's numbers
     start BLOB,                      -- the env's first messages
     has_tokens INTEGER NOT NULL,
-    time REAL NOT NULL
+    time REAL NOT NULL,
+    branch TEXT                      -- JSON: where it leaves the dialogue that its group shares
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -90,16 +94,39 @@ CREATE TABLE evaluations (
 CREATE TABLE certificates (step INTEGER PRIMARY KEY, is_exact INTEGER NOT NULL, content TEXT NOT NULL);
 
 CREATE TABLE checkpoints (
-    step INTEGER PRIMARY KEY, warmup_steps INTEGER NOT NULL, path TEXT NOT NULL, time REAL NOT NULL
+    step INTEGER PRIMARY KEY, warmup_steps INTEGER NOT NULL, path TEXT NOT NULL, time REAL NOT NULL,
+    state TEXT                       -- JSON: where the parts of the loop stood
 );
+
+CREATE TABLE pool (                  -- of each checkpoint: the groups that were dealt and not yet learned from
+    step INTEGER NOT NULL,
+    number INTEGER NOT NULL,         -- of the deal, from 0
+    task_id TEXT NOT NULL,
+    admitted INTEGER NOT NULL,       -- the step at which it came into the pool
+    outcome TEXT,                    -- JSON; NULL: it was not done, and is played again from its start
+    trajectories BLOB,
+    failed BLOB,
+    PRIMARY KEY (step, number)
+) WITHOUT ROWID;
 
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL
 );
 """
 
-TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints")
+MIGRATIONS = {
+    1: "ALTER TABLE trajectories ADD COLUMN branch TEXT",
+    2: "ALTER TABLE checkpoints ADD COLUMN state TEXT",
+    3: "CREATE TABLE pool (step INTEGER NOT NULL, number INTEGER NOT NULL, task_id TEXT NOT NULL, "
+    "admitted INTEGER NOT NULL, outcome TEXT, trajectories BLOB, failed BLOB, PRIMARY KEY (step, number)) "
+    "WITHOUT ROWID",
+}
+"""By the version that a run has: what makes the next one of it."""
+
+TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints", "pool")
 """What is forgotten beyond a step when a run goes on from there."""
+OWN_COUNT = ("warmup", "critic")
+"""Metrics whose `step` counts batches of a phase before the first step of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +136,8 @@ class Attempt:
     trajectory: Trajectory
     outcome: str
     """trained, evaluated, failed, or why its group was dropped."""
-    advantages: tuple[float, ...] | None = None
-    """One per turn, None when it was not trained."""
+    advantages: tuple[float | NDArray[np.float64], ...] | None = None
+    """One entry per turn, a number or [S] one per token; None when it was not trained."""
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...] | None = None
     """[S] per turn, None for a turn that was not trained."""
 
@@ -170,6 +197,21 @@ class CheckpointRow:
     step: int
     warmup_steps: int
     path: str
+    state: str | None = None
+    """JSON: where the parts of the loop stood; None where nobody wrote it down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRow:
+    """One group that was dealt and not yet learned from when a checkpoint was made."""
+
+    number: int
+    task_id: str
+    admitted: int
+    outcome: str | None
+    """JSON, for `train.pool_rows`; None: it is to be played again."""
+    trajectories: bytes | None = None
+    failed: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,18 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from turnwise.errors import ConfigError
 from turnwise.runlog.arrays import pack_flags, pack_floats, pack_ids, pack_messages
 from turnwise.runlog.schema import (
     DATABASE,
+    MIGRATIONS,
+    OWN_COUNT,
     SCHEMA_VERSION,
     TABLES,
     TABLES_WITH_STEPS,
@@ -27,6 +32,7 @@ from turnwise.runlog.schema import (
     CheckpointRow,
     EvaluationRow,
     Phase,
+    PoolRow,
 )
 from turnwise.trajectory import Trajectory, Turn
 
@@ -78,17 +84,12 @@ class RunWriter:
             )
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            _make_database(directory, config_yaml)
             database = _connect(path)
-            database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has to come before the first table
             database.execute("PRAGMA journal_mode = WAL")
-            database.executescript(TABLES)
         except (OSError, sqlite3.Error) as cause:
             raise ConfigError(f"{directory} cannot hold a run: {cause}; choose another run.dir") from cause
-        writer = cls(directory, database, max_size_mb * 1_000_000)
-        for key, value in (("schema_version", str(SCHEMA_VERSION)), ("config", config_yaml)):
-            writer.set_meta(key, value)
-        writer.commit(step=0)
-        return writer
+        return cls(directory, database, max_size_mb * 1_000_000)
 
     @classmethod
     def reopen(cls, directory: Path, *, max_size_mb: int) -> Self:
@@ -96,7 +97,9 @@ class RunWriter:
         path = directory / DATABASE
         if not path.is_file():
             raise ConfigError(f"{directory} holds no run ({DATABASE} is missing)")
-        return cls(directory, _connect(path), max_size_mb * 1_000_000)
+        writer = cls(directory, _connect(path), max_size_mb * 1_000_000)
+        writer._migrate()
+        return writer
 
     def set_meta(self, key: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
@@ -134,12 +137,23 @@ class RunWriter:
         )
 
     def checkpoint(self, row: CheckpointRow) -> None:
-        values = (row.step, row.warmup_steps, row.path, time.time())
-        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", values)
+        values = (row.step, row.warmup_steps, row.path, time.time(), row.state)
+        self._db.execute(
+            "INSERT OR REPLACE INTO checkpoints (step, warmup_steps, path, time, state) VALUES (?, ?, ?, ?, ?)", values
+        )
+
+    def pool(self, step: int, rows: Iterable[PoolRow]) -> None:
+        """The groups that wait at the checkpoint of `step`, in the place of what was written of it before."""
+        self._db.execute("DELETE FROM pool WHERE step = ?", (step,))
+        self._db.executemany(
+            "INSERT INTO pool VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [(step, row.number, row.task_id, row.admitted, row.outcome, row.trajectories, row.failed) for row in rows],
+        )
 
     def forget_checkpoint(self, step: int) -> None:
         """Its files are gone."""
         self._db.execute("DELETE FROM checkpoints WHERE step = ?", (step,))
+        self._db.execute("DELETE FROM pool WHERE step = ?", (step,))
 
     def event(self, step: int, kind: str, **detail: Any) -> None:
         self._db.execute(
@@ -153,12 +167,16 @@ class RunWriter:
             self._shrink(step)
 
     def forget_after(self, step: int) -> None:
-        """Remove the rows of later steps: the run goes on from `step` and will write them again."""
+        """Remove the rows of later steps: the run goes on from `step` and will write them again.
+
+        What came before the first step is counted on its own (`OWN_COUNT`), and stays.
+        """
         self._db.execute(
             "DELETE FROM turns WHERE trajectory_id IN (SELECT id FROM trajectories WHERE step > ?)", (step,)
         )
         for table in TABLES_WITH_STEPS:
-            self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+            is_other = "".join(f" AND key NOT LIKE '{room}/%'" for room in OWN_COUNT) if table == "metrics" else ""
+            self._db.execute(f"DELETE FROM {table} WHERE step > ?{is_other}", (step,))
 
     def close(self) -> None:
         if self._db.in_transaction:
@@ -168,7 +186,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?)",
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.stop_reason),
@@ -176,6 +194,7 @@ class RunWriter:
                 *(trajectory.is_success, trajectory.total_reward, len(trajectory.turns)),
                 *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),
                 *(pack_messages(trajectory.start), time.time()),
+                None if trajectory.branch is None else json.dumps(asdict(trajectory.branch)),
             ),
         )
         assert row.lastrowid is not None
@@ -183,6 +202,12 @@ class RunWriter:
             "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
+
+    def _migrate(self) -> None:
+        (text,) = self._db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() or ("0",)
+        for version in range(int(text), SCHEMA_VERSION):
+            self._db.execute(MIGRATIONS[version])
+            self.set_meta("schema_version", str(version + 1))
 
     def _used_bytes(self) -> int:
         pages, free, size = (
@@ -219,6 +244,20 @@ class RunWriter:
         self._db.execute("PRAGMA incremental_vacuum").fetchall()
 
 
+def _make_database(directory: Path, config_yaml: str) -> None:
+    """The empty tables and the config appear under their name together, or not at all."""
+    unfinished = directory / f".{DATABASE}.new"
+    unfinished.unlink(missing_ok=True)
+    database = _connect(unfinished)
+    database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has to come before the first table
+    database.executescript(TABLES)
+    rows = [("schema_version", str(SCHEMA_VERSION)), ("config", config_yaml)]
+    database.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+    database.execute("COMMIT")
+    database.close()
+    unfinished.rename(directory / DATABASE)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=30.0, isolation_level="IMMEDIATE")
     database.execute("PRAGMA synchronous = NORMAL")
@@ -231,6 +270,7 @@ def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
     num_shared = _num_shared(trajectory, index)
     trainer = None if attempt.trainer_logprobs is None else attempt.trainer_logprobs[index]
     advantage = 0.0 if attempt.advantages is None else attempt.advantages[index]
+    by_token = np.broadcast_to(np.asarray(advantage, np.float64), (len(turn.sampled_ids),))
     is_trained = turn.is_trained and attempt.advantages is not None
     length = len(turn.sampled_ids)
     return (
@@ -240,7 +280,7 @@ def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
         *(num_shared, pack_ids(turn.prompt_ids[num_shared:]), pack_ids(turn.sampled_ids)),
         pack_floats(turn.sampler_logprobs),
         None if trainer is None else pack_floats(trainer.tolist()),
-        *(pack_flags([is_trained] * length), pack_floats([advantage if is_trained else 0.0] * length)),
+        *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
     )
 
 

@@ -1,7 +1,7 @@
 """Small programming tasks, rewarded by the share of tests that the model's code passes.
 
-The code runs in a process of its own under limits (`code_runner.py`). Code that is wrong, hangs or crashes scores 0;
-a runner that fails scores nothing and raises, for it has not found the code wrong.
+The code runs in a sandbox (`code_runner.py`, docs/sandbox.md). Code that is wrong, hangs or crashes scores 0; a runner
+that fails scores nothing and raises, for it has not found the code wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.envs.sandbox import Sandbox, SandboxKind
 from turnwise.errors import ConfigError
 from turnwise.single_turn.adapter import RLAdapter
 from turnwise.single_turn.code_runner import RunLimits, Test, run_tests
@@ -70,9 +71,16 @@ def double(n):
 class CodeAdapter(RLAdapter[CodeProblem]):
     """Problems with tests; the reward is the share of a problem's tests that the response's code passes."""
 
-    def __init__(self, problems: Sequence[CodeProblem] = PROBLEMS, limits: RunLimits | None = None) -> None:
+    def __init__(
+        self,
+        problems: Sequence[CodeProblem] = PROBLEMS,
+        limits: RunLimits | None = None,
+        sandbox: SandboxKind = "bubblewrap",
+    ) -> None:
+        """Refuses to be made where there is no bubblewrap, unless `sandbox="subprocess"` asks for limits alone."""
         if not problems:
             raise ConfigError("problems is empty; expected at least one CodeProblem")
+        self.sandbox = Sandbox(sandbox)
         self.problems = tuple(problems)
         self.limits = limits or RunLimits()
 
@@ -83,7 +91,7 @@ class CodeAdapter(RLAdapter[CodeProblem]):
         return tokenizer.encode(f"{EXAMPLE}Q: {sample.question}\nA:")
 
     def compute_reward(self, response_text: str, sample: CodeProblem) -> float:
-        outcome = run_tests(extract_code(response_text), sample.tests, self.limits)
+        outcome = run_tests(extract_code(response_text), sample.tests, self.limits, self.sandbox)
         return outcome.num_passed / len(sample.tests)
 
 

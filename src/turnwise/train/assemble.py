@@ -6,18 +6,23 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.envs.registry import get_world, world_options
 from turnwise.errors import ConfigError
-from turnwise.methods.base import Method
-from turnwise.methods.grpo import COMPARISONS, Grpo, weighting
+from turnwise.methods.base import MethodSetup
+from turnwise.methods.config import METHOD_OPTIONS
+from turnwise.methods.registry import AnyMethod, build_method
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
-from turnwise.train.config import Config, EnvConfig, GeneratorConfig, MethodConfig
+from turnwise.runlog.reader import is_run
+from turnwise.train.config import Config, EnvConfig, GeneratorConfig
+from turnwise.train.critic_config import CRITIC_METHODS, CriticConfig
 from turnwise.train.deck import Deck
 from turnwise.train.facts import ModelFacts
 from turnwise.types import AdamParams
@@ -34,14 +39,22 @@ class Parts:
     held_out: tuple[Task, ...]
     rollout: RolloutConfig
     eval_rollout: RolloutConfig
-    method: Method
+    method: AnyMethod
+    shaping: Shaping = NO_SHAPING
     optim: AdamParams
+
+    @property
+    def needs_critic(self) -> bool:
+        """The method learns from a critic's values."""
+        return getattr(self.method, "needs_values", False)
 
 
 def assemble(config: Config, facts: ModelFacts) -> Parts:
     world = make_world(config.env, config.generator)
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
+    if config.method.name in CRITIC_METHODS and config.critic.pretrain_steps:
+        check_pretraining(config.critic, world)
     limits = make_limits(config.generator, world, facts.context_length)
     rollout = make_rollout(config.generator, limits)
     train = config.train
@@ -53,9 +66,25 @@ def assemble(config: Config, facts: ModelFacts) -> Parts:
         held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
-        method=make_method(config.method, limits),
+        method=make_method(config, limits),
+        shaping=make_shaping(config),
         optim=make_optim(config, train.learning_rate),
     )
+
+
+def check_pretraining(critic: CriticConfig, world: World) -> None:
+    """Refuse a place to learn from that is not there, before anything is spent."""
+    match critic.pretrain_from:
+        case "rollouts":
+            return
+        case "demonstrations":
+            if not world.demonstrations(1, 0):
+                raise ConfigError(f"{world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
+        case path:
+            if not is_run(Path(path).expanduser()):
+                raise ConfigError(
+                    f"critic.pretrain_from={path} is no run directory; expected one, or rollouts, or demonstrations"
+                )
 
 
 def make_world(env: EnvConfig, generator: GeneratorConfig) -> World:
@@ -105,14 +134,30 @@ def make_eval_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
     )
 
 
-def make_method(method: MethodConfig, limits: RolloutLimits) -> Method:
-    return Grpo(
-        loss_fn=method.loss_fn,
-        loss_config=method.loss_config,
-        compare=COMPARISONS[method.advantage],
-        weigh=weighting(method.normalisation, max_tokens=limits.max_turns * limits.max_tokens_per_turn),
-        per_turn=method.credit == "reward_to_go",
-        gamma=method.gamma,
+def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
+    return build_method(
+        MethodSetup(
+            config=config.method_in_use,
+            data=config.data,
+            group_size=config.generator.n_samples_per_prompt,
+            max_turns=limits.max_turns,
+            max_tokens=limits.max_turns * limits.max_tokens_per_turn,
+        )
+    )
+
+
+def make_shaping(config: Config) -> Shaping:
+    """The rewards' section, with the discount that the method itself credits with."""
+    reward, method = config.reward, config.method
+    gamma = method.chosen("gamma") if "gamma" in METHOD_OPTIONS[method.name] else 1.0
+    return Shaping(
+        weights={channel: weight for channel, weight in reward.weights.model_dump().items() if weight != 1},
+        potential_gamma=gamma if reward.potential else None,
+        turn_decay=reward.turn_decay,
+        max_length=reward.max_length,
+        length_buffer=reward.length_buffer,
+        length_penalty=reward.length_penalty,
+        masks_truncated=reward.on_truncated == "mask",
     )
 
 

@@ -1,48 +1,104 @@
 """Checkpoints of a run: weights, optimizer state, and how far the run had come.
 
 They live in the run's directory (`checkpoints/<model id>/weights/<name>`), so a run can be moved as a whole. Tasks and
-seeds depend on the step alone; with the state below a resumed run does what an uninterrupted one would have done.
+seeds follow from their number; with the state beside the row (`run_state.py`) a resumed run does what an uninterrupted
+one would have done.
+A run with a critic saves it under the same name, and the policy's `checkpoint.json` says where.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.client.base import TrainingClient
+from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo
 from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runlog.writer import RunWriter
+from turnwise.train.config_files import config_from_yaml
+from turnwise.train.critic import Critic
+from turnwise.train.run_state import RunState
 
+CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
+"""What a policy's checkpoint says of its critic."""
 NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
 
 
 class Checkpoints:
     """Saves the latest few states of one run."""
 
-    def __init__(self, trainer: TrainingClient, writer: RunWriter, kept: list[CheckpointRow], *, max_kept: int) -> None:
-        """`kept` are those of the run so far, oldest first."""
+    def __init__(
+        self,
+        trainer: TrainingClient,
+        writer: RunWriter,
+        kept: list[CheckpointRow],
+        *,
+        max_kept: int,
+        critic: Critic | None = None,
+        delete: Callable[[str], None] | None = None,
+    ) -> None:
+        """`kept` are those of the run so far, oldest first; `delete` removes what is not in the run's directory."""
         self._trainer = trainer
         self._writer = writer
         self._kept = list(kept)
         self._max_kept = max_kept
+        self._critic = critic
+        self._delete = delete
 
-    async def save(self, step: int, warmup_steps: int) -> CheckpointRow:
-        """Write the state after `step` steps; the oldest beyond `max_kept` goes."""
-        name = f"step-{step:06d}" if step or not warmup_steps else f"warmup-{warmup_steps:06d}"
-        saved = await self._trainer.save_state(name, overwrite=True)
-        row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path)
-        self._kept = [other for other in self._kept if other.path != row.path]
+    async def save(self, step: int, warmup_steps: int, state: RunState | None = None) -> CheckpointRow:
+        """Write the state after `step` steps; the oldest beyond `max_kept` goes.
+
+        Whenever the process ends in here, a whole checkpoint is on record: the files come first, then the row and the
+        pool in one transaction, and only then does the oldest go.
+        """
+        name = self._free_name(f"step-{step:06d}" if step or not warmup_steps else f"warmup-{warmup_steps:06d}")
+        metadata = await self._save_critic(name)
+        saved = await self._trainer.save_state(name, overwrite=True, user_metadata=metadata)
+        text = None if state is None else state.to_json()
+        row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path, state=text)
         self._kept.append(row)
         self._writer.checkpoint(row)
+        self._writer.pool(step, () if state is None else state.pool)
+        self._writer.commit(step)
         for old in self._kept[: -self._max_kept]:
             self._remove(old)
+            if self._delete is not None:
+                await asyncio.to_thread(self._delete, old.path)
         self._kept = self._kept[-self._max_kept :]
         self._writer.commit(step)
         return row
 
+    async def reload(self) -> None:
+        """Give the trainer a fresh optimizer: its weights are written, read and forgotten again."""
+        saved = await self._trainer.save_state("reload", overwrite=True)
+        await self._trainer.load_state(saved.path)
+        shutil.rmtree(checkpoint_directory(self._writer.directory, saved.path), ignore_errors=True)
+        if self._delete is not None:
+            await asyncio.to_thread(self._delete, saved.path)
+
+    def _free_name(self, name: str) -> str:
+        """A name that no checkpoint has which may be needed: files are never written over."""
+        taken = {row.path.rpartition("/")[2] for row in self._kept}
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(free for free in names if free not in taken)
+
+    async def _save_critic(self, name: str) -> dict[str, str] | None:
+        """Write the critic first: a policy's checkpoint never names one that is not there."""
+        if self._critic is None:
+            return None
+        saved = await self._critic.client.save_state(name, overwrite=True)
+        return {CRITIC_PATH: saved.path, CRITIC_BATCHES: str(self._critic.num_pretrained)}
+
     def _remove(self, old: CheckpointRow) -> None:
+        critic = saved_critic(self._writer.directory, old)
+        if critic is not None:
+            shutil.rmtree(checkpoint_directory(self._writer.directory, critic.path), ignore_errors=True)
         shutil.rmtree(checkpoint_directory(self._writer.directory, old.path), ignore_errors=True)
         if all(row.step != old.step for row in self._kept[-self._max_kept :]):
             self._writer.forget_checkpoint(old.step)
@@ -53,12 +109,46 @@ def checkpoint_directory(data_dir: Path, path: str) -> Path:
     return data_dir / "checkpoints" / path.partition("://")[2]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCritic:
+    """A critic that was saved with a policy."""
+
+    path: str
+    num_pretrained: int
+    """Batches that it had learned alone."""
+
+
+def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
+    """The critic of a checkpoint; None where there is none."""
+    file = checkpoint_directory(data_dir, row.path) / INFO_FILE
+    if not file.is_file():
+        return None
+    known = CheckpointInfo.from_json(file.read_text(encoding="utf-8")).user_metadata
+    if CRITIC_PATH not in known:
+        return None
+    return SavedCritic(path=known[CRITIC_PATH], num_pretrained=int(known[CRITIC_BATCHES]))
+
+
 def last_checkpoint(run: RunReader) -> CheckpointRow:
     """The state to go on from: the latest whose files are there."""
+    is_elsewhere = bool(config_from_yaml(run.config_yaml, str(run.directory)).model.base_url)
     for row in reversed(run.checkpoints()):
-        if checkpoint_directory(run.directory, row.path).is_dir():
+        if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir():
             return row
-    raise CheckpointError(f"{run.directory} has no checkpoint yet; start again with a new run.dir")
+    raise CheckpointError(f"{run.directory} has no checkpoint yet; turnwise train --resume begins it again")
+
+
+def remove_orphans(directory: Path, kept: Sequence[CheckpointRow]) -> None:
+    """Delete checkpoints that no row knows: a process ended between writing the files and writing them down."""
+    known = {checkpoint_directory(directory, row.path) for row in kept}
+    critics = [saved_critic(directory, row) for row in kept]
+    known |= {checkpoint_directory(directory, critic.path) for critic in critics if critic is not None}
+    for place in (directory / "checkpoints").glob("*/weights/*"):
+        if place not in known:
+            shutil.rmtree(place, ignore_errors=True)
+    for empty in (directory / "checkpoints").glob("*"):
+        if not any(empty.glob("*/*")):
+            shutil.rmtree(empty, ignore_errors=True)
 
 
 def find_checkpoint(run: RunReader, step: int | None) -> CheckpointRow:

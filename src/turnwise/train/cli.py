@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("train", "eval", "sample", "certify", "replay")
+COMMANDS = ("train", "status", "stop", "steer", "eval", "sample", "certify", "replay", "pairs", "compare")
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -19,8 +19,11 @@ examples:
 def add_commands(commands: Any) -> None:
     """Add every command's parser."""
     _add_train(commands)
+    _add_steering(commands)
     _add_eval(commands)
     _add_sample(commands)
+    _add_pairs(commands)
+    _add_compare(commands)
     certify = commands.add_parser("certify", help="show that a run trained on exactly the sampled tokens")
     certify.add_argument("run", metavar="RUN", help="a run directory")
     replay = commands.add_parser("replay", help="play one stored attempt of a run again, and compare")
@@ -37,6 +40,8 @@ def run_command(options: argparse.Namespace) -> int:
         if name is not None and "=" in name:
             name, overrides = None, [name, *overrides]
         return train(name, overrides, only_plan=options.plan, resume=options.resume)
+    if options.command in ("status", "stop", "steer"):
+        return _run_steering(options)
     if options.command == "eval":
         from turnwise.train.play_commands import run_eval
 
@@ -52,6 +57,12 @@ def run_command(options: argparse.Namespace) -> int:
             max_tokens=options.max_tokens,
             seed=options.seed,
         )
+    if options.command == "pairs":
+        return _run_pairs(options)
+    if options.command == "compare":
+        from turnwise.train.compare import run_compare
+
+        return run_compare(options.overrides, out=options.out)
     from turnwise.train import inspect_commands
 
     if options.command == "certify":
@@ -87,6 +98,69 @@ def _add_train(commands: Any) -> None:
     parser.format_help = full_help  # the list of options takes pydantic, so it is made when somebody asks
 
 
+def _add_steering(commands: Any) -> None:
+    status = commands.add_parser(
+        "status",
+        help="what a run is doing at this moment",
+        description="Show how far a run is, what it waits for and since when, its pool, its alarms and its numbers.",
+    )
+    status.add_argument("run", metavar="RUN", help="a run directory")
+    status.add_argument("--watch", action="store_true", help="again every second, until it ends")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    stop = commands.add_parser(
+        "stop",
+        help="end a run that is going on; it can be resumed",
+        description="End a run after the step it is learning, saved so that it goes on as if it had not stopped.",
+    )
+    stop.add_argument("run", metavar="RUN", help="a run directory")
+    stop.add_argument("--now", action="store_true", help="at once; what came after the last checkpoint is done again")
+    steer = commands.add_parser(
+        "steer",
+        help="change a setting of a run that is going on",
+        description="Change train.learning_rate or train.steps of a run that is going on, from its next step on.",
+    )
+    steer.add_argument("run", metavar="RUN", help="a run directory")
+    steer.add_argument("overrides", nargs="+", metavar="train.key=value", help="such as train.learning_rate=1e-5")
+
+
+def _run_steering(options: argparse.Namespace) -> int:
+    from turnwise.train import status_commands
+
+    if options.command == "status":
+        return status_commands.run_status(options.run, as_json=options.json, watch=options.watch)
+    if options.command == "stop":
+        return status_commands.run_stop(options.run, is_hard=options.now)
+    return status_commands.run_steer(options.run, list(options.overrides))
+
+
+_COMPARE_EXAMPLES = """\
+examples:
+  turnwise compare methods=grpo,la_grpo,ppo env=guess_number model=tiny seeds=3
+  turnwise compare 'methods=grpo,grpo[credit=reward_to_go;gamma=0.9]' env=guess_number model=tiny
+  turnwise compare 'methods=ppo,ppo[critic.pretrain_steps=0]' env=key_door model=tiny tokens=50000 --out runs/ppo
+
+Every run may sample as many tokens as the first one does in its train.steps, or `tokens`. A comparison that was broken
+off goes on where it stopped: the same command skips the runs that are done.
+"""
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="train with several methods at equal sampled tokens, and compare",
+        description="Train with several methods and seeds at equal sampled tokens; a table and a figure come out.",
+        epilog=_COMPARE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="option=value",
+        help="methods=A,B and env=NAME; also seeds=3, tokens=0, and any section.key=value of `turnwise train`",
+    )
+    parser.add_argument("--out", metavar="DIR", help="where the runs and the results go (default runs/compare-ENV)")
+
+
 def _add_eval(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
@@ -112,3 +186,74 @@ def _add_sample(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of one reply (default 256)")
     parser.add_argument("--seed", type=int, help="same seed, same replies")
     parser.add_argument("--step", type=int, help="of a run: the checkpoint of that step instead of the latest")
+
+
+_PAIRS_EXAMPLES = """\
+examples:
+  turnwise pairs smollm2 --env key_door --out pairs.parquet          8 dialogues per task, best against worst
+  turnwise pairs runs/a --kind refuel --out pairs.parquet            two continuations of one dialogue
+  turnwise pairs runs/a runs/b --stored --out pairs.parquet          from what these runs played
+  turnwise train key_door method=dpo data.pairs=pairs.parquet        and then learn from them
+"""
+
+
+def _add_pairs(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pairs",
+        help="make preference pairs, for dpo and refuel",
+        description="Play tasks, or read stored runs, and write pairs of a better and a worse dialogue as Parquet.",
+        epilog=_PAIRS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("targets", nargs="+", metavar="RUN|CHECKPOINT|MODEL", help="the policy; --stored: runs")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the Parquet file to write")
+    parser.add_argument(
+        "--kind",
+        choices=("dpo", "refuel"),
+        default="dpo",
+        help="dpo: the best against the worst of some dialogues; refuel: of continuations of one (default dpo)",
+    )
+    parser.add_argument("--env", metavar="NAME", help="the world; a run has one already")
+    parser.add_argument("--tasks", type=int, default=64, metavar="N", help="train tasks to play (default 64)")
+    parser.add_argument("--samples", type=int, metavar="N", help="dialogues per task (dpo 8, refuel 2)")
+    parser.add_argument(
+        "--turn", choices=("uniform", "geometric"), default="uniform", help="refuel: how the turn is drawn"
+    )
+    parser.add_argument("--stored", action="store_true", help="play nothing: pair the attempts that runs have stored")
+    parser.add_argument(
+        "--across-seeds",
+        action="store_true",
+        help="--stored: also pair attempts at a task that met different env seeds",
+    )
+    parser.add_argument("--step", type=int, help="of a run: the checkpoint of that step instead of the latest")
+    parser.set_defaults(overrides=[])
+
+
+def _run_pairs(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from turnwise.errors import ConfigError
+    from turnwise.train.pair_commands import PairOptions, run_pairs
+
+    for name, least in (("tasks", 1), ("samples", 2)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value}; expected at least {least}")
+    if options.across_seeds and not options.stored:
+        raise ConfigError("--across-seeds is for --stored; what is played for pairs shares its env seed")
+    overrides = [text for text in options.targets if "=" in text]
+    return run_pairs(
+        [text for text in options.targets if "=" not in text],
+        [*overrides, *options.overrides],
+        PairOptions(
+            kind=options.kind,
+            out=Path(options.out).expanduser(),
+            env=options.env,
+            num_tasks=options.tasks,
+            samples=options.samples,
+            turn=options.turn,
+            is_stored=options.stored,
+            across_seeds=options.across_seeds,
+            step=options.step,
+        ),
+    )

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from turnwise import model_store
 from turnwise.client.local import ServiceClient
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.place import find_place
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.methods.ppo import make_gae
+from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.assemble import Parts, assemble, make_renderer
-from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints, last_checkpoint
+from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
+from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints, last_checkpoint, remove_orphans, saved_critic
 from turnwise.train.config import Config, check_backend
 from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml, load_config, override_config
+from turnwise.train.critic import Critic
 from turnwise.train.facts import ModelFacts, read_facts
 from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.loggers import check_loggers, open_loggers
 from turnwise.train.loop import Loop
 from turnwise.train.plan import make_plan, plan_lines
+from turnwise.train.pulse import Pulse
 from turnwise.train.record import Recorder
+from turnwise.train.remote import AnyService, connect, delete_checkpoint
 from turnwise.train.report import report_lines
+from turnwise.train.run_state import RunState, read_state
+from turnwise.train.status import run_lock
+from turnwise.train.steer import Steering
 from turnwise.train.view import format_duration, open_view
+from turnwise.train.watchdog import EXIT_STALLED, StalledError, Watchdog
 
 EXIT_INTERRUPTED = 130
 K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -46,6 +58,10 @@ class _Start:
     evaluated: frozenset[tuple[str, int]]
     checkpoints: tuple[CheckpointRow, ...]
     is_new: bool
+    num_drawn: int = 0
+    """Tokens that were sampled for training so far."""
+    state: RunState | None = None
+    """Where the parts of the loop stood."""
 
 
 def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
@@ -85,9 +101,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def make_service(config: Config, data_dir: Path | None) -> ServiceClient:
-    """The in-process service; checkpoints are kept under `data_dir`."""
-    engine = EngineConfig(
+def make_engine_config(config: Config) -> EngineConfig:
+    return EngineConfig(
         device=config.model.device,
         dtype=config.model.dtype,
         max_num_seqs=config.generator.max_num_seqs,
@@ -95,13 +110,26 @@ def make_service(config: Config, data_dir: Path | None) -> ServiceClient:
         micro_batch_tokens=config.train.micro_batch_tokens,
         seed=config.train.seed,
     )
+
+
+def make_service(config: Config, data_dir: Path | None) -> AnyService:
+    """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
+    if config.model.base_url:
+        return connect(config, find_model(config))
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=engine, aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=make_engine_config(config), aliases=aliases)
+
+
+def _named_world(overrides: Sequence[str]) -> str | None:
+    """The world that `env=NAME` names, where no preset, file or world was given."""
+    pairs = [text.partition("=") for text in overrides]
+    return next((value for key, _, value in reversed(pairs) if key in ("env", "env.name") and value), None)
 
 
 def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
+    name = name or _named_world(overrides)
     if name is None:
-        raise ConfigError("nothing to train; expected turnwise train NAME|FILE, or --resume RUN")
+        raise ConfigError("nothing to train; expected turnwise train NAME|FILE, env=WORLD, or --resume RUN")
     config = read_config(name, overrides)
     run_name = config.run.name or _default_name(config)
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
@@ -122,7 +150,8 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
     with RunReader(directory) as run:
         config = override_config(config_from_yaml(run.config_yaml, str(run.directory)), overrides)
-        done = last_checkpoint(run)
+        done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
+        state = read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step)
         rows = [row for row in run.evaluations() if row.step <= done.step]
         return _Start(
             config=config,
@@ -131,7 +160,15 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             evaluated=frozenset((row.label, row.step) for row in rows),
             checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
             is_new=False,
+            num_drawn=num_drawn_tokens(run, done.step),
+            state=state,
         )
+
+
+def num_drawn_tokens(run: RunReader, step: int) -> int:
+    """Tokens that were sampled for training up to a step, the critic's pre-training included."""
+    drawn = sum(value for at, value in run.metric("rollout/tokens_drawn") if at <= step)
+    return round(drawn + sum(value for _, value in run.metric("critic/sampled_tokens")))
 
 
 def _default_name(config: Config) -> str:
@@ -140,10 +177,13 @@ def _default_name(config: Config) -> str:
 
 
 def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
+    engine = make_engine_config(start.config)
     plan = make_plan(
         start.config,
         facts,
         parts.rollout.limits,
+        engine=engine,
+        place=None if start.config.model.base_url else find_place(engine),
         num_train_tasks=len(parts.tasks),
         num_test_tasks=len(parts.held_out),
     )
@@ -151,10 +191,17 @@ def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
     if start.is_new:
         return lines
     warmup = f" and {start.done.warmup_steps} warm-up steps" if start.done.warmup_steps else ""
-    return [*lines, f"resume       after {start.done.step} steps{warmup}"]
+    num_waiting = len(start.state.pool) if start.state is not None else 0
+    pool = f", with {num_waiting} groups in the pool" if num_waiting else ""
+    return [*lines, f"resume       after {start.done.step} steps{warmup}{pool}"]
 
 
 def _train(start: _Start, parts: Parts) -> int:
+    with run_lock(start.directory):
+        return _train_alone(start, parts)
+
+
+def _train_alone(start: _Start, parts: Parts) -> int:
     config, directory = start.config, start.directory
     if start.is_new:
         writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
@@ -163,12 +210,18 @@ def _train(start: _Start, parts: Parts) -> int:
         writer.set_meta("config", config_to_yaml(config))
         writer.forget_after(start.done.step)
         writer.event(start.done.step, "resumed", path=start.done.path)
+        writer.commit(start.done.step)
+        remove_orphans(directory, start.checkpoints)
     loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
     recorder = Recorder(writer, open_view(config.train.steps), loggers, num_steps=config.train.steps)
     started_s = time.monotonic()
     try:
         with make_service(config, directory) as service:
-            asyncio.run(_run_loop(start, parts, service, recorder))
+            try:
+                asyncio.run(_run_loop(start, parts, service, recorder))
+            except StalledError as error:
+                _leave_if_stuck(error, recorder, start.done.step)
+                raise
     except Interrupted:
         recorder.view.say(f"saved; go on with: turnwise train --resume {directory}")
         return EXIT_INTERRUPTED
@@ -184,11 +237,11 @@ def _train(start: _Start, parts: Parts) -> int:
     return 0
 
 
-async def _run_loop(start: _Start, parts: Parts, service: ServiceClient, recorder: Recorder) -> None:
+async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: Recorder) -> None:
     config, model = start.config, start.config.model
     interrupt = Interrupt()
     with interrupt.on_signals(recorder.view.say):
-        recorder.view.phase("loading the model")
+        recorder.phase("loading the model")
         if start.done.path:
             trainer = await service.create_training_client_from_state_with_optimizer_async(start.done.path)
         else:
@@ -201,15 +254,67 @@ async def _run_loop(start: _Start, parts: Parts, service: ServiceClient, recorde
                 train_unembed=model.train_unembed,
             )
         renderer = make_renderer(trainer.get_tokenizer(), config.generator)
+        critic = await _make_critic(start, parts, service, renderer) if parts.needs_critic else None
         checkpoints = Checkpoints(
-            trainer, recorder.writer, list(start.checkpoints), max_kept=config.train.keep_checkpoints
+            *(trainer, recorder.writer, list(start.checkpoints)),
+            max_kept=config.train.keep_checkpoints,
+            critic=critic,
+            delete=partial(delete_checkpoint, service),
         )
         tolerance = K2_TOLERANCE[_dtype_name(config)]
-        loop = Loop(parts, trainer, renderer, recorder, checkpoints, interrupt, k2_tolerance=tolerance)
-        await loop.run(start.done, set(start.evaluated))
+        train, steering = config.train, Steering()
+        watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
+        loop = Loop(
+            *(parts, trainer, renderer, recorder, checkpoints, interrupt),
+            critic=critic,
+            k2_tolerance=tolerance,
+            watchdog=watchdog,
+            steering=steering,
+        )
+        pulse = Pulse(
+            *(start.directory, loop, recorder, interrupt, watchdog, steering),
+            block_deadline_s=train.call_deadline_s,
+        )
+        async with pulse:
+            await loop.run(start.done, set(start.evaluated), start.num_drawn, start.state)
+
+
+def _leave_if_stuck(error: StalledError, recorder: Recorder, step: int) -> None:
+    """An engine that does not answer would not let us close it either: leave without asking."""
+    if error.party not in ("trainer", "critic"):
+        return
+    recorder.writer.event(step, "failed", error=str(error))
+    recorder.close()
+    print(f"turnwise: {error}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STALLED)
+
+
+async def _make_critic(start: _Start, parts: Parts, service: AnyService, renderer: Renderer) -> Critic:
+    """A new critic, or the one that was saved with the policy."""
+    config, model = start.config, start.config.model
+    saved = saved_critic(start.directory, start.done) if start.done.path else None
+    if saved is not None:
+        client = await service.create_training_client_from_state_with_optimizer_async(saved.path)
+    else:
+        client = await service.create_critic_training_client_async(
+            model.name,
+            rank=config.critic.rank or model.rank,
+            seed=derive_seed(config.train.seed, "critic"),
+            train_mlp=model.train_mlp or not model.train_attn,
+            train_attn=model.train_attn,
+        )
+    return Critic(
+        *(client, config.critic, make_gae(config.method)),
+        make_optim(config, config.critic.learning_rate or 2 * config.train.learning_rate),
+        renderer,
+        max_tokens=parts.rollout.limits.max_trajectory_tokens,
+        num_pretrained=saved.num_pretrained if saved is not None else 0,
+    )
 
 
 def _dtype_name(config: Config) -> str:
+    if config.model.base_url:  # it does not say; most train in bfloat16
+        return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
     from turnwise.engine.engine import choose_device  # torch, which is loaded by now
 
     _, dtype = choose_device(EngineConfig(device=config.model.device, dtype=config.model.dtype))

@@ -11,36 +11,19 @@ description says so. This module imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from turnwise.errors import ConfigError
+from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
+from turnwise.section import Section
+from turnwise.train.alarms import AlarmConfig
+from turnwise.train.critic_config import CRITIC_METHODS, CriticConfig
 
-LossFn = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Logger = Literal["tensorboard", "wandb", "trackio"]
-
-LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "importance_sampling": (),
-    "ppo": ("clip_low_threshold", "clip_high_threshold", "dual_clip"),
-    "cispo": ("clip_low_threshold", "clip_high_threshold"),
-    "dro": ("beta",),
-    "gspo": ("clip_low_threshold", "clip_high_threshold"),
-}
-"""The options of `method` that only some losses read."""
-CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "ppo": (0.8, 1.2),
-    "cispo": (0.0, 4.0),
-    "gspo": (1 - 3e-4, 1 + 4e-4),
-}
-"""The bounds that a loss takes where the config names none, as absolute ratios."""
-
-
-class Section(BaseModel):
-    """Frozen, and closed: a key that is not a field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+LAGGING_LOSS: LossFn = "cispo"
+"""What takes the place of plain importance sampling when attempts are older than the weights."""
 
 
 class ModelConfig(Section):
@@ -51,6 +34,10 @@ class ModelConfig(Section):
     )
     alias: str = Field(
         default="", description="A model that is used in place of `name`; the plan says so. Empty: none."
+    )
+    base_url: str = Field(
+        default="",
+        description="A service that trains and samples: `turnwise serve`, Tinker or MinT. Empty: this process does.",
     )
     rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
     train_attn: bool = Field(default=True, description="Adapt the attention projections.")
@@ -69,12 +56,21 @@ class ModelConfig(Section):
             raise ValueError("train_attn, train_mlp and train_unembed are all false; nothing would be trained")
         return self
 
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address(cls, base_url: str) -> str:
+        if base_url and not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"{base_url!r}; expected http://HOST:PORT or https://HOST")
+        return base_url.rstrip("/")
+
 
 class EnvConfig(Section):
     """The world: where tasks and envs come from."""
 
     name: str = Field(
-        default="guess_number", min_length=1, description="A world of the library, or `module:Class` for your own."
+        default="guess_number",
+        min_length=1,
+        description="A world of the library, `module:Class` for your own, or `prefix:name` of another library.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="The world's own options, such as `env.options.high=16`."
@@ -146,6 +142,11 @@ class GeneratorConfig(Section):
     max_num_seqs: int = Field(
         default=256, ge=1, description="Most sequences that are decoded at once; the others wait."
     )
+    kv_across_updates: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="A dialogue that goes on over an update: its next turns are drawn with the new weights, which "
+        "read it again (recompute), or with the old ones to its end (keep). Logprobs are exact either way.",
+    )
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of a GPU's memory to plan with; a CPU has no use for it."
     )
@@ -179,87 +180,81 @@ class GeneratorConfig(Section):
         return self
 
 
-class MethodConfig(Section):
-    """What makes a gradient out of groups of attempts."""
+class RewardWeights(Section):
+    """What each channel of the reward counts in the return."""
 
-    name: Literal["grpo"] = Field(default="grpo", description="The method; `grpo` centres returns inside a group.")
-    advantage: Literal["centered", "normalized", "leave_one_out"] = Field(
-        default="centered",
-        description="Return minus the group's mean; also divided by its deviation; minus the others' mean.",
+    outcome: float = Field(default=1.0, description="Weight of the task's own reward.")
+    format: float = Field(default=1.0, description="Weight of the reward for a well-formed reply.")
+    shaping: float = Field(default=1.0, description="Weight of help on the way, the env's and that of the potential.")
+    penalty: float = Field(default=1.0, description="Weight of what is taken off.")
+    judge: float = Field(default=1.0, description="Weight of a judge's score.")
+
+
+class RewardConfig(Section):
+    """What is made of the env's rewards before they are credited; docs/algorithms/rewards.md tells what cancels."""
+
+    weights: RewardWeights = Field(default_factory=RewardWeights, description="Of the channels.")
+    potential: bool = Field(
+        default=False, description="Shape by the env's `potential()`, with the method's own discount."
     )
-    credit: Literal["trajectory", "reward_to_go"] = Field(
-        default="trajectory", description="One advantage for all turns, or each turn by the rewards from it on."
+    turn_decay: float = Field(
+        default=1.0, gt=0, le=1, description="Multiply the outcome by this for every turn after the first; 1 is off."
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, for `reward_to_go`.")
-    normalisation: Literal["token_mean", "seq_mean", "const"] = Field(
-        default="token_mean",
-        description="How trained tokens share a step: all alike, each attempt alike, or by a fixed length.",
+    max_length: int = Field(
+        default=0, ge=0, description="Sampled tokens of an attempt from which the length penalty is 1 in full; 0: off."
     )
-    loss_fn: LossFn = Field(default="importance_sampling", description="The loss, by Tinker's name.")
-    clip_low_threshold: float | None = Field(
-        default=None,
-        ge=0,
-        description="Lowest ratio of ppo (0.8), cispo (0) and gspo (0.9997); null takes the loss's own.",
-    )
-    clip_high_threshold: float | None = Field(
-        default=None,
-        ge=0,
-        description="Highest ratio of ppo (1.2), cispo (4) and gspo (1.0004); null takes the loss's own.",
-    )
-    dual_clip: float = Field(
-        default=0.0, ge=0, description="ppo: most that a ratio counts where the advantage is negative."
-    )
-    beta: float | None = Field(
-        default=None, ge=0, description="dro: pull towards the sampling policy (0.05); null takes the loss's own."
-    )
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of KL(policy || base model) in the loss.")
-    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="How that KL is estimated.")
-    entropy_coef: float = Field(
-        default=0.0, ge=0, description="Bonus on the entropy of each trained token's distribution."
+    length_buffer: int = Field(default=0, ge=0, description="The penalty grows over this many tokens before that.")
+    length_penalty: float = Field(default=1.0, ge=0, description="Size of that penalty.")
+    on_truncated: Literal["keep", "mask"] = Field(
+        default="keep", description="An attempt that a limit cut short: trained like others, or left out of the loss."
     )
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        read = LOSS_OPTIONS[self.loss_fn]
-        for name in sorted({option for options in LOSS_OPTIONS.values() for option in options}):
-            if name not in read and getattr(self, name) not in (None, 0.0):
-                readers = ", ".join(loss for loss, options in LOSS_OPTIONS.items() if name in options)
-                raise ValueError(f"{name} is not read by loss_fn={self.loss_fn}, only by {readers}; leave it out")
-        if self.gamma != 1 and self.credit != "reward_to_go":
-            raise ValueError(f"gamma={self.gamma} is not read by credit={self.credit}; set credit: reward_to_go")
-        if self.kl_estimator != "k2" and self.kl_coef == 0:
-            raise ValueError(f"kl_estimator={self.kl_estimator} is not read while kl_coef is 0; leave it out")
+        if not self.max_length and (self.length_buffer or self.length_penalty != 1):
+            raise ValueError("length_buffer and length_penalty are not read while max_length is 0; set max_length")
+        if self.length_buffer > self.max_length:
+            raise ValueError(f"length_buffer={self.length_buffer} is more than max_length={self.max_length}")
         return self
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        low, high = CLIP_BOUNDS.get(self.loss_fn, (0.0, 0.0))
-        low = low if self.clip_low_threshold is None else self.clip_low_threshold
-        high = high if self.clip_high_threshold is None else self.clip_high_threshold
-        if low > high:
-            raise ValueError(f"clip bounds {low} to {high}; expected low <= high, as absolute ratios (0.8 and 1.2)")
-        if self.dual_clip != 0 and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip}; expected more than 1 (3 is usual), or 0 for off")
-        return self
-
-    @property
-    def loss_config(self) -> Mapping[str, float | str]:
-        """What `forward_backward` is given beside the loss's name; options at rest are left to the loss."""
-        names = [*LOSS_OPTIONS[self.loss_fn], "kl_coef", "entropy_coef"]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, 0.0)}
-        for name in ("clip_low_threshold", "beta"):  # here a 0 that was asked for is not the loss's default
-            if name in LOSS_OPTIONS[self.loss_fn] and getattr(self, name) == 0:
-                given[name] = 0.0
-        return {**given, "kl_estimator": self.kl_estimator} if self.kl_coef else given
 
 
 class TrainConfig(Section):
     """How long and how fast to learn."""
 
     steps: int = Field(default=50, ge=0, description="Batches of groups to play and learn from.")
+    max_sampled_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="End after the step by which so many tokens were sampled for training; 0 is no bound.",
+    )
     tasks_per_step: int = Field(default=8, ge=1, description="Tasks, that is groups, in one batch.")
     num_tasks: int = Field(
         default=512, ge=1, description="Train tasks to draw from the world; each is met once per pass."
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        le=4,
+        description="Updates that a token may lag behind the weights that learn from it; 0 is synchronous: play, "
+        "learn, play. 1 or 2 goes on playing while it learns (docs/async.md).",
+    )
+    min_batch: int = Field(
+        default=0,
+        ge=0,
+        description="With max_staleness: an update starts when so many groups are done, and takes up to "
+        "tasks_per_step; 0 is tasks_per_step.",
+    )
+    max_wait: int = Field(
+        default=0,
+        ge=0,
+        description="With max_staleness: updates after which a group that is still played is waited for; 0 is "
+        "max_staleness, and drops nothing. More is faster, and drops the longest dialogues.",
+    )
+    call_deadline_s: float = Field(
+        default=1800.0, gt=0, description="Seconds for one call of the trainer, checkpoints included; then it stops."
+    )
+    stall_deadline_s: float = Field(
+        default=1800.0, gt=0, description="Seconds in which nothing comes back from anybody; then the run stops."
     )
     substeps: int = Field(default=1, ge=1, description="Optimizer steps per batch, each on its share of the groups.")
     learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW.")
@@ -278,6 +273,25 @@ class TrainConfig(Section):
     max_empty_steps: int = Field(
         default=20, ge=1, description="Give up after so many steps in a row that left nothing to learn from."
     )
+
+    @property
+    def batch_size(self) -> int:
+        """Groups that have to be done before an update starts."""
+        return self.min_batch or self.tasks_per_step
+
+    @model_validator(mode="after")
+    def _lag_fits(self) -> Self:
+        for name in ("min_batch", "max_wait"):
+            if getattr(self, name) and not self.max_staleness:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not read while max_staleness is 0; set max_staleness"
+                )
+        if self.min_batch > self.tasks_per_step:
+            raise ValueError(
+                f"min_batch={self.min_batch} is more than tasks_per_step={self.tasks_per_step}, the most that an "
+                "update takes"
+            )
+        return self
 
 
 class EvalConfig(Section):
@@ -345,9 +359,13 @@ class Config(Section):
     env: EnvConfig = Field(default_factory=EnvConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
+    alarms: AlarmConfig = Field(default_factory=AlarmConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     @model_validator(mode="after")
@@ -357,7 +375,51 @@ class Config(Section):
                 f"train.substeps={self.train.substeps} is more than train.tasks_per_step={self.train.tasks_per_step}; "
                 "each optimizer step needs a group"
             )
+        self.data.check(self.method.name)
+        self.critic.check(self.method.name)
+        if self.model.base_url:
+            self._check_service()
+        self._check_lag()
         return self
+
+    @property
+    def method_in_use(self) -> MethodConfig:
+        """The method as it runs: where samplers lag and no loss was chosen, `importance_sampling` gives way to
+        `cispo`, whose weights on stale tokens are bounded (docs/async.md)."""
+        method = self.method
+        is_open = method.loss_fn is None and method.loss == "importance_sampling"
+        return method.model_copy(update={"loss_fn": LAGGING_LOSS}) if self.train.max_staleness and is_open else method
+
+    def _check_lag(self) -> None:
+        lag = self.train.max_staleness
+        if lag and (self.method.name in READING_METHODS or self.data.pairs):
+            raise ValueError(
+                f"train.max_staleness={lag} is not read by method={self.method.name}, which reads stored data: "
+                "nothing is played that could lag; leave it out"
+            )
+        if not lag and self.generator.kv_across_updates != "recompute":
+            raise ValueError(
+                f"generator.kv_across_updates={self.generator.kv_across_updates} is not read while "
+                "train.max_staleness is 0: no dialogue goes on over an update"
+            )
+
+    def _check_service(self) -> None:
+        """Refuse what a service elsewhere does not read."""
+        engine_options = {
+            "model.device": self.model.device != "auto",
+            "generator.max_num_seqs": self.generator.max_num_seqs != 256,
+            "generator.gpu_memory_utilization": self.generator.gpu_memory_utilization != 0.9,
+            "train.micro_batch_tokens": self.train.micro_batch_tokens != 0,
+        }
+        for name, is_set in engine_options.items():
+            if is_set:
+                raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
+        if self.generator.stop:
+            raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
+        if self.method.name in CRITIC_METHODS:
+            raise ValueError(
+                f"method={self.method.name} needs a critic, which a service does not have; try method=grpo"
+            )
 
 
 def check_backend(config: GeneratorConfig) -> None:

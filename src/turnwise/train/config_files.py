@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.errors import ConfigError
+from turnwise.methods.config import METHOD_OPTIONS
 from turnwise.train.config import Config
 
 Tree = dict[str, Any]
@@ -26,6 +27,7 @@ Tree = dict[str, Any]
 
 SHORTHANDS = ("model", "method", "env")
 """Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
+SHORT_KEYS = {"base_url": "model.base_url"}
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -37,16 +39,14 @@ def preset_names() -> list[str]:
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a preset, a YAML file or a world, with `section.key=value` overrides on top."""
     tree = read_tree(name)
-    for text in overrides:
-        _apply(tree, text)
+    _apply_all(tree, overrides)
     return tree_to_config(tree)
 
 
 def override_config(config: Config, overrides: Sequence[str]) -> Config:
     """The same config with `section.key=value` overrides on top."""
     tree = config_to_tree(config)
-    for text in overrides:
-        _apply(tree, text)
+    _apply_all(tree, overrides)
     return tree_to_config(tree)
 
 
@@ -115,6 +115,32 @@ def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
             yield f"{prefix}{name}"
 
 
+def _apply_all(tree: Tree, overrides: Sequence[str]) -> None:
+    """Another method comes first: what the file says for its own method, and the other does not read, goes with it."""
+    names_method = {text: text.partition("=")[0].strip() in ("method", "method.name") for text in overrides}
+    before = _method_name(tree)
+    for text in sorted(overrides, key=lambda text: not names_method[text]):
+        if not names_method[text] and _method_name(tree) != before:
+            before = _method_name(tree)
+            _forget_unread(tree, before)
+        _apply(tree, text)
+    if _method_name(tree) != before:
+        _forget_unread(tree, _method_name(tree))
+
+
+def _method_name(tree: Tree) -> str:
+    method = tree.get("method")
+    return str(method.get("name", "grpo")) if isinstance(method, dict) else "grpo"
+
+
+def _forget_unread(tree: Tree, method: str) -> None:
+    unread = {option for options in METHOD_OPTIONS.values() for option in options} - METHOD_OPTIONS.get(
+        method, {}
+    ).keys()
+    if method in METHOD_OPTIONS:
+        tree["method"] = {key: value for key, value in tree["method"].items() if key not in unread}
+
+
 def _apply(tree: Tree, text: str) -> None:
     key, separator, value = text.partition("=")
     key = key.strip()
@@ -122,6 +148,7 @@ def _apply(tree: Tree, text: str) -> None:
         raise ConfigError(f"{text!r} is no override; expected section.key=value, for example train.steps=20")
     if key in SHORTHANDS:
         key = f"{key}.name"
+    key = SHORT_KEYS.get(key, key)
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
     try:

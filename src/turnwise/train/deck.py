@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from turnwise.errors import ConfigError
 from turnwise.rollout.seeds import derive_seed
@@ -23,6 +24,8 @@ class Deck(Generic[T]):
         self._items = list(items)
         self._batch_size = batch_size
         self._seed = seed
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        """Of the pass that was dealt from last."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -30,9 +33,12 @@ class Deck(Generic[T]):
     def batch(self, index: int) -> list[T]:
         """The batch of that number, from 0; a batch may reach over the end of a pass."""
         first = index * self._batch_size
-        return [self._item(position) for position in range(first, first + self._batch_size)]
+        return [self.item(position) for position in range(first, first + self._batch_size)]
 
-    def _item(self, position: int) -> T:
+    def item(self, position: int) -> T:
+        """The item that is dealt as that number, from 0, over all batches."""
         number, offset = divmod(position, len(self._items))
-        order = np.random.default_rng(derive_seed(self._seed, "pass", number)).permutation(len(self._items))
-        return self._items[int(order[offset])]
+        if number not in self._orders:
+            rng = np.random.default_rng(derive_seed(self._seed, "pass", number))
+            self._orders = {number: rng.permutation(len(self._items))}
+        return self._items[int(self._orders[number][offset])]

@@ -22,13 +22,32 @@ class ModelFacts:
     directory: Path
     num_parameters: int
     context_length: int
-    kv_values_per_token: int
-    """Keys and values of all layers."""
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    """Of the MLP."""
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
     linears: dict[str, tuple[int, int]]
 
-    def num_adapter_parameters(self, model: ModelConfig) -> int:
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+    def num_adapter_parameters(self, model: ModelConfig, rank: int = 0) -> int:
+        """Of an adapter of `rank`; 0: of the model's own."""
+        return sum((rank or model.rank) * (o + i) for o, i in self._adapted(model))
+
+    def num_adapted_parameters(self, model: ModelConfig) -> int:
+        """Weights of the base that the adapter lies on."""
+        return sum(o * i for o, i in self._adapted(model))
+
+    def _adapted(self, model: ModelConfig) -> list[tuple[int, int]]:
         wanted = {"attn": model.train_attn, "mlp": model.train_mlp, "unembed": model.train_unembed}
-        return sum(model.rank * (o + i) for name, (o, i) in self.linears.items() if wanted[_kind(name)])
+        return [shape for name, shape in self.linears.items() if wanted[_kind(name)]]
 
 
 def read_facts(directory: Path) -> ModelFacts:
@@ -42,14 +61,18 @@ def read_facts(directory: Path) -> ModelFacts:
     head = next((n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in shapes), None)
     if head is not None:
         linears[head] = (shapes[head][0], shapes[head][1])
-    heads = config.get("num_attention_heads", 1)
-    head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    num_kv_heads = config.get("num_key_value_heads") or heads
+    heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
     return ModelFacts(
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
         context_length=config.get("max_position_embeddings") or DEFAULT_CONTEXT,
-        kv_values_per_token=2 * config.get("num_hidden_layers", 0) * num_kv_heads * head_size,
+        num_layers=config.get("num_hidden_layers", 0),
+        hidden_size=hidden_size,
+        inner_size=config.get("intermediate_size", 4 * hidden_size),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or hidden_size // heads,
+        vocab_size=shapes[head][0] if head is not None else 0,
         linears=linears,
     )
 

@@ -28,6 +28,13 @@ class Interrupt:
     def ask(self) -> None:
         self._asked.set()
 
+    def stop_now(self) -> None:
+        """What a second Ctrl-C does; called on the event loop, in the main thread."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        signal.raise_signal(signal.SIGINT)
+
     def check(self) -> None:
         if self._asked.is_set():
             raise Interrupted("stopped")

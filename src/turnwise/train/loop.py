@@ -1,36 +1,42 @@
 """The one training loop.
 
     evaluate, warm up, then step by step:
-        tasks -> play groups of attempts -> keep what can be learned from -> gradient -> optimizer -> publish -> log
+        a batch of groups -> keep what can be learned from -> gradient -> optimizer -> publish -> log
 
-It talks to a `TrainingClient` and knows neither engine nor model. Tasks and seeds depend on the step alone, so a run
-that goes on from a checkpoint does what it would have done without the break. Ctrl-C ends the playing of attempts, but
-never a step that has begun to train.
+Groups are played in the background (`stream.py`); with `train.max_staleness` 0 that means: while the loop waits for
+them, and synchronous training is this loop with lag 0. Where the data of a step comes from is told by `sources.py`,
+what is made of it by the method. The loop talks to a `TrainingClient` and knows neither engine nor model. Ctrl-C ends
+the playing of attempts, but never a step that has begun to train; a checkpoint holds everything that a run needs to go
+on as if it had not stopped.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
-from turnwise.client.base import SamplingClient, TrainingClient
+from turnwise.client.base import TrainingClient
 from turnwise.errors import TurnwiseError
-from turnwise.methods.base import Kept, datums_of
+from turnwise.methods.base import Kept
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.certify import K2_TOLERANCE, certify
-from turnwise.rollout.group import RolloutResult, play_groups
-from turnwise.rollout.quarantine import Quarantine
-from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
-from turnwise.train.assemble import Parts, make_optim, split_evenly
+from turnwise.train.alarms import AlarmError, Alarms
+from turnwise.train.assemble import Parts, make_optim
 from turnwise.train.checkpoint import Checkpoints
+from turnwise.train.critic import Critic
 from turnwise.train.evaluate import evaluate
 from turnwise.train.interrupt import Interrupt, Interrupted
-from turnwise.train.metrics import Learned, Times, step_metrics
+from turnwise.train.learner import Learner
+from turnwise.train.metrics import Times, lag_metrics, step_metrics
+from turnwise.train.pretrain import pretrain
 from turnwise.train.record import Recorder
+from turnwise.train.run_state import RunState
+from turnwise.train.sources import Supply
+from turnwise.train.steer import Steering
+from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import make_warmup, warm_up_step
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.train.watchdog import StalledError, Watchdog
 
 
 class NothingToLearnError(TurnwiseError):
@@ -49,8 +55,12 @@ class Loop:
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         *,
+        critic: Critic | None = None,
         k2_tolerance: float = K2_TOLERANCE,
+        watchdog: Watchdog | None = None,
+        steering: Steering | None = None,
     ) -> None:
+        train = parts.config.train
         self._parts = parts
         self._config = parts.config
         self._trainer = trainer
@@ -58,87 +68,147 @@ class Loop:
         self._recorder = recorder
         self._checkpoints = checkpoints
         self._interrupt = interrupt
-        self._k2_tolerance = k2_tolerance
-        self._quarantine = Quarantine(
-            task_after=parts.rollout.quarantine_task_after, world_after=parts.rollout.quarantine_world_after
+        self._critic = critic
+        self._watchdog = watchdog or Watchdog(
+            call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s
         )
+        self._steering = steering or Steering()
+        self.supply = Supply(parts, renderer, self._watchdog)
+        self._learner = Learner(parts, trainer, critic, self._watchdog, k2_tolerance)
+        self.alarms = Alarms(parts.config.alarms)
+        self._optim = parts.optim
+        self.num_steps = train.steps
+        self.done_step = 0
+        self.version = 0
+        """Updates that moved the weights."""
+        self._state = RunState()
+        self._num_critic_batches = 0 if critic is None else critic.num_pretrained
         self._num_empty_steps = 0
         self._why_empty: Counter[str] = Counter()
 
-    async def run(self, done: CheckpointRow, evaluated: set[tuple[str, int]]) -> None:
-        """Go on from `done`; `evaluated` holds the (label, step) of evaluations that are on record already."""
-        self._done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
+    async def run(
+        self, done: CheckpointRow, evaluated: set[tuple[str, int]], num_drawn: int = 0, state: RunState | None = None
+    ) -> None:
+        """Go on from `done`.
+
+        Args:
+            evaluated: (label, step) of the evaluations that are on record already.
+            num_drawn: tokens that were sampled for training so far.
+            state: where the parts of the loop stood; without it, between two synchronous steps.
+        """
+        per_step = self._config.train.tasks_per_step
+        self._state = state or RunState(version=done.step, num_dealt=done.step * per_step)
+        self.version = self._state.version
+        self._num_empty_steps, self._why_empty = self._state.num_empty_steps, Counter(self._state.why_empty)
+        if self._state.alarms is not None:
+            self.alarms.restore(self._state.alarms)
+        self._num_drawn = num_drawn
+        self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
-        except Interrupted:
-            await self._checkpoints.save(self._done_step, self._done_warmup)
+        except (Interrupted, StalledError, AlarmError) as error:
+            await self.supply.close()
+            if not isinstance(error, StalledError) or error.party == "attempts":
+                await self._save()
             raise
+        finally:
+            await self.supply.close()
 
     async def _run(self) -> None:
         train, evaluation = self._config.train, self._config.eval
+        await self.supply.check()
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
-        self._recorder.view.phase("training")
-        for step in range(self._done_step, train.steps):
+        await self._pretrain_critic()
+        self._phase("training")
+        self.supply.open(self._sampler, self.done_step, self._state, self.num_steps)
+        while self.done_step < self.num_steps:
+            step = self.done_step
+            if train.max_sampled_tokens and self._num_drawn >= train.max_sampled_tokens:
+                break
             if evaluation.every and step and step % evaluation.every == 0:
                 await self._evaluate_once("step", step)
             await self._step(step)
-            self._done_step = step + 1
-            if train.save_every and self._done_step % train.save_every == 0 and self._done_step < train.steps:
-                await self._checkpoints.save(self._done_step, self._done_warmup)
-        await self._checkpoints.save(self._done_step, self._done_warmup)
-        if train.steps:
-            await self._evaluate_once("end", train.steps)
+            self._take_orders()
+            if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
+                await self._save()
+        await self.supply.close()
+        await self._save()
+        if self.num_steps:
+            await self._evaluate_once("end", self.done_step)
 
     async def _step(self, step: int) -> None:
-        """One batch of tasks, from playing to publishing."""
-        parts, started_s = self._parts, time.perf_counter()
-        seed = derive_seed(self._config.train.seed, "train", step)
-        tasks = parts.tasks.batch(step)
-        self._recorder.tasks(tasks, "train")
-        played = await self._interrupt.unless(
-            play_groups(
-                *(parts.world, tasks, self._sampler, self._renderer, parts.rollout),
-                seed=seed,
-                quarantine=self._quarantine,
-            )
-        )
-        if self._quarantine.world is not None:
-            raise TurnwiseError(f"the world {parts.world.name} keeps failing: {self._quarantine.world}")
-        played_s = time.perf_counter()
-        kept = parts.method.keep(played.groups)
-        learned = [await self._learn(groups) for groups in split_evenly(kept.groups, self._config.train.substeps)]
-        learned = [one for one in learned if one is not None]
+        """One batch, from waiting for it (or reading it) to publishing."""
+        started_s = time.perf_counter()
+        batch = await self._interrupt.unless(self.supply.batch(step))
+        self._recorder.tasks(batch.tasks, "train")
+        self._num_drawn += batch.played.stats.num_drawn
+        played_s, version = time.perf_counter(), self.version
+        learned = await self._learner.learn(batch.items, self._optim)
         trained_s = time.perf_counter()
         if learned:
+            self.version += 1
             self._sampler = await self._publish()
         times = Times(
-            rollout_s=played_s - started_s, train_s=trained_s - played_s, publish_s=time.perf_counter() - trained_s
+            rollout_s=played_s - started_s,
+            train_s=trained_s - played_s,
+            publish_s=time.perf_counter() - trained_s,
+            is_ahead=self._config.train.max_staleness > 0,
         )
-        await self._certify(step + 1, played, learned)
-        self._recorder.step(step + 1, played, kept, learned, step_metrics(played, kept, learned, times))
-        self._check_progress(kept, is_empty=not learned)
+        certificate = None
+        if self.supply.is_played:
+            spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
+            certificate = await self._learner.certify(spare, learned, version)
+        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
+            metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
+        self.supply.learned(self._sampler, self.num_steps)
+        self.done_step = step + 1
+        with self._watchdog.busy("disk", f"write down step {self.done_step}"):
+            self._recorder.step(self.done_step, batch, learned, metrics, certificate)
+        for alarm in self.alarms.check(metrics):
+            self._recorder.alarm(self.done_step, alarm)
+        self._check_progress(batch.kept, is_empty=not learned)
+        self.alarms.stop_if_lasting()
 
-    async def _learn(self, groups: Sequence[TrajectoryGroup]) -> Learned | None:
-        """One optimizer step on these groups; None when they hold no token to train."""
-        method = self._parts.method
-        lessons = method.lessons(groups)
-        datums = datums_of(lessons)
-        if not datums:
-            return None
-        output = await self._trainer.forward_backward(datums, method.loss_fn, method.loss_config)
-        stepped = await self._trainer.optim_step(self._parts.optim)
-        return Learned(lessons=lessons, output=output, optim_metrics=stepped.metrics)
+    async def _publish(self) -> VersionedSampler:
+        work = self._trainer.save_weights_and_get_sampling_client_async()
+        return VersionedSampler(await self._watchdog.call("trainer", "publish the weights", work), self.version)
 
-    async def _publish(self) -> SamplingClient:
-        return await self._trainer.save_weights_and_get_sampling_client_async()
+    async def _save(self) -> CheckpointRow:
+        """Everything that a process needs to go on from here."""
+        if self.supply.stream is not None:
+            self._state = self.supply.state(
+                RunState(
+                    version=self.version,
+                    num_empty_steps=self._num_empty_steps,
+                    why_empty=dict(self._why_empty),
+                    alarms=self.alarms.to_state(),
+                )
+            )
+        work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
+        return await self._watchdog.call("trainer", "save a checkpoint", work)
+
+    def _take_orders(self) -> None:
+        """Settings that somebody changed while the run goes on."""
+        for name, value in self._steering.take().items():
+            config = self._steering.apply(self._config, name, value)
+            self._config = config
+            self.num_steps = config.train.steps
+            self._optim = make_optim(config, config.train.learning_rate)
+            if self._critic is not None and not config.critic.learning_rate:
+                self._critic.optim = make_optim(config, 2 * config.train.learning_rate)
+            self._recorder.steered(self.done_step, config, name, value)
+
+    def _phase(self, name: str) -> None:
+        self._recorder.phase(name)
 
     async def _evaluate_once(self, label: str, step: int) -> None:
         parts = self._parts
         if not parts.held_out or (label, step) in self._evaluated:
             return
-        self._recorder.view.phase("evaluating")
+        self._phase("evaluating")
         self._recorder.tasks(parts.held_out, "test")
         evaluation = await self._interrupt.unless(
             evaluate(
@@ -155,42 +225,32 @@ class Loop:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""
         config, seed = self._config.warmup, self._config.train.seed
         if self._done_warmup < config.steps:
-            self._recorder.view.phase("warming up")
+            self._phase("warming up")
             batches = make_warmup(self._parts.world, self._renderer, config, seed)
             optim = make_optim(self._config, config.learning_rate)
             for step in range(self._done_warmup, config.steps):
                 self._interrupt.check()
-                metrics = await warm_up_step(self._trainer, batches.batch(step), optim)
+                work = warm_up_step(self._trainer, batches.batch(step), optim)
+                metrics = await self._watchdog.call("trainer", "warm-up step", work)
                 self._done_warmup = step + 1
                 self._recorder.warmup(self._done_warmup, config.steps, metrics)
-            warmed = await self._checkpoints.save(0, self._done_warmup)
-            await self._trainer.load_state(warmed.path)
-            await self._checkpoints.save(0, self._done_warmup)
+            await self._watchdog.call("trainer", "drop the optimizer's state", self._checkpoints.reload())
+            await self._save()
             self._sampler = await self._publish()
-        if config.steps and self._done_step == 0:
+        if config.steps and self.done_step == 0:
             await self._evaluate_once("warm-up", 0)
 
-    async def _certify(self, step: int, played: RolloutResult, learned: Sequence[Learned]) -> None:
-        """Check what was trained first in this step: the weights were still the ones that sampled.
-
-        A first or last step that trained on nothing is checked too, on some of its attempts.
-        """
-        if learned:
-            lessons, output = learned[0].lessons, learned[0].output
-        elif played.groups and step in (1, self._config.train.steps):
-            lessons = self._parts.method.lessons(played.groups[:1])
-            datums = datums_of(lessons)
-            output = await self._trainer.forward(datums, "cross_entropy") if datums else None
-        else:
+    async def _pretrain_critic(self) -> None:
+        """The critic learns alone what attempts of the policy are worth; the policy stays as it is."""
+        critic = self._critic
+        if critic is None or critic.is_pretrained or self.done_step:
             return
-        answers = [] if output is None else [one["logprobs"].tolist() for one in output.loss_fn_outputs]
-        certificate = certify(
-            [lesson.trajectory for lesson in lessons],
-            lambda _: answers,
-            datums=[lesson.datums for lesson in lessons],
-            k2_tolerance=self._k2_tolerance,
-        )
-        self._recorder.writer.certificate(step, certificate.to_json(), is_exact=certificate.is_exact)
+        self._phase("training the critic")
+        async for metrics in pretrain(critic, self._parts, self._renderer, self._sampler, self._interrupt):
+            self._num_critic_batches += 1
+            self._num_drawn += round(metrics["sampled_tokens"])
+            self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
+        await self._save()
 
     def _check_progress(self, kept: Kept, *, is_empty: bool) -> None:
         """A step without a gradient is logged and passed over; a row of them is an error."""
@@ -200,6 +260,8 @@ class Loop:
             return
         self._num_empty_steps += 1
         self._why_empty.update(kept.dropped)
+        if kept.groups:  # a critic foresaw everything in them
+            self._why_empty["without an advantage"] += len(kept.groups)
         if self._num_empty_steps >= self._config.train.max_empty_steps:
             reasons = ", ".join(f"{count} {why}" for why, count in self._why_empty.most_common()) or "no groups at all"
             raise NothingToLearnError(

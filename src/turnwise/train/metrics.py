@@ -5,12 +5,21 @@ optimizer saw, `time/` where the time went.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
 
+from turnwise.credit.branching import branch_variance_share
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
 from turnwise.types import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    from turnwise.train.stream import Stream, Taken
+
+GEO_BAND = (0.99, 1.01)
+"""Ratios, as geometric means over a sequence, that `method.correction=sequence_geo_mask` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,17 @@ class Times:
     rollout_s: float
     train_s: float
     publish_s: float
+    is_ahead: bool = False
+    """Attempts are played during all of it, not only while the loop waits for them."""
+
+    @property
+    def total_s(self) -> float:
+        return self.rollout_s + self.train_s + self.publish_s
+
+    @property
+    def played_s(self) -> float:
+        """The time in which attempts were played."""
+        return self.total_s if self.is_ahead else self.rollout_s
 
 
 def strip_reductions(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -62,6 +82,9 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     values["method/groups_trained"] = float(len(kept.groups))
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
     values |= _policy_metrics(kept)
+    share = branch_variance_share(played.groups)
+    if share is not None:
+        values["method/branch_variance_share"] = share
     merged = strip_reductions(merge_outputs([step.output for step in learned]))
     if learned:
         merged["loss"] = merged["loss"] / len(learned)
@@ -69,6 +92,41 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     for step in learned:  # of several optimizer steps the last one's norm and learning rate stand
         values |= {f"train/{key}": float(value) for key, value in step.optim_metrics.items()}
     return values | _time_metrics(played, values, times)
+
+
+def lag_metrics(taken: Taken, stream: Stream, learned: Sequence[Learned]) -> dict[str, float]:
+    """What playing ahead did: how old the batch is, what waits, and whether short dialogues came first."""
+    num_stale = len(taken.stale)
+    values = {f"groups_{state}": float(count) for state, count in stream.pool.counts().items()}
+    values["attempts_playing"] = float(stream.num_attempts_playing)
+    values["groups_dropped_stale"] = float(num_stale)
+    values["stale_share"] = num_stale / max(1, num_stale + len(taken.places))
+    if taken.staleness:
+        values["staleness_mean"] = fmean(taken.staleness)
+        values["staleness_max"] = float(max(taken.staleness))
+    bias = stream.pool.length_bias()
+    if bias is not None:
+        values["length_bias"] = bias
+    named = {f"pool/{name}": value for name, value in values.items()}
+    ratios = [ratio for step in learned for ratio in _mean_ratios(step)]
+    if ratios:
+        low, high = GEO_BAND
+        named["train/geo_outside_fraction"] = fmean(not low <= ratio <= high for ratio in ratios)
+    return named
+
+
+def _mean_ratios(learned: Learned) -> Iterator[float]:
+    """Per datum the geometric mean of trainer over sampler: what a sequence mask would judge."""
+    outputs = iter(learned.output.loss_fn_outputs)
+    for lesson in learned.lessons:
+        for datum in lesson.datums:
+            output, inputs = next(outputs), datum.loss_fn_inputs
+            if "logprobs" not in inputs:
+                continue
+            is_trained = inputs["mask"].to_numpy() > 0
+            gaps = output["logprobs"].to_numpy()[is_trained] - inputs["logprobs"].to_numpy()[is_trained]
+            if len(gaps):
+                yield math.exp(min(20.0, float(gaps.mean())))
 
 
 def _policy_metrics(kept: Kept) -> dict[str, float]:
@@ -85,7 +143,7 @@ def _policy_metrics(kept: Kept) -> dict[str, float]:
 
 def _time_metrics(played: RolloutResult, values: Mapping[str, float], times: Times) -> dict[str, float]:
     """Shares add up to 1; playing is split between sampler and env by how long attempts waited for each."""
-    total = times.rollout_s + times.train_s + times.publish_s
+    total = times.total_s
     sampler, env = values.get("rollout/sampler_wait_s", 0.0), values.get("rollout/env_wait_s", 0.0)
     playing = times.rollout_s / total
     env_share = playing * env / (env + sampler) if env + sampler else 0.0
@@ -95,5 +153,5 @@ def _time_metrics(played: RolloutResult, values: Mapping[str, float], times: Tim
         "time/sampling_share": playing - env_share,
         "time/env_share": env_share,
         "time/training_share": (times.train_s + times.publish_s) / total,
-        "rollout/sampled_tokens_per_s": num_tokens / times.rollout_s,
+        "rollout/sampled_tokens_per_s": num_tokens / times.played_s,
     }

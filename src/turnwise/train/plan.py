@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.place import Place
+from turnwise.methods.config import READING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.config import Config
+from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
+from turnwise.train.memory import Memory, estimate_memory
 
-GIB = 1 << 30
-CPU_KV_BYTES = GIB
-"""What the engine takes for its KV cache on a CPU, at most."""
-ADAPTER_COPIES = 5
-"""Weights, gradient, two Adam moments, and the copy that is sampled from; float32."""
+BRANCHING_METHODS = ("la_grpo", "refuel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +33,28 @@ class Plan:
     """Upper bound over training and evaluation."""
     num_warmup_steps: int
     num_optimizer_steps: int
-    weights_gib: float
-    adapter_gib: float
-    kv_gib: float
     num_adapter_parameters: int
+    memory: Memory | None
+    """None: the model is at a server."""
 
 
 def make_plan(
-    config: Config, facts: ModelFacts, limits: RolloutLimits, *, num_train_tasks: int, num_test_tasks: int
+    config: Config,
+    facts: ModelFacts,
+    limits: RolloutLimits,
+    *,
+    engine: EngineConfig,
+    place: Place | None,
+    num_train_tasks: int,
+    num_test_tasks: int,
 ) -> Plan:
-    train, evaluation, group_size = config.train, config.eval, config.generator.n_samples_per_prompt
+    train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
     train_attempts = train.steps * train.tasks_per_step * group_size
     eval_attempts = num_evaluations * num_test_tasks * evaluation.samples
+    shared = train.steps * train.tasks_per_step if group_size and config.method.name in BRANCHING_METHODS else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
-    num_adapter = facts.num_adapter_parameters(config.model)
-    kv_bytes = facts.kv_values_per_token * 4 * config.generator.max_num_seqs * facts.context_length
+    num_learned = dialogues_per_optimizer_step(config)
     return Plan(
         num_train_tasks=num_train_tasks,
         num_test_tasks=num_test_tasks,
@@ -55,14 +63,34 @@ def make_plan(
         num_evaluations=num_evaluations,
         num_eval_attempts=eval_attempts,
         max_turns=limits.max_turns,
-        max_sampled_tokens=(train_attempts + eval_attempts) * per_attempt,
+        max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
         num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
-        weights_gib=facts.num_parameters * 4 / GIB,
-        adapter_gib=num_adapter * 4 * ADAPTER_COPIES / GIB,
-        kv_gib=min(kv_bytes, CPU_KV_BYTES) / GIB,
-        num_adapter_parameters=num_adapter,
+        num_adapter_parameters=facts.num_adapter_parameters(config.model),
+        memory=None if place is None else estimate_memory(config, engine, place, facts, limits, num_learned),
     )
+
+
+def attempts_per_task(config: Config) -> int:
+    """Attempts that are played for one task of a batch; none where stored data is read."""
+    if config.method.name in READING_METHODS or config.data.pairs:
+        return 0
+    return 2 if config.method.name == "refuel" else config.generator.n_samples_per_prompt
+
+
+def dialogues_per_optimizer_step(config: Config) -> int:
+    """The most that are learned from at once; a pair is two dialogues."""
+    played = math.ceil(config.train.tasks_per_step / config.train.substeps) * (attempts_per_task(config) or 2)
+    return max(played, config.warmup.batch_size if config.warmup.steps else 0)
+
+
+def _training(config: Config, plan: Plan) -> str:
+    count = config.train.tasks_per_step
+    if not attempts_per_task(config):
+        return f"{plan.num_steps} steps x {count} {'pairs' if config.data.pairs else 'dialogues'} that are stored"
+    kind = "continuations" if config.method.name in BRANCHING_METHODS else "attempts"
+    each = attempts_per_task(config)
+    return f"{plan.num_steps} steps x {count} tasks x {each} {kind} = {plan.num_train_attempts:,} attempts"
 
 
 def evaluation_steps(config: Config) -> list[tuple[str, int]]:
@@ -78,26 +106,25 @@ def evaluation_steps(config: Config) -> list[tuple[str, int]]:
 
 def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLimits, directory: str) -> list[str]:
     """The plan as a person reads it."""
-    model, train, generator = config.model, config.train, config.generator
+    model, train = config.model, config.train
     stand_in = f" (standing in for {model.name})" if model.alias else ""
-    num_tasks, num_attempts = train.tasks_per_step, generator.n_samples_per_prompt
     trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
-    parts = f"weights {plan.weights_gib:.2f}, adapter and optimizer {plan.adapter_gib:.2f}, KV cache {plan.kv_gib:.2f}"
-    total_gib = plan.weights_gib + plan.adapter_gib + plan.kv_gib
     rows = {
         "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in all",
-        "training": f"{plan.num_steps} steps x {num_tasks} tasks x {num_attempts} attempts "
-        f"= {plan.num_train_attempts:,} attempts",
+        "training": _training(config, plan),
         "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
         f"temperature {config.eval.temperature:g}",
         "warm-up": _warmup(config),
-        "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method.loss_fn}, "
+        "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method_in_use.loss}, "
         f"learning rate {train.learning_rate:g}",
+        **_critic(config),
+        **_lag(config),
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
-        "memory": f"about {total_gib:.2f} GiB in float32 ({parts}), and what one training pass needs",
+        "memory": "the server's" if plan.memory is None else plan.memory.line(),
+        **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
         "run": directory,
     }
     notes = [("note", note) for note in _notes(config, plan)]
@@ -111,12 +138,38 @@ def _warmup(config: Config) -> str:
     return f"{warmup.steps} supervised steps of {warmup.batch_size} from {warmup.demonstrations} scripted dialogues"
 
 
+def _critic(config: Config) -> dict[str, str]:
+    """The line about the critic, where the method has one."""
+    critic = config.critic
+    if config.method.name not in CRITIC_METHODS:
+        return {}
+    trained = f"LoRA rank {critic.rank or config.model.rank}, {critic.updates} updates per policy step, learning rate "
+    trained += f"{critic.learning_rate or 2 * config.train.learning_rate:g}"
+    if not critic.pretrain_steps:
+        return {"critic": f"{trained}; not pre-trained"}
+    more = ", whose tokens are not counted below" if critic.pretrain_from == "rollouts" else ""
+    return {"critic": f"{trained}; first up to {critic.pretrain_steps} batches of {critic.pretrain_from} alone{more}"}
+
+
+def _lag(config: Config) -> dict[str, str]:
+    """The line about playing ahead, where a run does."""
+    train = config.train
+    if not train.max_staleness:
+        return {}
+    waited = train.max_wait or train.max_staleness
+    drops = "" if waited <= train.max_staleness else "; groups that grow older than that are dropped"
+    return {
+        "lag": f"tokens up to {train.max_staleness} updates old, an update as soon as {train.batch_size} groups are "
+        f"done, a group waited for after {waited} updates{drops}"
+    }
+
+
 def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("fewer train tasks than tasks per step: some are played twice in a step")
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
-    if config.train.substeps == 1 and config.method.loss_fn in ("ppo", "cispo", "gspo"):
-        notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss_fn} clips nothing")
+    if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):
+        notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
     return notes

@@ -16,7 +16,6 @@ from pathlib import Path
 from turnwise import model_store
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES
-from turnwise.client.local import ServiceClient
 from turnwise.envs.base import system, user
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.renderers.base import Renderer
@@ -28,6 +27,7 @@ from turnwise.train.config import Config, check_backend
 from turnwise.train.config_files import config_from_yaml, override_config
 from turnwise.train.evaluate import evaluate
 from turnwise.train.facts import read_facts
+from turnwise.train.remote import AnyService
 from turnwise.train.view import evaluation_line
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
@@ -36,7 +36,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Policy:
+class Policy:
     """What the command line named."""
 
     config: Config
@@ -45,7 +45,7 @@ class _Policy:
     """None: the base model as it is."""
     step: int
 
-    def sampler(self, service: ServiceClient) -> SamplingClient:
+    def sampler(self, service: AnyService) -> SamplingClient:
         if self.checkpoint is not None:
             return service.create_sampling_client(model_path=self.checkpoint)
         return service.create_sampling_client(base_model=self.config.model.name)
@@ -53,7 +53,7 @@ class _Policy:
 
 def run_eval(target: str, env: str | None, step: int | None, overrides: Sequence[str], *, as_json: bool) -> int:
     """Play held-out tasks with one policy and print what came out."""
-    policy = _find_policy(target, env, step, overrides)
+    policy = find_policy(target, env, step, overrides)
     if env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     config = policy.config
@@ -80,7 +80,7 @@ def run_sample(
     target: str, step: int | None, *, system_text: str | None, temperature: float, max_tokens: int, seed: int | None
 ) -> int:
     """Chat: line by line from a terminal, or every line of a pipe as one message."""
-    policy = _find_policy(target, None, step, [])
+    policy = find_policy(target, None, step, [])
     with make_service(policy.config, policy.data_dir) as service:
         sampler = policy.sampler(service)
         renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
@@ -92,7 +92,7 @@ def run_sample(
     return 0
 
 
-def _find_policy(target: str, env: str | None, step: int | None, overrides: Sequence[str]) -> _Policy:
+def find_policy(target: str, env: str | None, step: int | None, overrides: Sequence[str]) -> Policy:
     chosen = [f"env={env}", *overrides] if env is not None else list(overrides)
     path = Path(target).expanduser()
     if is_run(path):
@@ -102,17 +102,17 @@ def _find_policy(target: str, env: str | None, step: int | None, overrides: Sequ
                 config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
             row = find_checkpoint(run, step)
         config = override_config(config, chosen)
-        return _Policy(config=config, data_dir=path, checkpoint=row.path, step=row.step)
+        return Policy(config=config, data_dir=path, checkpoint=row.path, step=row.step)
     if step is not None:
         raise ConfigError(f"--step is for run directories; {target} is none")
     if target.startswith(SCHEMES):
         path = checkpoint_directory(model_store.home(), target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
         config = read_config(env or "guess_number", [f"model={_base_model(path)}", *overrides])
-        return _Policy(config=config, data_dir=None, checkpoint=target, step=0)
+        return Policy(config=config, data_dir=None, checkpoint=target, step=0)
     config = read_config(env or "guess_number", [f"model={target}", *overrides])
     find_model(config)  # a name that is neither is refused with what was tried
-    return _Policy(config=config, data_dir=None, checkpoint=None, step=0)
+    return Policy(config=config, data_dir=None, checkpoint=None, step=0)
 
 
 def _base_model(checkpoint: Path) -> str:

@@ -9,13 +9,20 @@ from numpy.typing import NDArray
 
 from turnwise.envs.base import Task
 from turnwise.methods.base import Kept, Lesson
+from turnwise.rollout.certify import Certificate
 from turnwise.rollout.group import RolloutResult
 from turnwise.runlog.schema import Attempt
 from turnwise.runlog.writer import RunWriter
+from turnwise.train.alarms import Alarm
+from turnwise.train.config import Config
+from turnwise.train.config_files import config_to_yaml
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.loggers import MetricLogger
 from turnwise.train.metrics import Learned
+from turnwise.train.sources import Batch
+from turnwise.train.stream import Taken
 from turnwise.train.view import View
+from turnwise.trajectory import Trajectory
 from turnwise.types import TensorData
 
 
@@ -27,6 +34,12 @@ class Recorder:
         self.view = view
         self._loggers = loggers
         self._num_steps = num_steps
+        self.phase_name = "starting"
+
+    def phase(self, name: str) -> None:
+        """What is going on now."""
+        self.phase_name = name
+        self.view.phase(name)
 
     def tasks(self, tasks: Iterable[Task], split: str) -> None:
         for task in tasks:
@@ -36,6 +49,13 @@ class Recorder:
         self.writer.metrics(warmup_step, metrics)
         self.writer.commit(0)
         self.view.warmup(warmup_step, num_steps, metrics)
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        """One batch of the critic's pre-training; `batch` counts from 1."""
+        named = {f"critic/{key}": value for key, value in metrics.items()}
+        self.writer.metrics(batch, named)
+        self.writer.commit(0)
+        self.view.critic(batch, num_batches, named)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         row = evaluation.row
@@ -48,15 +68,40 @@ class Recorder:
         self.view.evaluation(row)
 
     def step(
-        self, step: int, played: RolloutResult, kept: Kept, learned: Sequence[Learned], metrics: Mapping[str, float]
+        self,
+        step: int,
+        batch: Batch,
+        learned: Sequence[Learned],
+        metrics: Mapping[str, float],
+        certificate: Certificate | None,
     ) -> None:
         """One step of training; `step` counts from 1."""
         self.writer.metrics(step, metrics)
         self.writer.attempts(step, "train", _trained_attempts(learned))
-        self.writer.attempts(step, "train", _dropped_attempts(played, kept))
+        self.writer.attempts(step, "train", _dropped_attempts(batch.played, batch.kept))
+        self.writer.attempts(step, "train", _left_attempts(batch.kept, learned))
+        if batch.taken is not None:
+            self.writer.attempts(step, "train", _stale_attempts(batch.taken))
+        if certificate is not None:
+            self.writer.certificate(step, certificate.to_json(), is_exact=certificate.is_exact)
         self._log(step, metrics)
         self.writer.commit(step)
         self.view.step(step, self._num_steps, metrics)
+
+    def alarm(self, step: int, alarm: Alarm) -> None:
+        """A number left its band, or came back."""
+        kind = "alarm_over" if alarm.is_over else "alarm"
+        self.writer.event(step, kind, name=alarm.name, value=alarm.value, bound=alarm.bound, text=str(alarm))
+        self.writer.commit(step)
+        self.view.say(f"step {step}: {alarm}")
+
+    def steered(self, step: int, config: Config, name: str, value: float) -> None:
+        """A setting was changed from outside; a run that goes on later has it too."""
+        self._num_steps = config.train.steps
+        self.writer.set_meta("config", config_to_yaml(config))
+        self.writer.event(step, "steered", setting=name, value=value)
+        self.writer.commit(step)
+        self.view.say(f"step {step}: {name} is {value:g} from here on")
 
     def close(self) -> None:
         for logger in self._loggers:
@@ -78,6 +123,7 @@ def logprobs_by_turn(
         is_trained = datum.loss_fn_inputs["mask"].to_numpy() > 0
         known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained])
     rest = np.concatenate(known)
+    assert lesson.trajectory is not None
     found: list[NDArray[np.float32] | None] = []
     for turn in lesson.trajectory.turns:
         length = len(turn.sampled_ids) if turn.is_trained else 0
@@ -92,12 +138,27 @@ def _trained_attempts(learned: Sequence[Learned]) -> Iterator[Attempt]:
         outputs = iter(step.output.loss_fn_outputs)
         for lesson in step.lessons:
             own = [next(outputs) for _ in lesson.datums]
+            if lesson.trajectory is None:
+                continue
             yield Attempt(
                 trajectory=lesson.trajectory,
                 outcome="trained",
                 advantages=lesson.advantages,
                 trainer_logprobs=logprobs_by_turn(lesson, own),
             )
+
+
+def _left_attempts(kept: Kept, learned: Sequence[Learned]) -> Iterator[Attempt]:
+    """Attempts of groups that were kept, which the method itself left aside."""
+    taken = {_key(lesson.trajectory) for step in learned for lesson in step.lessons if lesson.trajectory is not None}
+    for group in kept.groups:
+        for trajectory in group.trajectories:
+            if _key(trajectory) not in taken:
+                yield Attempt(trajectory=trajectory, outcome="left")
+
+
+def _key(trajectory: Trajectory) -> tuple[str, int, int]:
+    return trajectory.task_id, trajectory.attempt, trajectory.seed
 
 
 def _dropped_attempts(played: RolloutResult, kept: Kept) -> Iterator[Attempt]:
@@ -108,6 +169,14 @@ def _dropped_attempts(played: RolloutResult, kept: Kept) -> Iterator[Attempt]:
     for dropped in played.dropped:
         yield from (Attempt(trajectory=trajectory, outcome=dropped.why) for trajectory in dropped.trajectories)
         yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in dropped.failed)
+
+
+def _stale_attempts(taken: Taken) -> Iterator[Attempt]:
+    """Attempts of groups that nobody learns from because they grew too old."""
+    for place in taken.stale:
+        assert place.outcome is not None, "it was judged by its age"
+        yield from (Attempt(trajectory=trajectory, outcome="stale") for trajectory in place.outcome.trajectories)
+        yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in place.outcome.failed)
 
 
 def _played_attempts(played: RolloutResult) -> Iterator[Attempt]:

@@ -54,7 +54,7 @@ def _dropped(run: RunReader) -> list[str]:
 def _certificate(run: RunReader) -> str:
     rows = run.certificates()
     if not rows:
-        return "none: nothing was trained"
+        return "none: no step learned from attempts of its own"
     bad = [row.step for row in rows if not row.is_exact]
     steps = ", ".join(str(row.step) for row in rows)
     verdict = f"NOT exact at step {bad[0]}" if bad else "every trained token is a sampled token"

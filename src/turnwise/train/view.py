@@ -16,6 +16,8 @@ from turnwise.train.intervals import Interval
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
+FIRST_TOLD_S = 10.0
+"""A wait that takes so long is told in a line of its own."""
 RECENT_STEPS = 10
 """Steps that speed and time left are taken from."""
 
@@ -31,7 +33,13 @@ class View(Protocol):
         """What is going on now: evaluating, warming up, training."""
         ...
 
+    def waiting(self, text: str, seconds: float) -> None:
+        """What is waited for at this moment, and since when; told about twice a second."""
+        ...
+
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None: ...
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -105,9 +113,18 @@ class LineView:
 
     def __init__(self) -> None:
         self._clock = _Clock()
+        self._told_s = FIRST_TOLD_S
 
     def say(self, line: str) -> None:
         print(line, flush=True)
+
+    def waiting(self, text: str, seconds: float) -> None:
+        """A line only for what takes long: after ten seconds, twenty, forty ..."""
+        if seconds < FIRST_TOLD_S:
+            self._told_s = FIRST_TOLD_S
+        elif seconds >= self._told_s:
+            self._told_s *= 2
+            print(f"waiting for {text}", flush=True)
 
     def phase(self, name: str) -> None:
         self._clock.restart()
@@ -115,6 +132,9 @@ class LineView:
 
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         print(f"warm-up {step}/{num_steps}  loss {metrics['warmup/loss']:.3f}  {self._clock.tick():.1f} s", flush=True)
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        print(f"critic {batch}/{num_batches}  {_critic_summary(metrics)}  {self._clock.tick():.1f} s", flush=True)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         took = self._clock.tick()
@@ -143,11 +163,16 @@ class LiveView:
         self._phase = "starting"
         self._progress = (0, num_steps)
         self._summary = ""
+        self._waiting = ""
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False)
+
+    def waiting(self, text: str, seconds: float) -> None:
+        self._waiting = f"waiting for {text}" if seconds >= 1 else ""
+        self._draw()
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -155,6 +180,10 @@ class LiveView:
 
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self._phase = f"warming up, {step}/{num_steps}, loss {metrics['warmup/loss']:.3f}"
+        self._draw()
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        self._phase = f"training the critic, {batch}/{num_batches}, {_critic_summary(metrics)}"
         self._draw()
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
@@ -195,7 +224,15 @@ class LiveView:
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
         bar = ProgressBar(total=max(1, num_steps), completed=step)
-        return Panel(Group(title, bar, rows, Text(self._summary)), expand=False)
+        lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
+        return Panel(Group(title, bar, rows, *lines), expand=False)
+
+
+def _critic_summary(metrics: Mapping[str, float]) -> str:
+    return (
+        f"loss {metrics['critic/loss']:.4f}  explained variance {metrics['critic/explained_variance']:.2f}  "
+        f"mean return {metrics['critic/return']:.3f}"
+    )
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
@@ -209,6 +246,8 @@ def _summary(metrics: Mapping[str, float]) -> str:
         ("entropy", "rollout/entropy_estimate", ".2f"),
         ("k2", "train/kl_sampler_trainer_k2", ".1e"),
         ("grad", "train/grad_norm", ".2g"),
+        ("critic EV", "train/critic_explained_variance", ".2f"),
+        ("lag", "pool/staleness_mean", ".1f"),
     ):
         value = metrics.get(key, math.nan)
         if math.isfinite(value):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turnwise.client.base import TrainingClient
-from turnwise.credit.datums import dialogue_to_datums, token_mean
+from turnwise.credit.datums import dialogue_to_datums
+from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.base import World
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
@@ -21,21 +22,27 @@ from turnwise.types import AdamParams, Datum
 
 
 def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> Deck[list[Datum]]:
-    """The world's dialogues as datums, in batches; one dialogue may be several datums."""
+    """The world's dialogues as datums, in batches."""
     dialogue_seed = derive_seed(seed, "demonstrations")
-    dialogues = world.demonstrations(config.demonstrations, dialogue_seed)
-    datums = []
-    for messages in dialogues:
-        turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]
-        datums.append(dialogue_to_datums(turns))
+    datums = read_demonstrations(world, renderer, config.demonstrations, dialogue_seed)
     return Deck(datums, config.batch_size, dialogue_seed)
+
+
+def read_demonstrations(world: World, renderer: Renderer, count: int, seed: int) -> list[list[Datum]]:
+    """The world's dialogues; one dialogue may be several datums."""
+    found: list[list[Datum]] = []
+    for messages in world.demonstrations(count, seed):
+        turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]
+        found.append(dialogue_to_datums(turns))
+    return found
 
 
 async def warm_up_step(
     trainer: TrainingClient, batch: Sequence[Sequence[Datum]], optim: AdamParams
 ) -> dict[str, float]:
     """One supervised step; the loss is the mean over the assistant's tokens."""
-    output = await trainer.forward_backward(token_mean(batch), "cross_entropy")
+    datums = [datum for own in weigh(batch, token_mean) for datum in own]
+    output = await trainer.forward_backward(datums, "cross_entropy")
     stepped = await trainer.optim_step(optim)
     metrics = strip_reductions({**output.metrics, **stepped.metrics})
     return {f"warmup/{key}": value for key, value in metrics.items()}

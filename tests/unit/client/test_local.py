@@ -610,7 +610,7 @@ def test_model_ids_differ_and_are_folder_names(service: ServiceClient, small: st
 
 
 def test_arguments_that_mean_nothing_here_are_refused(service: ServiceClient) -> None:
-    with pytest.raises(ConfigError, match="remote client is not part of this release"):
+    with pytest.raises(ConfigError, match="RemoteServiceClient"):
         ServiceClient(base_url="http://localhost:8000")
     with pytest.raises(TypeError):
         ServiceClient(unknown=1)  # pyright: ignore[reportCallIssue]

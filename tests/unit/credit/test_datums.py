@@ -1,4 +1,4 @@
-"""Vectors D1, V3 and V5 of the algorithms' specification; splitting changes neither tokens nor weights."""
+"""Vectors D1 and V5 of the algorithms' specification; where datums begin and what stands in them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from turnwise.credit.advantages import reward_to_go
-from turnwise.credit.datums import (
-    const,
-    dialogue_to_datums,
-    num_trained_tokens,
-    seq_mean,
-    token_mean,
-    trajectory_to_datums,
-)
+from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens, trajectory_to_datums
 from turnwise.errors import DataError, Party
 from turnwise.trajectory import Failure, Message, StopReason, Trajectory, Turn
 from turnwise.types import Datum
@@ -109,49 +102,6 @@ def test_a_prompt_that_is_shorter_than_the_last_ids_starts_a_datum() -> None:
     assert len(trajectory_to_datums(shorter, [1.0, 1.0])) == 2
 
 
-def test_splitting_keeps_trained_tokens_their_advantages_and_their_weights() -> None:
-    """T7: the same turns, merged and apart, add up to the same weighted sums under every weighting."""
-    merged = trajectory_to_datums(D1, [1.0, 2.0, 3.0])
-    apart = [trajectory_to_datums(make_trajectory(turn), [float(i + 1)]) for i, turn in enumerate(D1.turns)]
-    split = [datum for datums in apart for datum in datums]
-    other = trajectory_to_datums(chain((3, 4), start=50), [1.0])
-    assert sum(num_trained_tokens(datum) for datum in split) == num_trained_tokens(merged[0])
-
-    def weighted(datums: Sequence[Datum]) -> list[float]:
-        return sorted(
-            w * a for d in datums for w, a in zip(column(d, "weights"), column(d, "advantages"), strict=True) if w
-        )
-
-    for weigh in (token_mean, seq_mean, lambda batch: const(batch, max_tokens=8)):
-        assert weighted(weigh([split, other])) == pytest.approx(weighted(weigh([merged, other])))
-
-
-def test_the_weightings_match_the_vector() -> None:
-    """V3: per-token losses [1, 2 | 3] and [4], L_max = 8."""
-    batch = [trajectory_to_datums(chain((1, 2), (1, 1)), [0.0, 0.0]), trajectory_to_datums(chain((1, 1)), [0.0])]
-    losses = [[1.0, 2.0, 0.0, 3.0], [4.0]]
-
-    def total(datums: Sequence[Datum]) -> float:
-        return sum(float(np.dot(column(d, "weights"), loss)) for d, loss in zip(datums, losses, strict=True))
-
-    assert total(token_mean(batch)) == pytest.approx(2.5)
-    assert total(seq_mean(batch)) == pytest.approx(3.0)
-    assert total(const(batch, max_tokens=8)) == pytest.approx(0.625)
-
-
-def test_weights_do_not_depend_on_how_a_batch_is_cut_into_trajectories_of_datums() -> None:
-    batch = [trajectory_to_datums(D1, [1.0] * 3), trajectory_to_datums(chain((2, 5)), [0.0])]
-    flat = [[datum] for datums in batch for datum in datums]
-    assert token_mean(batch) == token_mean(flat)
-    assert sum(sum(column(datum, "weights")) for datum in token_mean(batch)) == pytest.approx(1.0)
-
-
-def test_an_advantage_of_zero_does_not_leave_the_denominator() -> None:
-    """T3: the mask says what is trained, never the advantage."""
-    (datum,) = token_mean([trajectory_to_datums(D1, [0.0] * 3)])
-    assert sum(weight > 0 for weight in column(datum, "weights")) == 7
-
-
 def test_reward_to_go_crosses_what_the_env_said() -> None:
     """V5: mask [1, 1, 0, 0, 1, 1] and a reward of 1 at the end."""
     trajectory = chain((1, 2), (2, 2))
@@ -178,5 +128,29 @@ def test_a_written_dialogue_is_learned_on_its_replies() -> None:
     (datum,) = dialogue_to_datums([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])
     assert column(datum, "mask") == [0, 1, 1, 0, 1]
     assert set(datum.loss_fn_inputs) == {"target_tokens", "mask", "weights"}
-    (weighted,) = token_mean([[datum]])
-    assert sum(column(weighted, "weights")) == pytest.approx(1.0)
+
+
+def test_a_turn_may_bring_an_advantage_for_each_of_its_tokens() -> None:
+    per_token = [np.array([1.0, 2.0]), 3.0, np.array([4.0, 5.0])]
+    (datum,) = trajectory_to_datums(D1, per_token)
+    mask = np.asarray(column(datum, "mask")) > 0
+    assert np.asarray(column(datum, "advantages"))[mask].tolist() == [1, 2, 3, 3, 3, 4, 5]
+    with pytest.raises(DataError, match=r"shape \[3\] for 2 sampled ids"):
+        trajectory_to_datums(D1, [np.zeros(3), 0.0, 0.0])
+    with pytest.raises(DataError, match="nan"):
+        trajectory_to_datums(D1, [np.array([0.0, np.nan]), 0.0, 0.0])
+
+
+def test_one_datum_per_turn_holds_the_same_trained_tokens() -> None:
+    (whole,) = trajectory_to_datums(D1, [1.0, 2.0, 3.0])
+    apart = trajectory_to_datums(D1, [1.0, 2.0, 3.0], is_split=True)
+    assert [num_trained_tokens(datum) for datum in apart] == [2, 3, 2]
+    assert [datum.model_input.length + 1 for datum in apart] == [6, 11, 14]
+    for key in ("advantages", "logprobs", "target_tokens"):
+        trained = [
+            value
+            for datum in apart
+            for value, is_on in zip(column(datum, key), column(datum, "mask"), strict=True)
+            if is_on
+        ]
+        assert trained == [v for v, on in zip(column(whole, key), column(whole, "mask"), strict=True) if on]

@@ -31,7 +31,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(reward: Any) -> None:
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(DataError, match="unknown part 'bonus'; expected outcome, format, shaping, penalty"):
+    with pytest.raises(DataError, match="unknown part 'bonus'; expected outcome, format, shaping, penalty, judge"):
         EnvStep(reward={"bonus": 1.0}, terminated=True)
 
 

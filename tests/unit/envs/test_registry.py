@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from turnwise.envs.registry import get_world, load_target, world_names, world_options
+from turnwise.envs import library
+from turnwise.envs.registry import SHIPPED_WORLDS, get_world, load_target, world_names, world_options
+from turnwise.envs.worlds import is_world
 from turnwise.errors import ConfigError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "envs.md"
 
 WORLD = """\
 from __future__ import annotations
@@ -44,8 +52,30 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_shipped_worlds_go_by_the_names_they_are_listed_under() -> None:
-    assert world_names() == ("calculator", "dialogue", "gsm8k_multi_turn", "guess_number", "key_door")
     assert [get_world(name).name for name in world_names()] == list(world_names())
+
+
+def test_every_world_in_the_library_is_listed() -> None:
+    """A world is a class of a library file that hands out tasks and makes envs, with a name of its own."""
+    found = {
+        f"{module.name}:{name}"
+        for module in pkgutil.iter_modules(library.__path__, f"{library.__name__}.")
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if inspect.isclass(value) and value.__module__ == module.name and is_world(value) and not name.startswith("_")
+    }
+    assert found == set(SHIPPED_WORLDS.values())
+
+
+def test_every_shipped_world_has_a_row_on_the_page_about_worlds() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \| .* \| .* \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(world_names())
+
+
+def test_the_page_about_worlds_links_to_every_page_of_a_world_and_to_the_adapters() -> None:
+    links = set(re.findall(r"\]\(([\w/.]+)\)", PAGE.read_text(encoding="utf-8")))
+    assert links >= {f"worlds/{page.name}" for page in (PAGE.parent / "worlds").glob("*.md")}
+    assert "adapters/index.md" in links
+    assert [link for link in links if not (PAGE.parent / link).is_file()] == []
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

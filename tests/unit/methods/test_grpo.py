@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from turnwise.credit.advantages import leave_one_out
+from turnwise.credit.weights import weighting
 from turnwise.methods.base import datums_of
-from turnwise.methods.grpo import COMPARISONS, Grpo, weighting
+from turnwise.methods.grpo import COMPARISONS, Grpo
 from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
 

@@ -219,3 +219,29 @@ async def test_plain_and_async_methods_may_be_mixed(renderer: Renderer) -> None:
 
 def void(_: object) -> None:
     return None
+
+
+class RatedEnv(PlainEnv):
+    """Says how good its state is."""
+
+    def __init__(self, rating: object = 0.5) -> None:
+        super().__init__()
+        self.rating = rating
+
+    def potential(self) -> Any:
+        return self.rating
+
+
+async def test_the_potential_of_a_state_is_recorded_before_and_after_a_turn(renderer: Renderer) -> None:
+    played = await play(attempt(RatedEnv), saying(renderer), renderer, quick(), RolloutStats())
+    assert [(turn.potential, turn.next_potential) for turn in played.turns] == [(0.5, 0.5), (0.5, 0.0)]
+    plain = await play(attempt(PlainEnv), saying(renderer), renderer, quick(), RolloutStats())
+    assert [(turn.potential, turn.next_potential) for turn in plain.turns] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("rating", ["good", float("nan"), None])
+async def test_a_potential_that_is_no_number_is_the_envs_fault(renderer: Renderer, rating: object) -> None:
+    played = await play(attempt(lambda: RatedEnv(rating)), saying(renderer), renderer, quick(), RolloutStats())
+    assert played.failure is not None
+    assert played.failure.party is Party.ENV
+    assert "potential" in played.failure.detail

@@ -90,7 +90,7 @@ class Rig:
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
-            method=make_method(config.method, limits),
+            method=make_method(config, limits),
             optim=make_optim(config, config.train.learning_rate),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main
+from turnwise.train.config_files import preset_names
 
 PLAN = ("train", "guess_number", "model=tiny", "train.steps=3", "--plan")
 
@@ -96,5 +97,5 @@ def test_the_help_of_train_lists_presets_and_options(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])
     out = capsys.readouterr().out
-    assert "presets: calculator" in out
+    assert f"presets: {', '.join(preset_names())}" in " ".join(out.split())
     assert "generator.sampling_params.temperature=1 " in out

@@ -1,45 +1,17 @@
-"""The CPU kernels of `cpu.c`: compiled on first use, cached, called on torch tensors.
-
-`load()` builds the C file with the system compiler for the processor it finds, keeps the library under
-`$TURNWISE_HOME/kernels` (or `~/.cache/turnwise/kernels`), named by everything that went into it, and returns the
-functions, or None where nothing can be built; the caller then stays with plain torch.
-
-Threads come from the OpenMP runtime that torch has loaded: the library is compiled for OpenMP but linked without one,
-so its calls bind to torch's. A second runtime would keep its own pool spinning on the same cores.
+"""The CPU kernels of `cpu.c`, called on torch tensors; None where `build.py` cannot build them.
 
 Axes: B rows of the batch; N outputs and K inputs of a layer; Hq query and Hkv KV heads of size D; V vocabulary.
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
+import functools
 import threading
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from turnwise.engine.kernels import build
 from turnwise.errors import DataError
-
-_log = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("cpu.c")
-# No -ffast-math: the kernels meet -inf (masked logits) and have to report NaN.
-_COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-_LINK_FLAGS = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
-# More flags to (compile, link), best first: torch's OpenMP, a runtime of our own, one thread, any processor.
-_VARIANTS = (
-    (("-march=native", "-fopenmp"), ()),
-    (("-march=native", "-fopenmp"), ("-fopenmp",)),
-    (("-march=native",), ()),
-    ((), ()),
-)
 
 _SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu.c
 _MAX_HEADS = 1024  # the same in cpu.c
@@ -189,74 +161,12 @@ def _check_strided(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         _check(name, tensor[0], shape[1:])
 
 
-_load_lock = threading.Lock()
-_loaded: list[CpuKernels | None] = []
-
-
 def load() -> CpuKernels | None:
-    """The kernels, built if need be; None, logged once, where this machine cannot build them."""
-    with _load_lock:
-        if not _loaded:
-            library = _open_library()
-            _loaded.append(None if library is None else CpuKernels(library))
-        return _loaded[0]
+    """The kernels, built if need be; None where this machine cannot build them."""
+    library = build.library()
+    return None if library is None else _bind(library)
 
 
-def _open_library() -> ctypes.CDLL | None:
-    compiler = _find_compiler()
-    if compiler is None:
-        _log.warning("no C compiler ($CC, cc, gcc, clang): sampling on the CPU uses the slower torch path")
-        return None
-    why = ""
-    for compile_flags, link_flags in _VARIANTS:
-        try:
-            path = _build(compiler, (*_COMPILE_FLAGS, *compile_flags), (*_LINK_FLAGS, *link_flags))
-            return ctypes.CDLL(str(path))
-        except subprocess.CalledProcessError as error:
-            why = error.stderr.strip().splitlines()[-1] if error.stderr.strip() else str(error)
-        except OSError as error:  # no room for the cache, or the library does not find its symbols
-            why = str(error)
-    _log.warning("%s cannot build the CPU kernels (%s): sampling uses the slower torch path", compiler[0], why)
-    return None
-
-
-def _find_compiler() -> list[str] | None:
-    """The compiler as a command; `$CC` may carry flags ("ccache gcc") and, when set, is the only candidate."""
-    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    for candidate in candidates:
-        command = shlex.split(candidate)
-        if command and shutil.which(command[0]):
-            return command
-    return None
-
-
-def _build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple[str, ...]) -> Path:
-    """Path of the library for this source, compiler and processor; compiled if it is not there yet."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (_SOURCE.read_text(), compiler, version, compile_flags, link_flags, _processor())
-    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
-    folder = home.expanduser().absolute() / "kernels"
-    path = folder / f"{name}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Renamed into place when complete: another process sees the whole library or none, and may build its own meanwhile.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        obj, library = Path(temporary) / "cpu.o", Path(temporary) / "cpu.so"
-        for command in (
-            [*compiler, *compile_flags, "-c", str(_SOURCE), "-o", str(obj)],
-            [*compiler, str(obj), *link_flags, "-lm", "-o", str(library)],
-        ):
-            subprocess.run(command, capture_output=True, text=True, check=True)
-        library.replace(path)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native depends on, as far as the system tells: a cache on a shared disk serves several machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        return "\n".join(line for line in lines if line.startswith(("vendor", "model", "cpu family", "flags", "CPU")))
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {platform.version()}"
+@functools.cache
+def _bind(library: ctypes.CDLL) -> CpuKernels:
+    return CpuKernels(library)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 TILE = 64
 """Keys per inner step."""
+WARPS, STAGES = 4, 3
 TARGET_PROGRAMS = 264
 """Split contexts until about this many programs run: two for each multiprocessor of a large card."""
 MAX_SPLITS = 16
@@ -70,6 +71,27 @@ def _decode_kernel(
         tl.store(sums + part, total, mask=group < GROUP)
 
 
+@triton.jit
+def _merge_kernel(
+    parts, maxima, sums, out, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_head, member = head // GROUP, head % GROUP
+    split = tl.arange(0, SPLITS_PAD)
+    dim = tl.arange(0, HEAD_PAD)
+    is_split = split < SPLITS
+    part = ((row * KV_HEADS + kv_head) * SPLITS + split) * GROUP + member
+    best = tl.load(maxima + part, mask=is_split, other=-1e30)
+    weight = tl.where(is_split, tl.exp(best - tl.max(best, 0)), 0.0)
+    total = tl.sum(weight * tl.load(sums + part, mask=is_split, other=0.0), 0)
+    mask = is_split[:, None] & (dim < HEAD)[None, :]
+    values = tl.load(parts + part[:, None] * HEAD + dim[None, :], mask=mask, other=0.0)
+    merged = tl.sum(values * weight[:, None], 0) / tl.maximum(total, 1e-30)
+    target = out + (row * KV_HEADS * GROUP + head) * HEAD + dim
+    tl.store(target, merged.to(out.dtype.element_ty), mask=dim < HEAD)
+
+
 def num_splits(num_rows: int, num_kv_heads: int, max_context: int) -> int:
     """Enough programs to fill the card, none with less than four tiles to read."""
     wanted = TARGET_PROGRAMS // max(1, num_rows * num_kv_heads)
@@ -115,14 +137,16 @@ def _paged_decode(
         query, key_cache, value_cache, block_table, context_lens, out, maxima, sums, scale,
         block_table.stride(0), block_size, kv_heads, group, max(16, triton.next_power_of_2(group)),
         head_size, max(16, triton.next_power_of_2(head_size)), TILE, splits,
-        "ieee" if query.dtype is torch.float32 else "tf32",
+        "ieee" if query.dtype is torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if splits == 1:
         return out
-    best = maxima.amax(dim=2, keepdim=True)
-    weight = torch.exp(maxima - best)
-    merged = (weight[..., None] * out).sum(dim=2) / (weight * sums).sum(dim=2)[..., None]
-    return merged.reshape(rows, heads, head_size).to(query.dtype)
+    merged = torch.empty_like(query)
+    _merge_kernel[(rows, heads)](
+        out, maxima, sums, merged, kv_heads, group, head_size, max(16, triton.next_power_of_2(head_size)), splits,
+        triton.next_power_of_2(splits),
+    )  # fmt: skip
+    return merged
 
 
 @_paged_decode.register_fake

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import cpu
+from turnwise.engine.kernels import build, cpu
 from turnwise.errors import DataError
 
 # The C file has a branch for AVX-512, one for AVX2 and a portable one; an older target takes the lower branches.
@@ -30,11 +30,11 @@ print("none" if kernels is None else kernels.num_threads())
 
 @pytest.fixture(scope="module", params=list(_TARGETS))
 def kernels(request: pytest.FixtureRequest) -> cpu.CpuKernels:
-    compiler = cpu._find_compiler()
+    compiler = build.find_compiler()
     assert compiler is not None, "these tests need a C compiler"
-    flags = (*cpu._COMPILE_FLAGS, *_TARGETS[request.param])
+    flags = (*build.COMPILE_FLAGS, *_TARGETS[request.param])
     openmp = ("-fopenmp",) if platform.system() == "Linux" else ()
-    return cpu.CpuKernels(ctypes.CDLL(str(cpu._build(compiler, (*flags, *openmp), cpu._LINK_FLAGS))))
+    return cpu.CpuKernels(ctypes.CDLL(str(build.build(compiler, (*flags, *openmp), build.LINK_FLAGS))))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -342,7 +342,7 @@ def test_sampling_rejects_settings_out_of_range(kernels: cpu.CpuKernels, tempera
 
 
 def test_the_kernels_are_built_where_there_is_a_compiler() -> None:
-    assert cpu._find_compiler() is not None, "these tests need a C compiler"
+    assert build.find_compiler() is not None, "these tests need a C compiler"
     assert cpu.load() is not None
     assert cpu.load() is cpu.load()
 
@@ -368,13 +368,13 @@ print(threads, len(runtimes))
 def test_without_a_compiler_load_gives_none_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu, "_loaded", [])
+    monkeypatch.setattr(build, "_loaded", [])
     monkeypatch.setenv("CC", "/does/not/exist/cc")
     with caplog.at_level(logging.WARNING):
         assert cpu.load() is None
         assert cpu.load() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "no C compiler ($CC, cc, gcc, clang): sampling on the CPU uses the slower torch path"
+        "no C compiler ($CC, cc, gcc, clang): the CPU uses the slower torch path"
     ]
 
 
@@ -384,7 +384,7 @@ def test_a_compiler_that_fails_gives_none_and_one_warning(
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal: no room on device" >&2\nexit 1\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(cpu, "_loaded", [])
+    monkeypatch.setattr(build, "_loaded", [])
     monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.WARNING):
         assert cpu.load() is None
@@ -394,8 +394,8 @@ def test_a_compiler_that_fails_gives_none_and_one_warning(
 
 
 def test_without_openmp_one_thread_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_loaded", [])
-    monkeypatch.setattr(cpu, "_VARIANTS", ((("--no-such-flag",), ()), ((), ())))
+    monkeypatch.setattr(build, "_loaded", [])
+    monkeypatch.setattr(build, "_VARIANTS", ((("--no-such-flag",), ()), ((), ())))
     kernels = cpu.load()
     assert kernels is not None
     assert kernels.num_threads() == 1
@@ -412,14 +412,14 @@ def test_two_processes_may_build_into_an_empty_cache_at_once(tmp_path: Path) -> 
 
 
 def test_a_library_in_the_cache_is_not_built_again(own_home: Path) -> None:
-    compiler = cpu._find_compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
-    path = cpu._build(compiler, ("-O0", "-fPIC"), cpu._LINK_FLAGS)
+    path = build.build(compiler, ("-O0", "-fPIC"), build.LINK_FLAGS)
     built = path.stat().st_mtime_ns
     assert own_home in path.parents
-    assert cpu._build(compiler, ("-O0", "-fPIC"), cpu._LINK_FLAGS) == path
+    assert build.build(compiler, ("-O0", "-fPIC"), build.LINK_FLAGS) == path
     assert path.stat().st_mtime_ns == built
-    assert cpu._build(compiler, ("-O0", "-fPIC", "-g"), cpu._LINK_FLAGS) != path
+    assert build.build(compiler, ("-O0", "-fPIC", "-g"), build.LINK_FLAGS) != path
 
 
 def start_python(script: str, environment: dict[str, str]) -> subprocess.Popen[str]:

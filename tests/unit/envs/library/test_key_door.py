@@ -114,3 +114,12 @@ async def test_a_fork_goes_its_own_way() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         KeyDoor(**options)
+
+
+async def test_the_potential_grows_with_the_way_that_is_behind() -> None:
+    env = make_env()
+    seen = [env.potential()]
+    for reply in ("take blue", "take red", "open", "take blue", "open"):
+        await play(env, reply)
+        seen.append(env.potential())
+    assert seen == [0, 0, 0.25, 0.5, 0.75, 1]

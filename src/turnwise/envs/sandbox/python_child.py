@@ -1,10 +1,7 @@
-"""The process that runs one response's code; `code_runner.py` starts it as a script, isolated and without site.
+"""The program that runs a policy's code and its tests; `python_tests.py` starts it in a sandbox.
 
-It reads `{"code", "calls", "limits"}` from stdin, puts the limits on itself before it looks at the code, and answers
-in JSON lines on what was its stdout: `ready`, then one line for each call. Limits are set here and not between fork
-and exec: Python code at that point can deadlock when the parent has threads, and the engine has.
-
-Nothing of turnwise is imported.
+It reads `{"code", "tests", ...}` from stdin and answers in JSON lines on what was its stdout: `ready`, then one line
+for each test. What the code itself prints goes to stderr. Nothing of turnwise is imported.
 """
 
 import contextlib
@@ -26,26 +23,25 @@ COMMON_MODULES = (
 def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, open(0, encoding="utf-8") as stdin:
         request = json.loads(stdin.read())
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nowhere, stream)
-        become_nobody()
-        set_limits(request["limits"])
+        os.dup2(2, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if request["become_nobody"]:
+            become_nobody()
         send(results, {"ready": True})
         namespace: dict[str, object] = {"__name__": "__answer__"}
         try:
-            exec(compile(request["code"], "<answer>", "exec"), namespace)  # noqa: S102 - it is what this process is for
+            exec(compile(request["code"], "<answer>", "exec"), namespace)  # noqa: S102 - it is what this is for
         except BaseException as error:  # noqa: BLE001 - SystemExit too: whatever the code raises is its result
             failed = {"error": describe(error)}
-            for _ in request["calls"]:
+            for _ in request["tests"]:
                 send(results, failed)
             return
-        for call in request["calls"]:
-            send(results, evaluate(call, namespace))
+        for kind, text in request["tests"]:
+            send(results, evaluate(text, namespace) if kind == "call" else execute(text, namespace))
 
 
 def become_nobody() -> None:
-    """Root is exempt from the limit on processes and may write anywhere, so it stops being root."""
+    """Without a sandbox, root is exempt from the limit on processes and may write anywhere; it stops being root."""
     if os.geteuid() != 0:
         return
     for module in COMMON_MODULES:  # nobody may not be able to read where Python is installed
@@ -54,30 +50,34 @@ def become_nobody() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 
 
-def set_limits(limits: dict[str, int]) -> None:
-    """Hard limits; the soft CPU limit is a second lower, so that its own signal says what happened."""
-    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
-    for kind, value in (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NPROC, 1),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
-
-
-def evaluate(call: str, namespace: dict[str, object]) -> dict[str, str]:
+def evaluate(call: str, namespace: dict[str, object]) -> dict[str, object]:
     try:
         return {"value": repr(eval(call, namespace))[:SHOWN_CHARACTERS]}  # noqa: S307
     except BaseException as error:  # noqa: BLE001 - as above
         return {"error": describe(error)}
 
 
-def describe(error: BaseException) -> str:
+def execute(statements: str, namespace: dict[str, object]) -> dict[str, object]:
     try:
-        return f"{type(error).__name__}: {error}"[:200]
+        exec(compile(statements, "<test>", "exec"), dict(namespace))  # noqa: S102
+    except BaseException as error:  # noqa: BLE001 - as above
+        return {"error": describe(error)}
+    return {"passed": True}
+
+
+def describe(error: BaseException) -> str:
+    """What was raised, and in which line of the answer."""
+    try:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        line, trace = 0, error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "<answer>":
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        return f"{text[:200]} (line {line})" if line else text[:200]
     except BaseException:  # noqa: BLE001 - the code may raise exceptions of its own that cannot be printed
         return type(error).__name__
 
@@ -90,4 +90,5 @@ def send(results: TextIO, line: Mapping[str, object]) -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # threads or exit handlers that the code left behind do not keep the process

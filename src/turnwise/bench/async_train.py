@@ -1,0 +1,129 @@
+"""Training ahead of slow envs: env steps per second and held-out success, with lag and without, at equal groups."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.bench.report import machine
+from turnwise.runlog.reader import RunReader
+
+WORLD = "turnwise.bench.slow_world:SlowWorld"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(model="tiny")
+    parser.add_argument("--lag", type=int, default=2, help="train.max_staleness of the run that plays ahead")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tasks", type=int, default=4, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--median-s", type=float, default=0.1, help="of the env's time per answer")
+    parser.add_argument("--p99-s", type=float, default=5.0)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--held-out", type=int, default=64, help="held-out tasks, answered without delay")
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run."""
+
+    env_steps_per_s: float
+    success: float
+    num_env_steps: int
+    length_bias: float
+    staleness_max: float
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    with tempfile.TemporaryDirectory() as place:
+        runs = {
+            lag: [run_once(args, lag, seed, Path(place) / f"lag{lag}-{seed}") for seed in range(args.seeds)]
+            for lag in (0, args.lag)
+        }
+    waiting, ahead = runs[0], runs[args.lag]
+    device = torch.device("cuda" if args.device == "cuda" else "cpu")
+    return {
+        "bench": "async",
+        "model": args.model,
+        "machine": machine(device),
+        "load": f"{args.steps} steps of {args.tasks} x {args.group_size} attempts of {args.turns} turns; env log-normal, "
+        f"median {args.median_s:g} s, p99 {args.p99_s:g} s; lag {args.lag} against 0; {args.seeds} seeds",
+        "env_steps_per_s": statistics.fmean(one.env_steps_per_s for one in ahead),
+        "sync_env_steps_per_s": statistics.fmean(one.env_steps_per_s for one in waiting),
+        "speedup": statistics.fmean(
+            a.env_steps_per_s / b.env_steps_per_s for a, b in zip(ahead, waiting, strict=True)
+        ),
+        "held_out_success": statistics.fmean(one.success for one in ahead),
+        "sync_held_out_success": statistics.fmean(one.success for one in waiting),
+        "held_out_by_seed": [round(one.success, 3) for one in ahead],
+        "sync_held_out_by_seed": [round(one.success, 3) for one in waiting],
+        "length_bias": statistics.fmean(one.length_bias for one in ahead),
+        "staleness_max": max(one.staleness_max for one in ahead),
+    }
+
+
+def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
+    """Train through the command; both kinds of run use the loss that lag asks for, so that only the lag differs."""
+    from turnwise.train.commands import train
+
+    options = {
+        "model": args.model,
+        "model.device": args.device,
+        "env.options.max_turns": args.turns,
+        "env.options.median_s": args.median_s,
+        "env.options.p99_s": args.p99_s,
+        "method.loss_fn": "cispo",
+        "train.max_staleness": lag,
+        "train.steps": args.steps,
+        "train.tasks_per_step": args.tasks,
+        "train.num_tasks": args.steps * args.tasks,
+        "train.learning_rate": args.learning_rate,
+        "train.seed": seed,
+        "train.save_every": 0,
+        "train.max_empty_steps": args.steps,
+        "generator.n_samples_per_prompt": args.group_size,
+        "eval.every": 0,
+        "eval.tasks": 0,
+        "run.dialogues": 0,
+        "run.dir": directory,
+    }
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = train(WORLD, [f"{name}={value}" for name, value in options.items()], only_plan=False, resume=None)
+    assert code == 0, said.getvalue()
+    success = held_out_success(directory, args.held_out)
+    with RunReader(directory) as stored:
+        num_env_steps = sum(row.num_turns for row in stored.attempts(phase="train"))
+        seconds = sum(value for _, value in stored.metric("time/step_s"))
+        bias, staleness = stored.metric("pool/length_bias"), stored.metric("pool/staleness_max")
+    return Outcome(
+        env_steps_per_s=num_env_steps / seconds,
+        success=success,
+        num_env_steps=num_env_steps,
+        length_bias=bias[-1][1] if bias else 0.0,
+        staleness_max=max((value for _, value in staleness), default=0.0),
+    )
+
+
+def held_out_success(directory: Path, num_tasks: int) -> float:
+    """Of the last checkpoint, in the same world without its delays."""
+    import json
+
+    from turnwise.train.play_commands import run_eval
+
+    said = io.StringIO()
+    quick = ["env.options.median_s=1e-6", "env.options.p99_s=1e-5", f"eval.tasks={num_tasks}", "eval.samples=4"]
+    with contextlib.redirect_stdout(said):
+        run_eval(str(directory), None, None, quick, as_json=True)
+    return float(json.loads(said.getvalue())["success"])

@@ -1,0 +1,64 @@
+"""Many tenants: requests of many adapters of different ranks in shared batches, against one adapter for all."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from turnwise.bench.report import machine, make_engine, peak_gib, timed
+from turnwise.engine.engine import Engine
+from turnwise.engine.lora import AnyPolicy
+from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+
+RANKS = (4, 8, 16, 32)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenants", type=int, default=8, help="adapters, of ranks 4, 8, 16, 32 by turns")
+    parser.add_argument("--requests", type=int, default=4, help="requests of each tenant")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    total = args.tenants * args.requests
+    engine = make_engine(args, max_num_seqs=total)
+    prompts = np.random.default_rng(0).integers(100, engine.vocab_size, (total, args.prompt_tokens)).tolist()
+    policies = [_policy(engine, RANKS[i % len(RANKS)], i) for i in range(args.tenants)]
+    of_tenants = [policies[i // args.requests] for i in range(total)]
+    one = timed(lambda: _sample(engine, prompts, policies[:1] * total, args.new_tokens), args, engine.device)
+    many = timed(lambda: _sample(engine, prompts, of_tenants, args.new_tokens), args, engine.device)
+    return {
+        "bench": "tenants",
+        "model": args.model,
+        "machine": machine(engine.device),
+        "load": f"{args.tenants} tenants x {args.requests} requests, {args.prompt_tokens} + {args.new_tokens} tokens",
+        "tokens_per_s": total * args.new_tokens / many.median,
+        "one_adapter_tokens_per_s": total * args.new_tokens / one.median,
+        "share_of_one_adapter": one.median / many.median,
+        "peak_gib": peak_gib(engine.device),
+    }
+
+
+def _policy(engine: Engine, rank: int, seed: int) -> AnyPolicy:
+    adapter = engine.create_adapter(LoraConfig(rank=rank, seed=seed))
+    adapter.flat.normal_(0.0, 0.01)
+    return engine.publish(adapter)
+
+
+def _sample(engine: Engine, prompts: list[list[int]], policies: list[AnyPolicy], new_tokens: int) -> None:
+    engine.sampler.drop_cache()
+    replies: list[SampleResponse] = []
+
+    def keep(reply: SampleResponse | BaseException) -> None:
+        if isinstance(reply, BaseException):
+            raise reply
+        replies.append(reply)
+
+    for prompt, policy in zip(prompts, policies, strict=True):
+        engine.sampler.submit(prompt, SamplingParams(max_tokens=new_tokens, stop=[]), policy, on_done=keep)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    assert len(replies) == len(prompts), "every request was answered"

@@ -1,0 +1,359 @@
+"""Training and sampling clients of a service elsewhere: our types in and out, the SDK in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from turnwise.client.base import CustomLossFn, LossFnConfig
+from turnwise.client.futures import ApiFuture, Submission
+from turnwise.client.remote_connection import Connection, Sdk
+from turnwise.client.remote_wire import Dialect, mask_of, to_columns, to_seed, to_stop
+from turnwise.errors import ConfigError, DataError, ServiceError
+from turnwise.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadWeightsResponse,
+    ModelData,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+    TensorData,
+)
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class RemoteSamplingClient:
+    """Draws tokens from weights that live elsewhere."""
+
+    def __init__(self, connection: Connection, sdk_client: Sdk, *, policy_version: int, base_model: str) -> None:
+        """`RemoteServiceClient` and `RemoteTrainingClient` create these."""
+        self._connection = connection
+        self._sdk_client = sdk_client
+        self._base_model = base_model
+        self.policy_version = policy_version
+        """Counted here, in the order of publication: the wire has no such number."""
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams = _DEFAULT_PARAMS,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+    ) -> ApiFuture[SampleResponse]:
+        """Draw `num_samples` continuations of one prompt; cancelling the future stops them."""
+        types = self._connection.sdk.types
+        if sampling_params.min_p:
+            raise ConfigError(f"min_p={sampling_params.min_p} cannot be sent: Tinker's wire does not have it")
+        params = types.SamplingParams(
+            max_tokens=sampling_params.max_tokens,
+            seed=to_seed(sampling_params.seed),
+            stop=to_stop(sampling_params),
+            temperature=sampling_params.temperature,
+            top_k=sampling_params.top_k or -1,
+            top_p=sampling_params.top_p,
+        )
+        source = self._sdk_client.sample(
+            types.ModelInput.from_ints(prompt.to_ints()),
+            num_samples,
+            params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+        )
+        what = f"sample of {num_samples} from a prompt of {prompt.length} tokens"
+        return self._connection.future(source, self._to_response, what)
+
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams = _DEFAULT_PARAMS,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+    ) -> SampleResponse:
+        """`sample`, awaited; cancelling the task that awaits it stops the sampling."""
+        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs)
+
+    def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
+        source = self._sdk_client.compute_logprobs(self._connection.sdk.types.ModelInput.from_ints(prompt.to_ints()))
+        return self._connection.future(source, list, f"compute_logprobs of a prompt of {prompt.length} tokens")
+
+    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
+        return await self.compute_logprobs(prompt)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer in the base model's directory on this machine."""
+        return self._connection.tokenizer_of(self._base_model)
+
+    def get_base_model(self) -> str:
+        return self._base_model
+
+    async def get_base_model_async(self) -> str:
+        return self._base_model
+
+    def _to_response(self, response: Sdk) -> SampleResponse:
+        sequences = [
+            SampledSequence(
+                str(getattr(one.stop_reason, "value", one.stop_reason)),  # pyright: ignore[reportArgumentType]
+                [int(token) for token in one.tokens],
+                None if one.logprobs is None else [float(value) for value in one.logprobs],
+            )
+            for one in response.sequences
+        ]
+        topk = response.topk_prompt_logprobs
+        return SampleResponse(
+            sequences=sequences,
+            prompt_logprobs=response.prompt_logprobs,
+            topk_prompt_logprobs=topk,
+            policy_version=self.policy_version,
+            num_cached_prompt_tokens=int(getattr(response, "prompt_cache_hit_tokens", 0) or 0),
+        )
+
+
+class RemoteTrainingClient:
+    """Trains one adapter that lives elsewhere. Operations run in the order of the calls."""
+
+    def __init__(self, connection: Connection, sdk_client: Sdk, *, base_model: str) -> None:
+        """`RemoteServiceClient` creates these."""
+        self._connection = connection
+        self._sdk_client = sdk_client
+        self._base_model = base_model
+        self._num_published = 0
+
+    @property
+    def model_id(self) -> str:
+        return str(self._sdk_client.model_id)
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> ApiFuture[ForwardBackwardOutput]:
+        return self._train(self._sdk_client.forward, "forward", data, loss_fn, loss_fn_config)
+
+    def forward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Submission[ForwardBackwardOutput]:
+        return Submission(self.forward(data, loss_fn, loss_fn_config))
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> ApiFuture[ForwardBackwardOutput]:
+        return self._train(self._sdk_client.forward_backward, "forward_backward", data, loss_fn, loss_fn_config)
+
+    def forward_backward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Submission[ForwardBackwardOutput]:
+        return Submission(self.forward_backward(data, loss_fn, loss_fn_config))
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
+        """`forward_backward` with a loss of your own, computed on this machine.
+
+        The call waits for a forward pass: the gradient is sent when the loss is known, and what comes after stays
+        after.
+        """
+        datums = list(data)
+        sent = self._to_sdk(datums, [{"target_tokens": one.loss_fn_inputs["target_tokens"].to_numpy()} for one in data])
+
+        def loss(_: object, logprobs: list[Any]) -> tuple[Any, Any]:
+            return loss_fn(datums, logprobs)
+
+        what = f"forward_backward_custom of {len(datums)} datums"
+        submit = partial(self._sdk_client.forward_backward_custom, sent, loss)
+        combined = self._connection.call(submit, what).result()
+        return self._connection.future(
+            self._connection.call(combined.result, what), partial(_to_output, datums, self._connection.dialect), what
+        )
+
+    def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: CustomLossFn
+    ) -> Submission[ForwardBackwardOutput]:
+        return Submission(self.forward_backward_custom(data, loss_fn))
+
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> ApiFuture[OptimStepResponse]:
+        params = optim_params if adam_params is None else adam_params
+        if params is None or (optim_params is not None and adam_params is not None):
+            raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
+        names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+        sent = self._connection.sdk.types.AdamParams(**{name: getattr(params, name) for name in names})
+        source = self._sdk_client.optim_step(sent)
+        return self._connection.future(
+            source, lambda done: OptimStepResponse(metrics=dict(done.metrics or {})), "optim_step"
+        )
+
+    def optim_step_async(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> Submission[OptimStepResponse]:
+        return Submission(self.optim_step(optim_params, adam_params=adam_params))
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> ApiFuture[SaveWeightsResponse]:
+        source = self._sdk_client.save_state(name, ttl_seconds, overwrite, **_metadata(user_metadata))
+        return self._connection.future(source, lambda done: SaveWeightsResponse(path=done.path), f"save_state {name}")
+
+    def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> Submission[SaveWeightsResponse]:
+        return Submission(self.save_state(name, ttl_seconds, overwrite, user_metadata))
+
+    def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
+        source = _without_advice(self._sdk_client.load_state, path)
+        return self._connection.future(source, lambda _: LoadWeightsResponse(path=path), f"load of {path}")
+
+    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]:
+        return Submission(self.load_state(path))
+
+    def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
+        source = _without_advice(self._sdk_client.load_state_with_optimizer, path)
+        return self._connection.future(source, lambda _: LoadWeightsResponse(path=path), f"load of {path}")
+
+    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]:
+        return Submission(self.load_state_with_optimizer(path))
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> ApiFuture[SaveWeightsForSamplerResponse]:
+        source = self._sdk_client.save_weights_for_sampler(name, ttl_seconds, **_metadata(user_metadata))
+        what = f"save_weights_for_sampler {name}"
+        return self._connection.future(source, lambda done: SaveWeightsForSamplerResponse(path=done.path), what)
+
+    def save_weights_for_sampler_async(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> Submission[SaveWeightsForSamplerResponse]:
+        return Submission(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> RemoteSamplingClient:
+        """Publish the weights as they are now; with a `name`, also keep them under it."""
+        return self._published(name).result()
+
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> RemoteSamplingClient:
+        return await self._published(name)
+
+    def _published(self, name: str | None) -> ApiFuture[RemoteSamplingClient]:
+        self._num_published += 1
+        version = self._num_published
+
+        def publish() -> Sdk:
+            if name is None:
+                return self._sdk_client.save_weights_and_get_sampling_client()
+            path = self._sdk_client.save_weights_for_sampler(name).result(self._connection.deadline_s).path
+            return self._sdk_client.create_sampling_client(path)
+
+        def wrap(sdk_client: Sdk) -> RemoteSamplingClient:
+            return RemoteSamplingClient(
+                self._connection, sdk_client, policy_version=version, base_model=self._base_model
+            )
+
+        # The SDK's own coroutine for this blocks the event loop that awaits it; a thread does not.
+        return self._connection.future(
+            self._connection.call(publish, "publish"), wrap, "save_weights_and_get_sampling_client"
+        )
+
+    def get_info(self) -> GetInfoResponse:
+        return self._info().result()
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return await self._info()
+
+    def _info(self) -> ApiFuture[GetInfoResponse]:
+        return self._connection.future(
+            self._connection.call(self._sdk_client.get_info, "get_info"), _to_info, "get_info"
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer in the base model's directory on this machine."""
+        return self._connection.tokenizer_of(self._base_model)
+
+    def _train(
+        self, submit: Callable[..., Any], verb: str, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None
+    ) -> ApiFuture[ForwardBackwardOutput]:
+        datums = list(data)
+        if not datums:
+            raise DataError("data is empty; expected at least one Datum")
+        columns, settings = to_columns(datums, loss_fn, dict(config or {}), self._connection.dialect)
+        source = submit(self._to_sdk(datums, columns), loss_fn, settings or None)
+        return self._connection.future(
+            source, partial(_to_output, datums, self._connection.dialect), f"{verb} of {len(datums)} datums"
+        )
+
+    def _to_sdk(self, datums: Sequence[Datum], columns: Sequence[Mapping[str, Any]]) -> list[Sdk]:
+        types = self._connection.sdk.types
+        return [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(datum.model_input.to_ints()), loss_fn_inputs=dict(inputs)
+            )
+            for datum, inputs in zip(datums, columns, strict=True)
+        ]
+
+
+def _without_advice(load: Callable[[str], Any], path: str) -> Any:
+    """SDKs from 0.36 on advise to create a client from the checkpoint instead; that one would have another id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return load(path)
+
+
+def _metadata(user_metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """SDKs before 0.36 have no metadata of checkpoints; it is sent only where there is some."""
+    return {"user_metadata": dict(user_metadata)} if user_metadata else {}
+
+
+def _to_output(datums: Sequence[Datum], dialect: Dialect, output: Sdk) -> ForwardBackwardOutput:
+    """The SDK's output as ours. Tinker computes every logprob; a service of ours leaves out what the mask does."""
+    if len(output.loss_fn_outputs) != len(datums):
+        raise ServiceError(f"{len(output.loss_fn_outputs)} outputs came back for {len(datums)} datums")
+    outputs: list[dict[str, TensorData]] = []
+    num_trained = 0
+    for datum, entry in zip(datums, output.loss_fn_outputs, strict=True):
+        arrays = {str(key): np.asarray(value.to_numpy()) for key, value in entry.items()}
+        mask = mask_of(datum)
+        outputs.append(
+            {
+                **{key: TensorData.from_numpy(array) for key, array in arrays.items()},
+                "mask": TensorData.from_numpy(
+                    (mask if dialect == "turnwise" else np.ones_like(mask)).astype(np.float32)
+                ),
+            }
+        )
+        num_trained += int(mask.sum())
+    metrics = {str(key): float(value) for key, value in output.metrics.items()}
+    return ForwardBackwardOutput(
+        loss_fn_output_type=str(output.loss_fn_output_type),
+        loss_fn_outputs=outputs,
+        metrics={**metrics, "num_trained_tokens:sum": float(num_trained)},
+    )
+
+
+def _to_info(info: Sdk) -> GetInfoResponse:
+    data = info.model_data
+    name = str(data.model_name or getattr(info, "model_name", None) or "")
+    return GetInfoResponse(
+        model_data=ModelData(
+            arch=str(data.arch or ""), model_name=name, tokenizer_id=str(getattr(data, "tokenizer_id", None) or name)
+        ),
+        model_id=str(info.model_id),
+        is_lora=bool(getattr(info, "is_lora", True)),
+        lora_rank=getattr(info, "lora_rank", None),
+        model_name=name,
+    )

@@ -1,0 +1,163 @@
+"""Datums for the Tinker wire, which is poorer than ours: it has no mask, no weights beside advantages, no temperature.
+
+Tinker's losses are sums over every target, and a target trains nothing when its advantage is 0. So for a loss that is
+linear in the advantages,
+
+    sum_i mask_i w_i loss(r_i, A_i)  =  sum_i loss(r_i, mask_i w_i A_i),        w_i >= 0,
+
+and the wire can say what we mean. Where that does not hold (DRO's quadratic term, KL, entropy) the request is refused
+by name, before anything is sent. A service of ours takes every column as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.errors import ConfigError, DataError
+from turnwise.types import Datum, SamplingParams
+
+Dialect = Literal["tinker", "turnwise"]
+"""What the other side reads: Tinker's columns, or all of ours."""
+
+FOLDED_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo")
+"""Linear in the advantages."""
+CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "ppo": (0.8, 1.2),
+    "cispo": (0.0, 4.0),
+    "gspo": (1 - 3e-4, 1 + 4e-4),
+}
+"""Our losses' own bounds; always sent, because services differ in theirs."""
+_CONFIG_KEYS = ("clip_low_threshold", "clip_high_threshold")
+_COLUMNS_LEFT_OUT: Mapping[str, str] = {
+    "old_logprobs": "an old policy (method.old_policy)",
+    "ref_logprobs": "a reference policy",
+    "turn_weights": "weights of turns",
+    "pair": "pairs",
+    "returns": "a critic",
+}
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+def to_columns(
+    data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str], dialect: Dialect
+) -> tuple[list[Columns], dict[str, float | str]]:
+    """`loss_fn_inputs` of each datum, and the loss's settings, as the other side reads them."""
+    settings = {**_bounds(loss_fn), **config}
+    if dialect == "turnwise":
+        return [_arrays(datum) for datum in data], settings
+    if loss_fn == "cross_entropy":
+        _refuse_settings(loss_fn, config, ())
+        return [_imitated(index, datum) for index, datum in enumerate(data)], {}
+    if loss_fn not in FOLDED_LOSSES:
+        reason = "its quadratic term is not linear in the advantages" if loss_fn == "dro" else "it has no such loss"
+        raise ConfigError(
+            f"loss {loss_fn!r} cannot run on this service: {reason}, and the wire has no mask or weights; "
+            f"use one of {', '.join(FOLDED_LOSSES)}, or a service that `turnwise serve` runs"
+        )
+    _refuse_settings(loss_fn, config, _CONFIG_KEYS if loss_fn in CLIP_BOUNDS else ())
+    return [_folded(index, datum, loss_fn) for index, datum in enumerate(data)], settings
+
+
+def _bounds(loss_fn: str) -> dict[str, float | str]:
+    return dict(zip(_CONFIG_KEYS, CLIP_BOUNDS[loss_fn], strict=True)) if loss_fn in CLIP_BOUNDS else {}
+
+
+def _refuse_settings(loss_fn: str, config: Mapping[str, float | str], known: Sequence[str]) -> None:
+    for key in config:
+        if key not in known:
+            raise ConfigError(
+                f"{key}={config[key]} cannot be sent with loss {loss_fn!r}: Tinker's wire does not have it, and it "
+                "cannot be folded into advantages; leave it out, or use a service that `turnwise serve` runs"
+            )
+
+
+def _arrays(datum: Datum) -> dict[str, NDArray[Any]]:
+    return {key: tensor.to_numpy() for key, tensor in datum.loss_fn_inputs.items()}
+
+
+def mask_of(datum: Datum) -> NDArray[np.bool_]:
+    """The trained targets, as the engine reads them: the mask, else nonzero weights, else all."""
+    inputs = _arrays(datum)
+    if "mask" in inputs:
+        return inputs["mask"] != 0
+    if "weights" in inputs:
+        return inputs["weights"] != 0
+    return np.ones(len(inputs["target_tokens"]), dtype=bool)
+
+
+def _check_columns(index: int, inputs: Columns, mask: NDArray[np.bool_]) -> None:
+    for key, what in _COLUMNS_LEFT_OUT.items():
+        if key in inputs:
+            raise ConfigError(f"datum {index} brings {key}: Tinker's wire has no place for {what}")
+    _check_temperature(index, inputs, mask)
+
+
+def _check_temperature(index: int, inputs: Columns, mask: NDArray[np.bool_]) -> None:
+    temperature = inputs.get("temperature")
+    if temperature is not None and bool((temperature[mask] != 1).any()):
+        raise ConfigError(
+            f"datum {index} was sampled at temperature {float(temperature[mask][0]):g}; this service's trainer has "
+            "temperature 1 only: set generator.sampling_params.temperature=1"
+        )
+
+
+def _weights(index: int, inputs: Columns, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    weights = np.asarray(inputs.get("weights", np.ones(len(mask), dtype=np.float32)), dtype=np.float32)
+    if bool((weights[mask] < 0).any()):
+        raise DataError(f"datum {index} has negative weights; a clipped loss is not linear in those")
+    return np.where(mask, weights, np.float32(0))
+
+
+def _imitated(index: int, datum: Datum) -> Columns:
+    inputs, mask = _arrays(datum), mask_of(datum)
+    _check_temperature(index, inputs, mask)
+    return {"target_tokens": inputs["target_tokens"], "weights": _weights(index, inputs, mask)}
+
+
+def _folded(index: int, datum: Datum, loss_fn: str) -> Columns:
+    inputs, mask = _arrays(datum), mask_of(datum)
+    _check_columns(index, inputs, mask)
+    for key in ("logprobs", "advantages"):
+        if key not in inputs:
+            raise DataError(f"datum {index} has no {key}; {loss_fn} needs them")
+    advantages = np.where(mask, inputs["advantages"], 0.0) * _weights(index, inputs, mask)
+    columns: dict[str, NDArray[Any]] = {
+        "target_tokens": inputs["target_tokens"],
+        "logprobs": np.where(mask, inputs["logprobs"], 0.0).astype(np.float32),
+        "advantages": advantages.astype(np.float32),
+    }
+    for key in _CONFIG_KEYS:
+        if key in inputs:
+            columns[key] = inputs[key].astype(np.float32)
+    if loss_fn == "gspo":
+        chosen = inputs.get("sequence_ratio_mask")
+        columns["sequence_ratio_mask"] = (mask if chosen is None else (chosen != 0) & mask).astype(np.float32)
+    return columns
+
+
+def to_stop(params: SamplingParams) -> str | list[str] | list[int] | None:
+    """The wire's one `stop`: strings or ids, not both."""
+    strings = params.stop_strings()
+    named = [int(token) for token in params.stop_token_ids or ()]
+    if strings and named:
+        raise ConfigError(
+            f"stop strings ({strings[0]!r}, ...) together with the chat format's end of turn: Tinker's wire takes "
+            "strings or ids, not both; leave generator.stop out"
+        )
+    if named or params.stop is None:
+        own = [] if params.stop is None else [int(token) for token in params.stop if not isinstance(token, str)]
+        return [*named, *own] or None
+    return strings or [int(token) for token in params.stop if not isinstance(token, str)]
+
+
+def to_seed(seed: int | None) -> int | None:
+    """The same 64 bits, signed."""
+    if seed is None:
+        return None
+    bits = seed % 2**64
+    return bits - 2**64 if bits >= 2**63 else bits

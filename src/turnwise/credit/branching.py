@@ -1,0 +1,72 @@
+"""At which turn a dialogue is branched, and which turns are learned from then.
+
+    uniform     P(h) = 1 / H                              REFUEL's choice (arXiv:2410.04612)
+    geometric   P(h) proportional to (1 - p)^h, h < H     early turns, which set the course, come more often
+
+A gradient of turn h alone, divided by P(h), is in expectation the sum over all turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import Datum, ModelInput, TensorData
+
+TurnDistribution = Literal["uniform", "geometric"]
+
+
+def turn_probabilities(kind: TurnDistribution, num_turns: int, *, p: float = 0.3) -> NDArray[np.float64]:
+    """[H] the probability of each turn; they add up to 1.
+
+    >>> turn_probabilities("geometric", 3, p=0.5).round(3).tolist()
+    [0.571, 0.286, 0.143]
+    """
+    if num_turns < 1:
+        raise ConfigError(f"num_turns={num_turns}; expected at least one turn to branch at")
+    if kind == "geometric" and not 0 < p < 1:
+        raise ConfigError(f"p={p}; expected more than 0 and less than 1")
+    weights_H = np.ones(num_turns) if kind == "uniform" else (1 - p) ** np.arange(num_turns)
+    return weights_H / weights_H.sum()
+
+
+def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
+    """How much of the variance of returns is left inside branched groups; None where it cannot be told.
+
+    The rest was decided before the branch, by the task included.
+    """
+    rewards = [np.asarray(group.rewards) for group in groups if group.branch_turn is not None and group.trajectories]
+    if len(rewards) < 2:
+        return None
+    everything = np.concatenate(rewards)
+    total = float(everything.var())
+    if total == 0:
+        return None
+    return float(sum(((own - own.mean()) ** 2).sum() for own in rewards) / len(everything)) / total
+
+
+def train_turns(trajectory: Trajectory, first: int, last: int | None = None) -> Trajectory:
+    """The same trajectory with only the turns from `first` to `last`, both included, in the loss."""
+    stop = len(trajectory.turns) if last is None else last + 1
+    turns = tuple(
+        replace(turn, is_trained=turn.is_trained and first <= index < stop)
+        for index, turn in enumerate(trajectory.turns)
+    )
+    return replace(trajectory, turns=turns)
+
+
+def trim_tail(datum: Datum) -> Datum:
+    """The datum up to its last trained target: what comes after is no context of anything that is learned."""
+    mask = datum.loss_fn_inputs["mask"].to_numpy()
+    trained = np.nonzero(mask)[0]
+    length = int(trained[-1]) + 1 if len(trained) else len(mask)
+    if length == len(mask):
+        return datum
+    columns = {key: TensorData(column.data[:length], column.dtype) for key, column in datum.loss_fn_inputs.items()}
+    return Datum(ModelInput.from_ints(datum.model_input.to_ints()[:length]), columns)

@@ -1,0 +1,151 @@
+"""Pairs of dialogues of which one turned out better, and the datums that a loss over pairs reads.
+
+Both sides start from the same state: the same task and env seed, or the same dialogue up to a turn. Which side is the
+better one is decided by the return; nothing but its difference is used.
+
+DMPO (arXiv:2406.14868) weighs turn j of T by
+
+    phi(j) = gamma^j (1 - gamma^(T-j)) / (1 - gamma^T),    (T - j) / T for gamma = 1
+
+which is 1 at the first turn and falls from there: later turns count less, and long dialogues no more than short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.credit.advantages import is_constant_group
+from turnwise.credit.branching import trim_tail
+from turnwise.credit.datums import trajectory_to_datums
+from turnwise.errors import ConfigError, DataError
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import Datum, TensorData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two dialogues from the same state."""
+
+    chosen: Trajectory
+    rejected: Trajectory
+    branch_turn: int = 0
+    """The first turn in which they may differ."""
+    branch_probability: float = 1.0
+    """With which that turn was drawn."""
+
+    def __post_init__(self) -> None:
+        if self.chosen.task_id != self.rejected.task_id:
+            raise DataError(f"a pair of attempts at {self.chosen.task_id} and at {self.rejected.task_id}")
+        for trajectory in (self.chosen, self.rejected):
+            if trajectory.failure is not None:
+                raise DataError(f"a failed attempt at {trajectory.task_id} in a pair; it has no return")
+            if self.branch_turn >= len(trajectory.turns):
+                raise DataError(
+                    f"attempt {trajectory.attempt} at {trajectory.task_id} has {len(trajectory.turns)} turns, and its "
+                    f"pair branches at turn {self.branch_turn}"
+                )
+        if _prefix(self.chosen, self.branch_turn) != _prefix(self.rejected, self.branch_turn):
+            raise DataError(f"a pair at {self.chosen.task_id} whose dialogues differ before turn {self.branch_turn}")
+
+    @property
+    def reward_difference(self) -> float:
+        return self.chosen.total_reward - self.rejected.total_reward
+
+    @property
+    def is_identical(self) -> bool:
+        """The policy said the same in both, so there is nothing to prefer."""
+        return _said(self.chosen) == _said(self.rejected)
+
+
+def _prefix(trajectory: Trajectory, turn: int) -> tuple[object, ...]:
+    """All ids that stand before what turn `turn` sampled."""
+    turns = [(each.prompt_ids, each.sampled_ids) for each in trajectory.turns[:turn]]
+    return (*turns, trajectory.turns[turn].prompt_ids)
+
+
+def _said(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    return [turn.sampled_ids for turn in trajectory.turns]
+
+
+def best_and_worst(group: TrajectoryGroup) -> Pair | None:
+    """The pair that tells the most; None where all attempts got the same. Ties go to the earlier attempt."""
+    if len(group.trajectories) < 2 or is_constant_group(group.rewards):
+        return None
+    rewards_G = np.asarray(group.rewards)
+    return Pair(
+        chosen=group.trajectories[int(rewards_G.argmax())],
+        rejected=group.trajectories[int(rewards_G.argmin())],
+        branch_turn=group.branch_turn or 0,
+        branch_probability=group.branch_probability,
+    )
+
+
+def pair_to_group(pair: Pair) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        task_id=pair.chosen.task_id,
+        trajectories=(pair.chosen, pair.rejected),
+        branch_turn=pair.branch_turn,
+        branch_probability=pair.branch_probability,
+    )
+
+
+def dmpo_weights(num_turns: int, *, gamma: float = 0.7) -> NDArray[np.float64]:
+    """[T] phi of each turn.
+
+    >>> dmpo_weights(2, gamma=1.0).tolist()
+    [1.0, 0.5]
+    """
+    if not 0 < gamma <= 1:
+        raise ConfigError(f"gamma={gamma}; expected more than 0 and at most 1")
+    if num_turns < 1:
+        raise DataError(f"num_turns={num_turns}; expected at least one turn")
+    j = np.arange(num_turns)
+    if gamma == 1:
+        return (num_turns - j) / num_turns
+    return gamma**j * (1 - gamma ** (num_turns - j)) / (1 - gamma**num_turns)
+
+
+def side_to_datums(
+    trajectory: Trajectory,
+    number: int,
+    *,
+    reward: float,
+    weight: float,
+    turn_weights: Sequence[float] | None = None,
+    with_reference: bool = True,
+) -> list[Datum]:
+    """One side of a pair, for a loss over pairs.
+
+    Args:
+        number: of the pair, from 1; negative for its rejected side.
+        reward: the side's return; only the difference within the pair counts.
+        weight: of the pair in the optimizer step.
+        turn_weights: one per turn; None: all alike.
+        with_reference: the policy that sampled is the reference; else the trainer computes one.
+    """
+    weights = [1.0] * len(trajectory.turns) if turn_weights is None else list(turn_weights)
+    # A column that differs by turn is laid out the way advantages are.
+    return [
+        _side_datum(trim_tail(datum), number, reward, weight, with_reference, has_weights=turn_weights is not None)
+        for datum in trajectory_to_datums(trajectory, weights)
+    ]
+
+
+def _side_datum(
+    datum: Datum, number: int, reward: float, weight: float, with_reference: bool, *, has_weights: bool
+) -> Datum:
+    inputs = dict(datum.loss_fn_inputs)
+    mask = inputs["mask"].to_numpy()
+    turn_weights = inputs["advantages"]
+    inputs["pair"] = TensorData([float(number)] * len(mask))
+    inputs["advantages"] = TensorData((reward * mask).tolist())
+    inputs["weights"] = TensorData((weight * mask).tolist())
+    if has_weights:
+        inputs["turn_weights"] = turn_weights
+    if with_reference:
+        inputs["ref_logprobs"] = inputs["logprobs"]
+    return Datum(datum.model_input, inputs)

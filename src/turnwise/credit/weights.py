@@ -1,0 +1,134 @@
+"""How the trained tokens of an optimizer step share it.
+
+A loss is a sum over tokens, and every normaliser is in the weights, so micro-batches, packing and splits into datums
+change nothing. Weights are set before any token is rejected: a rejection does not raise the weight of the others.
+
+With n_j trained tokens in trajectory j, n_jk of them in turn k, T_j trained turns, B trajectories, P groups:
+
+    token_mean      1 / n                   every token alike (DAPO, verl, SkyRL)
+    seq_mean        1 / (B n_j)             every trajectory alike (the first GRPO, GSPO)
+    seq_sum         1 / B                   plain REINFORCE: a long trajectory weighs more
+    const           1 / (B L)               no bias towards a length; L fixed for the run (Dr.GRPO, arXiv:2503.20783)
+    turn_mean       1 / (sum T_j * n_jk)    every turn alike
+    traj_turn_mean  1 / (B T_j n_jk)        every trajectory alike, and every turn inside it
+    prompt_mean     1 / (P n_group)         every group alike
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+
+from turnwise.credit.datums import num_trained_tokens, trained_mask
+from turnwise.errors import DataError
+from turnwise.trajectory import Trajectory
+from turnwise.types import Datum, TensorData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The trained tokens of one trajectory."""
+
+    turn_sizes: tuple[int, ...]
+    """Of its trained turns, in order."""
+    group: int = 0
+    """Which group of the batch it belongs to."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.turn_sizes)
+
+
+Weighting = Callable[[Sequence[Share]], list[list[float]]]
+"""The shares of a whole optimizer batch to the weight of one token, by trained turn."""
+
+
+def token_mean(batch: Sequence[Share]) -> list[list[float]]:
+    total = max(sum(share.num_tokens for share in batch), 1)
+    return [[1.0 / total for _ in share.turn_sizes] for share in batch]
+
+
+def seq_mean(batch: Sequence[Share]) -> list[list[float]]:
+    return [[1.0 / (len(batch) * share.num_tokens) for _ in share.turn_sizes] for share in batch]
+
+
+def seq_sum(batch: Sequence[Share]) -> list[list[float]]:
+    return [[1.0 / len(batch) for _ in share.turn_sizes] for share in batch]
+
+
+def const(batch: Sequence[Share], *, max_tokens: int) -> list[list[float]]:
+    if max_tokens < 1:
+        raise DataError(f"max_tokens={max_tokens}; expected the most tokens that a trajectory may have")
+    return [[1.0 / (len(batch) * max_tokens) for _ in share.turn_sizes] for share in batch]
+
+
+def turn_mean(batch: Sequence[Share]) -> list[list[float]]:
+    num_turns = sum(len(share.turn_sizes) for share in batch)
+    return [[1.0 / (num_turns * size) for size in share.turn_sizes] for share in batch]
+
+
+def traj_turn_mean(batch: Sequence[Share]) -> list[list[float]]:
+    return [[1.0 / (len(batch) * len(share.turn_sizes) * size) for size in share.turn_sizes] for share in batch]
+
+
+def prompt_mean(batch: Sequence[Share]) -> list[list[float]]:
+    sizes: Counter[int] = Counter()
+    for share in batch:
+        sizes[share.group] += share.num_tokens
+    return [[1.0 / (len(sizes) * sizes[share.group]) for _ in share.turn_sizes] for share in batch]
+
+
+def weighting(name: str, *, max_tokens: int) -> Weighting:
+    """The weighting of that name; `max_tokens` is the most that an attempt may sample, for `const`."""
+    known: Mapping[str, Weighting] = {
+        "token_mean": token_mean,
+        "seq_mean": seq_mean,
+        "seq_sum": seq_sum,
+        "const": partial(const, max_tokens=max_tokens),
+        "turn_mean": turn_mean,
+        "traj_turn_mean": traj_turn_mean,
+        "prompt_mean": prompt_mean,
+    }
+    return known[name]
+
+
+def share_of(trajectory: Trajectory, group: int = 0) -> Share:
+    sizes = tuple(len(turn.sampled_ids) for turn in trajectory.turns if turn.is_trained)
+    return Share(turn_sizes=sizes, group=group)
+
+
+def weigh(
+    batch: Sequence[Sequence[Datum]], weighting: Weighting, shares: Sequence[Share] | None = None
+) -> list[list[Datum]]:
+    """The same datums with their weights set.
+
+    Args:
+        batch: the datums of each trajectory in a list of their own.
+        shares: the trained turns of each trajectory; without them, each counts as one turn.
+    """
+    if shares is None:
+        shares = [Share(turn_sizes=_one_turn(datums), group=index) for index, datums in enumerate(batch)]
+    return [
+        _weighted(datums, share, weights)
+        for datums, share, weights in zip(batch, shares, weighting(shares), strict=True)
+    ]
+
+
+def _one_turn(datums: Sequence[Datum]) -> tuple[int, ...]:
+    size = sum(num_trained_tokens(datum) for datum in datums)
+    return (size,) if size else ()
+
+
+def _weighted(datums: Sequence[Datum], share: Share, turn_weights: Sequence[float]) -> list[Datum]:
+    """A trajectory's datums hold its trained tokens in the order of turns, so a running count finds each one's turn."""
+    rest = iter([w for size, weight in zip(share.turn_sizes, turn_weights, strict=True) for w in repeat(weight, size)])
+    weighted: list[Datum] = []
+    for datum in datums:
+        weights = [next(rest, -1.0) if is_trained else 0.0 for is_trained in trained_mask(datum)]
+        weighted.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": TensorData(weights)}))
+        assert min(weights, default=0.0) >= 0, "datums train more tokens than their turns sampled"
+    assert next(rest, None) is None, "datums train fewer tokens than their turns sampled"
+    return weighted

@@ -1,0 +1,348 @@
+"""The decoder stack of the Llama family (Llama, Qwen2, Qwen3), fused: our hot path for sampling and training.
+
+transformers loads the weights and remains the reference; this runs the same layers with projections that share an
+input joined into one product, the steps between products fused (`layer_ops`), and one hand-written backward pass that
+keeps only what it needs. Other architectures run transformers' own modelling code.
+
+    h, x = add_norm(h, from the layer before)          x = norm of the residual stream h
+    q, k, v = rotate(x Wqkv')                          head norms, rotary position, into the KV cache when sampling
+    h, x = add_norm(h, attention(q, k, v) Wo')
+    from the layer = swiglu(x Wgate_up') Wdown'
+
+Every product adds its adapters' low-rank parts, span by span (`lora.py`). The base is frozen, so backward forms
+gradients of activations and adapters alone, adapters' in place in `Adapter.grad_pairs`.
+
+Shape legend: N packed tokens, I inputs, O outputs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.engine import layer_ops
+from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
+from turnwise.engine.layer_ops import Heads, Rotation
+from turnwise.engine.linear import frozen_linear, multiply
+from turnwise.engine.lora import Adapter, LinearGroup, Route
+
+FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotations whose angles do not depend on the length of the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: LinearGroup
+    heads: Heads
+    out: LinearGroup
+    inner_norm: Tensor
+    gate_up: LinearGroup
+    down: LinearGroup
+
+    @property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class _SpanWeights:
+    """One adapter's part in one pass: its weights in the activations' dtype, and where its gradients go."""
+
+    start: int
+    stop: int
+    scale: float
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    grads: dict[str, tuple[Tensor, Tensor]] | None
+
+
+@dataclass(slots=True)
+class _LayerSaved:
+    """What one layer's backward pass needs of its forward pass."""
+
+    h: Tensor
+    rstd: Tensor
+    x: Tensor
+    low_qkv: list[Tensor]
+    qkv: Tensor | None
+    attention: Saved
+    low_out: list[Tensor]
+    inner_h: Tensor
+    inner_rstd: Tensor
+    inner_x: Tensor
+    low_gate_up: list[Tensor]
+    gate_up: Tensor
+    low_down: list[Tensor]
+
+
+class FusedBody:
+    """Embedding, layers and last norm of one model; `fits` says whether a model is of the family."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model: Any = model
+        config = self._model.config
+        self.eps = float(config.rms_norm_eps)
+        self.scale = float(self._model.layers[0].self_attn.scaling)
+        self.layers = [self._read_layer(layer, config) for layer in self._model.layers]
+        self.groups = [group for layer in self.layers for group in layer.groups]
+        self.ops = _ops(device)
+        self._angles = self._read_angles(int(config.max_position_embeddings), device)
+        self._anchor = torch.zeros(1, device=device, requires_grad=True)
+
+    @staticmethod
+    def fits(model: nn.Module) -> bool:
+        config: Any = model.config
+        return (
+            type(model).__name__ in FAMILY
+            and config.hidden_act == "silu"
+            and _rope_type(config) in STATIC_ROPES
+            and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 2 == 0
+        )
+
+    def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [P, D / 2] of every position, by the model's own rule."""
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        cos, sin = self._model.rotary_emb(like, torch.arange(num_positions, device=device)[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def _read_layer(self, layer: Any, config: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        query_norm = getattr(attention, "q_norm", None)
+        key_norm = getattr(attention, "k_norm", None)
+        heads = Heads(
+            num_query=config.num_attention_heads,
+            num_kv=config.num_key_value_heads,
+            size=attention.head_dim,
+            query_norm=None if query_norm is None else query_norm.weight.detach(),
+            key_norm=None if key_norm is None else key_norm.weight.detach(),
+            eps=self.eps,
+        )
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=LinearGroup.join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            heads=heads,
+            out=LinearGroup.join([attention.o_proj]),
+            inner_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=LinearGroup.join([mlp.gate_proj, mlp.up_proj]),
+            down=LinearGroup.join([mlp.down_proj]),
+        )
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route) -> Tensor:
+        """Last hidden states [N, H]; with gradients on and adapters in the route, one that backward starts from."""
+        embedded = self._model.embed_tokens(input_ids)
+        rotation = Rotation(*self._angles, position_ids)
+        spans = _span_weights(route, embedded.dtype)
+        first = self._first_trained(spans)
+        if torch.is_grad_enabled() and first is not None:
+            assert isinstance(plan, TreePlan), "training runs over a prefix tree"
+            return _Stack.apply(self._anchor, self, embedded, rotation, plan, spans, first)
+        with torch.no_grad():
+            return self._forward(embedded, rotation, plan, route, spans, None, 0)[0]
+
+    def _first_trained(self, spans: Sequence[_SpanWeights]) -> int | None:
+        """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
+        for index, layer in enumerate(self.layers):
+            names = [name for group in layer.groups for name in group.names]
+            if any(span.grads is not None and name in span.grads for span in spans for name in names):
+                return index
+        return None
+
+    def _forward(
+        self,
+        h: Tensor,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        route: Route,
+        spans: Sequence[_SpanWeights],
+        saved: list[_LayerSaved] | None,
+        first_saved: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed hidden states, the residual stream before the last norm, and its 1 / rms."""
+        ops, delta = self.ops, None
+        for index, layer in enumerate(self.layers):
+            is_saved = saved is not None and index >= first_saved
+            h, x, rstd = ops.add_norm(h, delta, layer.input_norm, self.eps)
+            qkv, low_qkv = _project(layer.qkv, x, route, spans)
+            cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
+            q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
+            attention = self._attend(index, q, k, v, plan)
+            attended, low_out = _project(layer.out, attention.out[0].flatten(1), route, spans)
+            inner_h, inner_x, inner_rstd = ops.add_norm(h, attended, layer.inner_norm, self.eps)
+            gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
+            delta, low_down = _project(layer.down, ops.swiglu(gate_up), route, spans)
+            if is_saved and saved is not None:
+                raw = None if layer.heads.query_norm is None else qkv
+                early = (h, rstd, x, low_qkv, raw, attention, low_out)
+                saved.append(_LayerSaved(*early, inner_h, inner_rstd, inner_x, low_gate_up, gate_up, low_down))
+            h = inner_h
+        h, x, rstd = ops.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
+        return x, h, rstd
+
+    def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
+        query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
+        if isinstance(plan, TreePlan):
+            kernels = attention_kernels(query)
+            return Saved(query, key, value, *kernels.tree_forward(query, key, value, plan, self.scale))
+        assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
+        return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
+
+    def _backward(
+        self,
+        dh: Tensor,
+        rotation: Rotation,
+        plan: TreePlan,
+        spans: Sequence[_SpanWeights],
+        saved: list[_LayerSaved],
+        first: int,
+    ) -> None:
+        """From the gradient of the residual stream after the last layer down to layer `first`."""
+        ops = self.ops
+        for index in range(len(self.layers) - 1, first - 1, -1):
+            layer, kept = self.layers[index], saved.pop()
+            dact, dlow = _input_gradient(layer.down, dh, spans)
+            dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
+            _add_gradients(layer.down, dh, act, kept.low_down, dlow, spans)
+            dx, dlow = _input_gradient(layer.gate_up, dgate_up, spans)
+            _add_gradients(layer.gate_up, dgate_up, kept.inner_x, kept.low_gate_up, dlow, spans)
+            dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
+            dattended, dlow = _input_gradient(layer.out, dh, spans)
+            out = kept.attention.out
+            _add_gradients(layer.out, dh, out[0].flatten(1), kept.low_out, dlow, spans)
+            grads = attention_kernels(dh).tree_backward(dattended.view(out.shape), kept.attention, plan, self.scale)
+            turned = tuple(grad[0].transpose(0, 1) for grad in grads)
+            dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
+            dx, dlow = _input_gradient(layer.qkv, dqkv, spans, need_input=index > first)
+            _add_gradients(layer.qkv, dqkv, kept.x, kept.low_qkv, dlow, spans)
+            if dx is not None:
+                dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
+
+
+class _Stack(torch.autograd.Function):
+    """All layers as one step of autograd; the adapters' gradients are added where they belong, not returned."""
+
+    @staticmethod
+    def forward(ctx, anchor, body, embedded, rotation, plan, spans, first):  # noqa: ARG004 - the anchor asks for a gradient
+        saved: list[_LayerSaved] = []
+        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, saved, first)
+        ctx.kept = (body, rotation, plan, spans, first, saved, h, rstd)
+        return x
+
+    @staticmethod
+    def backward(ctx, dx):
+        body, rotation, plan, spans, first, saved, h, rstd = ctx.kept
+        ctx.kept = None
+        dh = body.ops.norm_backward(dx.contiguous(), h, rstd, body._model.norm.weight.detach(), None)
+        body._backward(dh, rotation, plan, spans, saved, first)
+        return (torch.zeros(1, device=dx.device),) + (None,) * 6
+
+
+def _span_weights(route: Route, dtype: torch.dtype) -> list[_SpanWeights]:
+    if route.merged is not None or route.bank is not None:
+        return []
+    spans = []
+    for span in route.spans:
+        if span.weights.pairs:
+            grads = span.weights.grad_pairs if isinstance(span.weights, Adapter) else None
+            spans.append(_SpanWeights(span.start, span.stop, span.weights.scale, span.weights.cast(dtype), grads))
+    return spans
+
+
+def _project(
+    group: LinearGroup, x_NI: Tensor, route: Route, spans: Sequence[_SpanWeights]
+) -> tuple[Tensor, list[Tensor]]:
+    """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
+    weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
+    y_NO = frozen_linear(x_NI, weight, group.bias)
+    if route.bank is not None:
+        route.bank.add(group.name, x_NI, y_NO)
+        return y_NO, []
+    lows: list[Tensor] = []
+    for span in spans:
+        members = group.members(span.pairs)
+        if not members:
+            continue
+        low = multiply(x_NI[span.start : span.stop], _stacked(members).t())
+        rank = low.shape[1] // len(members)
+        for i, (bounds, (_, b)) in enumerate(members):
+            own = y_NO[span.start : span.stop, bounds]
+            multiply(low[:, i * rank : (i + 1) * rank], b.t(), out=own, alpha=span.scale, is_added=True)
+        lows.append(low)
+    return y_NO, lows
+
+
+def _input_gradient(
+    group: LinearGroup, dy_NO: Tensor, spans: Sequence[_SpanWeights], *, need_input: bool = True
+) -> tuple[Any, list[Tensor]]:
+    """d loss / d x [N, I] (None when nobody needs it) and, per span, d loss / d (x A')."""
+    dx_NI = multiply(dy_NO, group.weight) if need_input else None
+    dlows: list[Tensor] = []
+    for span in spans:
+        members = group.members(span.pairs)
+        if not members:
+            continue
+        dy = dy_NO[span.start : span.stop]
+        rank = members[0][1][0].shape[0]
+        dlow = torch.empty(len(dy), len(members) * rank, dtype=dy.dtype, device=dy.device)
+        for i, (bounds, (_, b)) in enumerate(members):
+            multiply(dy[:, bounds], b, out=dlow[:, i * rank : (i + 1) * rank], alpha=span.scale)
+        if dx_NI is not None:
+            multiply(dlow, _stacked(members), out=dx_NI[span.start : span.stop], is_added=True)
+        dlows.append(dlow)
+    return dx_NI, dlows
+
+
+def _add_gradients(
+    group: LinearGroup,
+    dy_NO: Tensor,
+    x_NI: Tensor,
+    lows: Sequence[Tensor],
+    dlows: Sequence[Tensor],
+    spans: Sequence[_SpanWeights],
+) -> None:
+    """dA += dlow' x and dB += scale dy' low, for every span that trains."""
+    present = [span for span in spans if group.members(span.pairs)]
+    for span, low, dlow in zip(present, lows, dlows, strict=True):
+        if span.grads is None:
+            continue
+        rows = slice(span.start, span.stop)
+        rank = next(iter(span.pairs.values()))[0].shape[0]
+        grad_a = multiply(dlow.t(), x_NI[rows])
+        for i, name in enumerate(name for name in group.names if name in span.grads):
+            own = slice(i * rank, (i + 1) * rank)
+            to_a, to_b = span.grads[name]
+            to_a.add_(grad_a[own])
+            dy = dy_NO[rows, group.bounds[name]]
+            multiply(dy.t(), low[:, own], out=to_b, alpha=span.scale, is_added=True)
+
+
+def _stacked(members: Sequence[tuple[slice, tuple[Tensor, Tensor]]]) -> Tensor:
+    """The A of every member, one below the other [members * r, I]."""
+    return members[0][1][0] if len(members) == 1 else torch.cat([a for _, (a, _) in members])
+
+
+def _ops(device: torch.device) -> ModuleType:
+    if device.type == "cuda":
+        from turnwise.engine.attention_cuda import has_triton
+
+        if has_triton():
+            from turnwise.engine.kernels import triton_layers
+
+            return triton_layers
+    if device.type == "cpu":
+        from turnwise.engine.kernels import cpu_layers
+
+        if cpu_layers.is_built():
+            return cpu_layers
+    return layer_ops
+
+
+def _rope_type(config: Any) -> str:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(parameters.get("rope_type", "default"))

@@ -1,0 +1,113 @@
+"""The C kernels as one library: compiled on first use, cached, opened with ctypes.
+
+`library()` builds every `cpu*.c` of this folder with the system compiler for the processor it finds, keeps the result
+under `$TURNWISE_HOME/kernels` (or `~/.cache/turnwise/kernels`), named by everything that went into it, and opens it; it
+gives None where nothing can be built, and the callers stay with plain torch.
+
+Threads come from the OpenMP runtime that torch has loaded: the library is compiled for OpenMP but linked without one,
+so its calls bind to torch's. A second runtime would keep its own pool spinning on the same cores.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import torch  # noqa: F401 - its OpenMP runtime has to be there before the library asks for one
+
+_log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+# No -ffast-math: the kernels meet -inf (masked logits) and have to report NaN.
+COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+LINK_FLAGS = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
+# More flags to (compile, link), best first: torch's OpenMP, a runtime of our own, one thread, any processor.
+_VARIANTS = (
+    (("-march=native", "-fopenmp"), ()),
+    (("-march=native", "-fopenmp"), ("-fopenmp",)),
+    (("-march=native",), ()),
+    ((), ()),
+)
+
+_load_lock = threading.Lock()
+_loaded: list[ctypes.CDLL | None] = []
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, built if need be; None, logged once, where this machine cannot build it."""
+    with _load_lock:
+        if not _loaded:
+            _loaded.append(_open_library())
+        return _loaded[0]
+
+
+def _open_library() -> ctypes.CDLL | None:
+    compiler = find_compiler()
+    if compiler is None:
+        _log.warning("no C compiler ($CC, cc, gcc, clang): the CPU uses the slower torch path")
+        return None
+    why = ""
+    for compile_flags, link_flags in _VARIANTS:
+        try:
+            path = build(compiler, (*COMPILE_FLAGS, *compile_flags), (*LINK_FLAGS, *link_flags))
+            return ctypes.CDLL(str(path))
+        except subprocess.CalledProcessError as error:
+            why = error.stderr.strip().splitlines()[-1] if error.stderr.strip() else str(error)
+        except OSError as error:  # no room for the cache, or the library does not find its symbols
+            why = str(error)
+    _log.warning("%s cannot build the CPU kernels (%s): the slower torch path is used", compiler[0], why)
+    return None
+
+
+def find_compiler() -> list[str] | None:
+    """The compiler as a command; `$CC` may carry flags ("ccache gcc") and, when set, is the only candidate."""
+    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for candidate in candidates:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple[str, ...]) -> Path:
+    """Path of the library for these sources, compiler and processor; compiled if it is not there yet."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    sources = sorted(_FOLDER.glob("cpu*.c"))
+    texts = [path.read_text() for path in (*sources, *sorted(_FOLDER.glob("cpu*.h")))]
+    parts = (texts, compiler, version, compile_flags, link_flags, _processor())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
+    folder = home.expanduser().absolute() / "kernels"
+    path = folder / f"{name}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Renamed into place when complete: another process sees the whole library or none, and may build its own meanwhile.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        objects = [Path(temporary) / f"{source.stem}.o" for source in sources]
+        shared = Path(temporary) / "cpu.so"
+        for source, target in zip(sources, objects, strict=True):
+            _run([*compiler, *compile_flags, "-c", str(source), "-o", str(target)])
+        _run([*compiler, *map(str, objects), *link_flags, "-lm", "-o", str(shared)])
+        shared.replace(path)
+    return path
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def _processor() -> str:
+    """What -march=native depends on, as far as the system tells: a cache on a shared disk serves several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return "\n".join(line for line in lines if line.startswith(("vendor", "model", "cpu family", "flags", "CPU")))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.version()}"

@@ -1,0 +1,142 @@
+/* Vectors of floats for the CPU kernels.
+ *
+ * They are GCC/Clang vector extensions, so this compiles for any target; intrinsics appear only where the extensions
+ * have no good spelling (max, horizontal sums, transposes) and each has a plain fallback. Everything must be built
+ * without -ffast-math: masked logits are -inf and a NaN has to stay visible.
+ */
+#ifndef TURNWISE_CPU_VECTORS_H
+#define TURNWISE_CPU_VECTORS_H
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+/* Before loops over register arrays: the arrays live in registers only if every index is a constant. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float vec8 __attribute__((vector_size(32)));
+typedef uint32_t bits8 __attribute__((vector_size(32)));
+/* The same vector at any float address. */
+typedef float vec8_mem __attribute__((vector_size(32), aligned(4), may_alias));
+
+/* The widest vector. */
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+typedef float vec __attribute__((vector_size(64)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef float vec_mem __attribute__((vector_size(64), aligned(4), may_alias));
+#else
+enum { LANES = 8 };
+typedef vec8 vec;
+typedef bits8 bits;
+typedef vec8_mem vec_mem;
+#endif
+
+/* With fewer floats to read than this a second thread costs more than it brings. */
+enum { SERIAL_FLOATS = 1 << 15 };
+
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE vec8 load8(const float *p) { return *(const vec8_mem *)p; }
+INLINE void store8(float *p, vec8 v) { *(vec8_mem *)p = v; }
+INLINE vec8 splat8(float f) { return (vec8){f, f, f, f, f, f, f, f}; }
+INLINE vec load(const float *p) { return *(const vec_mem *)p; }
+INLINE void store(float *p, vec v) { *(vec_mem *)p = v; }
+INLINE vec splat(float f) { return (vec){0} + f; }
+
+/* The first `count` floats, `rest` in the other lanes; and back. For the ends of rows. */
+INLINE vec load_part(const float *p, int64_t count, float rest) {
+    float lanes[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) lanes[i] = rest;
+    memcpy(lanes, p, sizeof(float) * count);
+    return load(lanes);
+}
+INLINE void store_part(float *p, vec v, int64_t count) {
+    float lanes[LANES];
+    store(lanes, v);
+    memcpy(p, lanes, sizeof(float) * count);
+}
+
+/* a where a > b, else b: with a NaN on either side the result is b. */
+INLINE vec8 max8(vec8 a, vec8 b) {
+#if defined(__AVX2__)
+    return (vec8)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    bits8 take_a = (bits8)(a > b);
+    return (vec8)(((bits8)a & take_a) | ((bits8)b & ~take_a));
+#endif
+}
+
+INLINE vec max_vec(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return max8(a, b);
+#endif
+}
+
+INLINE float sum8(vec8 v) {
+    float half[4];
+    UNROLL for (int i = 0; i < 4; i++) half[i] = v[i] + v[i + 4];
+    return (half[0] + half[2]) + (half[1] + half[3]);
+}
+
+INLINE float sum_lanes(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    return sum8(v);
+#endif
+}
+
+INLINE float max_of_lanes(vec8 v) {
+    float m = v[0];
+    UNROLL for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+INLINE float max_of_vec(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max_of_lanes(v);
+#endif
+}
+
+/* exp(x) for x <= 0, to about 1e-7 relative; 0 below the smallest normal result, NaN for NaN.
+ * x = n ln2 + r with |r| <= ln2/2, exp(r) by its Taylor series (the first term left out is below 6e-9), 2^n by bits. */
+#define DEFINE_EXP(NAME, V, BITS, MAX)                                                                                 \
+    INLINE V NAME(V x) {                                                                                               \
+        const V lowest = (V){0} + -87.33654f; /* exp(lowest) = FLT_MIN */                                              \
+        const float to_int = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, kept in the mantissa */       \
+        V clamped = MAX(lowest, x);                                                                                    \
+        V shifted = clamped * 1.44269504f + to_int;                                                                    \
+        V n = shifted - to_int;                                                                                        \
+        V r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f; /* ln2 in two parts; n times the first is exact */   \
+        V p = (V){0} + 1.0f / 5040;                                                                                    \
+        p = p * r + 1.0f / 720;                                                                                        \
+        p = p * r + 1.0f / 120;                                                                                        \
+        p = p * r + 1.0f / 24;                                                                                         \
+        p = p * r + 1.0f / 6;                                                                                          \
+        p = p * r + 0.5f;                                                                                              \
+        p = p * r + 1.0f;                                                                                              \
+        p = p * r + 1.0f;                                                                                              \
+        V power = (V)(((BITS)shifted << 23u) + (127u << 23));                                                          \
+        return (V)((BITS)(p * power) & ~(BITS)(x < lowest));                                                           \
+    }
+DEFINE_EXP(exp8, vec8, bits8, max8)
+#if defined(__AVX512F__)
+DEFINE_EXP(exp_vec, vec, bits, max_vec)
+#else
+INLINE vec exp_vec(vec x) { return exp8(x); }
+#endif
+
+#endif

@@ -1,0 +1,73 @@
+"""Where an engine runs, and the sizes that follow from it. Imports without torch, so that a plan can be made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnwise.engine.config import EngineConfig
+from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+TREE_STRETCH = 4
+"""A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
+LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
+"""Size of one chunk's float32 logits."""
+CPU_KV_BYTES = 1 << 30
+MAX_KV_TOKENS = 1 << 21
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A device and a dtype, by name; the bytes are a GPU's, before anything is loaded."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype of the frozen weights that `config` asks for."""
+    import torch
+
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device={config.device!r}; expected auto, cpu or cuda")
+    device = torch.device(wanted)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={config.device!r}, but torch sees no CUDA GPU; use device='cpu'")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, default if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def find_place(config: EngineConfig) -> Place:
+    """Where an engine with this config would run; loads torch unless the config says it all."""
+    if config.device == "cpu":
+        return Place(device="cpu", dtype="float32" if config.dtype == "auto" else config.dtype)
+    import torch
+
+    device, dtype = choose_device(config)
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    name = str(dtype).removeprefix("torch.")
+    return Place(device=device.type, dtype=name, free_bytes=free, total_bytes=total)
+
+
+def count_kv_tokens(config: EngineConfig, place: Place, *, bytes_per_token: int, context_length: int) -> int:
+    """How many tokens the KV cache holds; `place.free_bytes` is what a GPU has left beside the weights."""
+    budget = config.kv_cache_gib * (1 << 30)
+    if not budget and place.device == "cuda":
+        budget = max(0, place.free_bytes - (1 - config.gpu_memory_utilization) * place.total_bytes) / 2
+    tokens = int((budget or CPU_KV_BYTES) // bytes_per_token)
+    return min(tokens, MAX_KV_TOKENS, config.max_num_seqs * context_length)

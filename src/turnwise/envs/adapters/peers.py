@@ -1,0 +1,71 @@
+"""What the adapters of other libraries share: finding the library, and tasks out of seeds or rows."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from turnwise.envs.base import Split, Task
+from turnwise.envs.rows import Row, read_rows
+from turnwise.envs.splits import in_split, random_for
+from turnwise.errors import ConfigError
+
+_NUM_SEEDS = 2**30
+
+
+def import_peer(module: str, *, extra: str) -> Any:
+    """Another library, imported when a world of it is made; without it, the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as cause:
+        if cause.name is None or cause.name.partition(".")[0] != module.partition(".")[0]:
+            raise  # it is there; something that it needs is not
+        raise ConfigError(
+            f"envs of {extra} need the package {module.partition('.')[0]!r}, which is not installed; "
+            f"install it with: pip install 'turnwise[{extra}]'"
+        ) from cause
+
+
+def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[Task]:
+    """Tasks that are numbers to seed an env with: even ones for training, odd ones held out."""
+    rng = random_for(name, split, seed)
+    numbers = [2 * number + (split == "test") for number in rng.sample(range(_NUM_SEEDS), count)]
+    return [Task(id=f"{split}-{number}", data={"seed": number}) for number in numbers]
+
+
+def row_tasks(data: Path, test_data: Path | None) -> Mapping[Split, Sequence[Task]]:
+    """A file's rows as tasks; without a file of its own for `test`, one row in five is held out, by hash."""
+    tasks = {task.id: task for task in map(_row_task, read_rows(data))}
+    if test_data is None:
+        return {"train": in_split(tasks.values(), "train"), "test": in_split(tasks.values(), "test")}
+    held_out = {task.id: task for task in map(_row_task, read_rows(test_data))}
+    shared = set(tasks) & set(held_out)
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} rows of {test_data} are in {data} too; hold out rows that training never sees"
+        )
+    return {"train": list(tasks.values()), "test": list(held_out.values())}
+
+
+def _row_task(row: Row) -> Task:
+    try:
+        text = json.dumps(row, sort_keys=True)
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"the row {row!r:.60} is not JSON: {cause}") from cause
+    return Task(id=f"row-{hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]}", data=json.loads(text))
+
+
+def numbers_of(found: object) -> dict[str, float]:
+    """The entries of a mapping that can be logged: finite numbers under text keys."""
+    items = found.items() if isinstance(found, Mapping) else ()
+    return {
+        key: float(value)
+        for key, value in items
+        if isinstance(key, str) and isinstance(value, Real) and math.isfinite(value)
+    }

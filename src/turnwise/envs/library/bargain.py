@@ -1,0 +1,159 @@
+"""Sell things, one after the other, to a buyer whose mood decides what they will pay.
+
+    system     Sell each thing. Say one price from 1 to 9.
+    user       The hat is worth 3.
+    assistant  5
+    user       I am glad. I take it. The key is worth 4.                the buyer is glad: pays up to twice the worth
+    assistant  8
+    user       I am glad. I take it. The box is worth 2.
+    assistant  6
+    user       I am glad. No deal. The cup is worth 4.
+    assistant  8                                                        payoff (5 + 8 + 8) / 26 = 0.81, terminated
+
+The mood is drawn with the attempt's seed, glad or sad, and told from the answer to the first price on; the policy
+cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood moves
+the payoff by more than any price does. There is no reward before the end; then it is what was earned, as a share of
+what a glad buyer would have paid for everything: 0 to 1. `is_success` means 75 % of what could be earned once the mood
+was known. A reply without one price from 1 to 9 sells nothing and is flagged as unparsable. One list of things in five
+is held out. The env can be forked at any turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Message
+
+Mood = Literal["glad", "sad"]
+
+GOODS = ("hat", "key", "box", "book", "door", "apple")
+WORTHS = (2, 3, 4)
+SUCCESS_SHARE = 0.75
+
+_PRICE = re.compile(r"[0-9]+")
+
+
+def highest_price(worth: int, mood: Mood) -> int:
+    """What the buyer pays at most."""
+    return 2 * worth if mood == "glad" else worth - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bargain:
+    """The world `bargain`."""
+
+    name: ClassVar[str] = "bargain"
+    max_tokens: ClassVar[int] = 4
+
+    num_goods: int = 4
+    """One turn each."""
+    glad_share: float = 0.5
+    """How often the buyer is glad."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration asks the highest price that will be paid instead of any price."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_goods <= len(GOODS):
+            raise ConfigError(f"num_goods={self.num_goods}; expected 2 to {len(GOODS)}: the mood comes with the first")
+        for option in ("glad_share", "demonstration_skill"):
+            if not 0 <= getattr(self, option) <= 1:
+                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+
+    @property
+    def max_turns(self) -> int:
+        return self.num_goods
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> BargainEnv:
+        is_glad = random_for("mood", seed, task.id).random() < self.glad_share
+        return BargainEnv(task.data["goods"], "glad" if is_glad else "sad")
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        return play_demonstrations(self, lambda task: self._player(random_for("demo", seed, task.id)), count, seed)
+
+    def _draw_task(self, rng: random.Random) -> Task:
+        goods = [{"name": name, "worth": rng.choice(WORTHS)} for name in rng.sample(GOODS, self.num_goods)]
+        return Task(id="sell-" + "-".join(f"{good['name']}{good['worth']}" for good in goods), data={"goods": goods})
+
+    def _player(self, rng: random.Random) -> Player:
+        """Ask for the most; before the mood is known, for what a glad buyer pays."""
+
+        def reply(dialogue: Sequence[Message]) -> str:
+            said = " ".join(message.content for message in dialogue)
+            mood: Mood = "sad" if "I am sad" in said else "glad"
+            worth = int(re.findall(r"worth ([0-9])", said)[-1])
+            is_skilled = rng.random() < self.demonstration_skill
+            return str(highest_price(worth, mood) if is_skilled else rng.randint(1, 9))
+
+        return reply
+
+
+class BargainEnv:
+    """One day at the market."""
+
+    def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood) -> None:
+        self._goods = goods
+        self._mood: Mood = mood
+        self._turn = 0
+        self._earned = 0
+        self._earned_first = 0
+
+    async def start(self) -> list[Message]:
+        return [system("Sell each thing. Say one price from 1 to 9."), user(self._offer())]
+
+    async def step(self, reply: Message) -> EnvStep:
+        price = _read_price(reply.content)
+        is_sold = price is not None and price <= highest_price(self._goods[self._turn]["worth"], self._mood)
+        self._earned += price if price is not None and is_sold else 0
+        if self._turn == 0:
+            self._earned_first = self._earned
+        self._turn += 1
+        if self._turn == len(self._goods):
+            return self._settle(is_unparsable=price is None)
+        answer = f"I am {self._mood}. {'I take it.' if is_sold else 'No deal.'} {self._offer()}"
+        return EnvStep(messages=[user(answer)], is_unparsable=price is None)
+
+    async def close(self) -> None:
+        pass
+
+    def state_key(self) -> str:
+        """The mood counts from the start: it is drawn, though not yet told."""
+        return f"turn {self._turn} {self._mood} earned {self._earned_first}+{self._earned - self._earned_first}"
+
+    def fork(self) -> BargainEnv:
+        return copy.copy(self)  # the goods are never changed
+
+    def _settle(self, *, is_unparsable: bool) -> EnvStep:
+        most = sum(highest_price(good["worth"], "glad") for good in self._goods)
+        possible = sum(highest_price(good["worth"], self._mood) for good in self._goods[1:])
+        return EnvStep(
+            reward=self._earned / most,
+            terminated=True,
+            is_success=self._earned - self._earned_first >= SUCCESS_SHARE * possible,
+            is_unparsable=is_unparsable,
+            info={"glad": float(self._mood == "glad")},
+        )
+
+    def _offer(self) -> str:
+        good = self._goods[self._turn]
+        return f"The {good['name']} is worth {good['worth']}."
+
+
+def _read_price(text: str) -> int | None:
+    """The one number of a reply, from 1 to 9."""
+    numbers = set(_PRICE.findall(text))
+    if len(numbers) != 1:
+        return None
+    (number,) = numbers
+    return int(number) if len(number) == 1 and number != "0" else None

@@ -1,0 +1,281 @@
+"""Answer questions by searching a corpus.
+
+    system     Answer the question. To look something up, write <search>words</search>. ...
+    user       In which land was Anna Belford born?
+    assistant  <search>Anna Belford</search>                            format 0.1: the first search that was readable
+    user       <information>
+               Doc 1: Anna Belford is a baker who was born in Norhaven in 1874.
+               Doc 2: ...
+               </information>
+    assistant  <search>Norhaven</search>
+    user       <information> ... Norhaven is a town in Selmark. ... </information>
+    assistant  <answer>Selmark</answer>                                 outcome 1.0, terminated, a success
+
+The first complete tag of a reply is what it does; the rest is passed over, and so are closed <think> blocks. A reply
+without a tag, or with an empty one, is flagged as unparsable and uses up a turn. After `max_turns` it is over, without
+success. An answer is right when it equals a target after normalisation (`search_answers.py`); `reward=f1` pays for
+overlap in words instead, and success stays the exact match.
+
+Passages come from an index in this process, or from a retriever server (`retriever_url`). They are observations: they
+are never trained on. A retriever that fails is the tool's fault: the attempt is not scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.library.search_answers import exact_match, f1
+from turnwise.envs.library.search_questions import QuestionKind, load_questions, make_questions, question_to_task
+from turnwise.envs.scripted import play_demonstrations
+from turnwise.envs.splits import draw, random_for
+from turnwise.errors import AttemptFailed, ConfigError, Party
+from turnwise.retriever.client import RetrieverClient
+from turnwise.retriever.corpus import Corpus, Hit, read_corpus
+from turnwise.retriever.fiction import Fiction, draw_fiction
+from turnwise.retriever.index import CorpusIndex, IndexKind, open_index
+from turnwise.trajectory import Message
+
+RULES = (
+    "Answer the question. To look something up, write <search>words</search>. "
+    "When you know it, write <answer>the answer</answer> in few words."
+)
+UNCLEAR = "Write <search>words</search> or <answer>the answer</answer>."
+LAST_TURN = "Answer now."
+NOTHING = "Nothing was found."
+
+MAX_QUERY_CHARS = 500
+QUICK_DOCUMENTS = 20_000
+"""An index of up to so many passages answers within a millisecond or so, so it is asked in the event loop."""
+
+_ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
+_TAGS = re.compile(r"</?(?:search|answer|information|think)>")
+
+
+class Action(NamedTuple):
+    """What a reply does."""
+
+    name: Literal["search", "answer"]
+    text: str
+
+
+def read_action(reply: str) -> Action | None:
+    """The first complete tag with something in it; None when there is none."""
+    found = _ACTION.search(_drop_thinking(reply))
+    if found is None or not found[2].strip():
+        return None
+    return Action("search" if found[1] == "search" else "answer", found[2].strip())
+
+
+def _drop_thinking(reply: str) -> str:
+    """Without closed <think> blocks; what is considered there is not done."""
+    pieces: list[str] = []
+    place = 0
+    while (start := reply.find("<think>", place)) >= 0 and (end := reply.find("</think>", start)) >= 0:
+        pieces.append(reply[place:start])
+        place = end + len("</think>")
+    return "".join([*pieces, reply[place:]])
+
+
+def format_information(hits: Sequence[Hit], max_passage_chars: int) -> str:
+    """What the policy sees of a search; a passage cannot close the tag that holds it."""
+    texts = [_TAGS.sub("", hit.document.contents)[:max_passage_chars].strip() for hit in hits]
+    lines = [f"Doc {number}: {text}" for number, text in enumerate(texts, start=1)] or [NOTHING]
+    return "<information>\n" + "\n".join(lines) + "\n</information>"
+
+
+class Retriever(Protocol):
+    """Where passages come from."""
+
+    async def search(self, query: str, topk: int) -> Sequence[Hit]: ...
+
+
+class LocalRetriever:
+    """An index in this process."""
+
+    def __init__(self, index: CorpusIndex, deadline_s: float) -> None:
+        self._index = index
+        self._deadline_s = deadline_s
+
+    async def search(self, query: str, topk: int) -> Sequence[Hit]:
+        if len(self._index.corpus.documents) <= QUICK_DOCUMENTS:
+            return self._index.search(query, topk)
+        work = asyncio.to_thread(self._index.search, query, topk)
+        try:
+            return await asyncio.wait_for(work, self._deadline_s)
+        except TimeoutError as cause:
+            raise AttemptFailed(Party.TOOL, f"retriever: no answer within {self._deadline_s:g} s") from cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The world `search`."""
+
+    name: ClassVar[str] = "search"
+
+    kind: QuestionKind = "one_hop"
+    """Of generated questions: one search is enough, two that build on each other, two to compare, or all of these."""
+    max_turns: int = 4
+    topk: int = 2
+    """Passages per search."""
+    reward: Literal["exact_match", "f1"] = "exact_match"
+    format_reward: float = 0.1
+    """For the first readable search of an attempt."""
+    corpus_seed: int = 0
+    """Of the invented corpus."""
+    path: Path | None = None
+    """Questions of a data set in place of generated ones."""
+    corpus: Path | None = None
+    """Its passages, JSON lines with id and contents; not needed with `retriever_url`."""
+    index: IndexKind = "bm25"
+    """Of the retriever in this process."""
+    index_cache: Path | None = None
+    """A folder where that index is kept."""
+    retriever_url: str = ""
+    """A retriever server in place of one in this process."""
+    deadline_s: float = 10.0
+    """For one search, tries included."""
+    max_passage_chars: int = 400
+    max_tokens: int = 32
+    _tasks: Mapping[Split, Sequence[Task]] = field(init=False, repr=False, compare=False)
+    _retriever: Retriever = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "topk", "max_passage_chars", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
+        least = 1 if self.path is not None else 2 if self.kind == "one_hop" else 3
+        if self.max_turns < least:
+            raise ConfigError(
+                f"max_turns={self.max_turns}; kind={self.kind} takes {least}: its searches and the answer"
+            )
+        if self.deadline_s <= 0:
+            raise ConfigError(f"deadline_s={self.deadline_s:g}; expected more than 0 seconds")
+        if self.path is None and self.corpus is not None:
+            raise ConfigError("corpus is not read without path: the generated questions have a corpus of their own")
+        if self.path is not None and self.corpus is None and not self.retriever_url:
+            raise ConfigError(f"path={self.path} needs passages to search: set corpus or retriever_url")
+        if self.retriever_url and (self.corpus is not None or self.index != "bm25" or self.index_cache is not None):
+            raise ConfigError("corpus, index and index_cache are not read with retriever_url; the server has its own")
+        object.__setattr__(self, "_tasks", self._make_tasks())
+        object.__setattr__(self, "_retriever", self._make_retriever())
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw(self._tasks[split], count, random_for(self.name, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> SearchEnv:  # noqa: ARG002 - nothing is drawn in an attempt
+        return SearchEnv(self, self._retriever, question=task.data["question"], targets=task.data["answers"])
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        """Each search that leads to the answer, then the answer. A data set says no searches: it has none to show."""
+        if self.path is not None:
+            return []
+        return play_demonstrations(self, _script, count, seed)
+
+    def _make_tasks(self) -> Mapping[Split, Sequence[Task]]:
+        if self.path is not None:
+            return load_questions(self.path)
+        questions = make_questions(_fiction(self.corpus_seed), self.kind)
+        splits: tuple[Split, Split] = ("train", "test")
+        return {split: [question_to_task(one) for one in questions if one.split == split] for split in splits}
+
+    def _make_retriever(self) -> Retriever:
+        if self.retriever_url:
+            return RetrieverClient(url=self.retriever_url, deadline_s=self.deadline_s)
+        corpus = (
+            read_corpus(self.corpus) if self.corpus is not None else Corpus.of(_fiction(self.corpus_seed).documents)
+        )
+        index, _ = open_index(corpus, self.index, cache=self.index_cache)
+        return LocalRetriever(index, self.deadline_s)
+
+
+class SearchEnv:
+    """One question."""
+
+    def __init__(self, world: Search, retriever: Retriever, *, question: str, targets: Sequence[str]) -> None:
+        self._world = world
+        self._retriever = retriever
+        self._question = question
+        self._targets = targets
+        self._turn = 0
+        self._num_searches = 0
+        self._found: frozenset[str] = frozenset()
+        """Ids of the passages that were shown."""
+
+    async def start(self) -> list[Message]:
+        return [system(RULES), user(self._question)]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self._turn += 1
+        action = read_action(reply.content)
+        if action is None:
+            return self._go_on(UNCLEAR, is_unparsable=True)
+        return self._judge(action.text) if action.name == "answer" else await self._search(action.text)
+
+    async def close(self) -> None:
+        pass
+
+    def state_key(self) -> str:
+        """What was shown so far, and how many turns are gone; how it was asked for does not matter."""
+        return f"turn {self._turn} knows {','.join(sorted(self._found)) or 'nothing'}"
+
+    def fork(self) -> SearchEnv:
+        return copy.copy(self)  # numbers, a frozen set, and a retriever that remembers nothing
+
+    async def _search(self, query: str) -> EnvStep:
+        hits = await self._retriever.search(query[:MAX_QUERY_CHARS], self._world.topk)
+        is_first = self._num_searches == 0
+        self._num_searches += 1
+        self._found |= {hit.document.id for hit in hits}
+        text = format_information(hits, self._world.max_passage_chars)
+        return self._go_on(text, format_reward=self._world.format_reward if is_first else 0.0)
+
+    def _judge(self, answer: str) -> EnvStep:
+        is_right, overlap = exact_match(answer, self._targets), f1(answer, self._targets)
+        outcome = float(is_right) if self._world.reward == "exact_match" else overlap
+        return EnvStep(
+            reward={"outcome": outcome},
+            terminated=True,
+            is_success=is_right,
+            info={"searches": self._num_searches, "f1": overlap},
+        )
+
+    def _go_on(self, text: str, *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:
+        is_last = self._turn >= self._world.max_turns
+        if self._turn == self._world.max_turns - 1:
+            text = f"{text}\n{LAST_TURN}"
+        return EnvStep(
+            messages=[user(text)],
+            reward={"format": format_reward} if format_reward else {"outcome": 0.0},
+            terminated=is_last,
+            is_success=False if is_last else None,
+            is_unparsable=is_unparsable,
+            info={"searches": self._num_searches, "f1": 0.0} if is_last else {},
+        )
+
+
+def _script(task: Task) -> _Script:
+    return _Script(task.data["searches"], task.data["answers"][0])
+
+
+class _Script:
+    """The searches in their order, then the answer."""
+
+    def __init__(self, searches: Sequence[str], answer: str) -> None:
+        replies = [*(f"<search>{query}</search>" for query in searches), f"<answer>{answer}</answer>"]
+        self._replies = iter(replies)
+
+    def __call__(self, dialogue: Sequence[Message]) -> str:  # noqa: ARG002 - it knows what to say
+        return next(self._replies)
+
+
+@functools.lru_cache(maxsize=4)
+def _fiction(seed: int) -> Fiction:
+    return draw_fiction(seed)

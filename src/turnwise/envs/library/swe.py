@@ -1,0 +1,340 @@
+"""Fix a bug in a repo: look around in a shell, edit, test, submit.
+
+    system     Fix the repo. One action in a reply: ...
+    user       test_ledger.SplitTest.test_split fails: AssertionError: Lists differ: [2, 3, 3] != [4, 3, 3].
+               Files: ledger/accounts.py ledger/split.py
+    assistant  $ grep -n return ledger/split.py
+    tool       8:    return [share - 1 if place < rest else share for place in range(people)]
+               23:    return payments
+    assistant  edit ledger/split.py 8
+               +    return [share + 1 if place < rest else share for place in range(people)]
+    tool       line 8 changed.                                          format 0.1: the first edit that fits
+    assistant  test
+    tool       9 of 9 tests pass.
+    assistant  submit                                                   outcome 1.0: shown and hidden tests pass
+
+The shell lives through the dialogue, in a sandbox (docs/sandbox.md). What counts is a fresh copy of the repo with the
+policy's changes, in which tests, and the settings of test runners, are put back: editing them changes nothing. The last
+turn submits. Bugs are shipped (`swe_bugs.py`; one in five is held out, by hash), or tasks come from a file of rows in
+the style of SWE-bench (`swe_tasks.py`): `path=tasks.jsonl`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.library.swe_bugs import Bug, apply_bug, shipped_bugs
+from turnwise.envs.library.swe_tasks import (
+    SKIPPED_FOLDERS,
+    RepoTask,
+    fresh_copy,
+    load_repo_task,
+    read_swe_rows,
+    shipped_tasks,
+)
+from turnwise.envs.library.swe_tests import run_suite
+from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
+from turnwise.envs.sandbox.limits import shorten_middle
+from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.splits import draw, in_split, random_for
+from turnwise.envs.tools import ParsedReply, Toolbox, ToolError, tool
+from turnwise.errors import ConfigError, DataError
+from turnwise.trajectory import Message, ToolCall
+
+RULES = """\
+Fix the repo. One action in a reply:
+$ COMMAND
+edit PATH LINE, then +new lines
+test
+submit"""
+
+_MAX_WORK_BYTES = 32 << 20
+_FENCE = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_EDIT = re.compile(r"edit[ \t]+(\S+)(?:[ \t]+([0-9]{1,6}))?[ \t]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swe:
+    """The world `swe`."""
+
+    name: ClassVar[str] = "swe"
+
+    path: Path | None = None
+    """Tasks from a file in the style of SWE-bench, instead of shipped bugs."""
+    protocol: Literal["text", "tool_call"] = "text"
+    max_turns: int = 8
+    max_tokens: int = 128
+    command_s: float = 10.0
+    """For one command, and for the tests twice that."""
+    observation_chars: int = 1000
+    """Longer output loses its middle."""
+    format_reward: float = 0.1
+    """For the first edit that fits."""
+    packages: list[str] = field(default_factory=list[str])
+    """Installed packages that the repo may import; pytest is added when the tests need it."""
+    sandbox: SandboxKind = "bubblewrap"
+    """`subprocess`: limits without walls."""
+    _sandbox: Sandbox = field(init=False, repr=False, compare=False)
+    _tasks: Sequence[Task] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.command_s <= 0 or self.observation_chars < 100:
+            raise ConfigError(
+                f"max_turns={self.max_turns}, command_s={self.command_s}, observation_chars={self.observation_chars}; "
+                "expected at least 1 turn, more than 0 s and 100 characters"
+            )
+        tasks = shipped_tasks() if self.path is None else read_swe_rows(self.path.expanduser())
+        needs_pytest = self.path is not None and any(load_repo_task(task).runner == "pytest" for task in tasks)
+        packages = [*self.packages, *(["pytest"] if needs_pytest and "pytest" not in self.packages else [])]
+        object.__setattr__(self, "_tasks", tasks)
+        limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
+        object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits, packages=packages))
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw(in_split(self._tasks, split), count, random_for(self.name, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> SweEnv:  # noqa: ARG002 - nothing is random once the task is drawn
+        return SweEnv(self, self._sandbox, load_repo_task(task))
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        """Look at the lines, put the right token back, test, submit; there are none for tasks from a file."""
+        if self.path is not None or self.protocol != "text":
+            return []
+        player_of: Callable[[Task], Player] = lambda task: _player(shipped_bugs()[task.data["bug"]])  # noqa: E731
+        return play_demonstrations(self, player_of, count, seed, concurrency=8)
+
+
+def _player(bug: Bug) -> Player:
+    number = bug.line
+    broken = apply_bug(bug)[bug.path].decode("utf-8").split("\n")[number - 1]
+    fixed = broken[: bug.column] + bug.old + broken[bug.column + len(bug.new) :]
+    replies = [
+        f"$ sed -n {number}p {bug.path}",
+        f"edit {bug.path} {number}\n+{fixed}",
+        "test",
+        "submit",
+    ]
+
+    def reply(dialogue: Sequence[Message]) -> str:
+        return replies[sum(message.role == "assistant" for message in dialogue)]
+
+    return reply
+
+
+def read_action(text: str) -> ToolCall | None:
+    """The first action of a reply in the text protocol."""
+    fence = _FENCE.search(text)
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        stripped = line.strip()
+        if line.startswith("$ "):
+            commands = [each[2:] for each in lines[number:] if each.startswith("$ ")]
+            return ToolCall(name="shell", arguments={"command": "\n".join(commands)})
+        if stripped.startswith("```") and fence:
+            return ToolCall(name="shell", arguments={"command": fence[1]})
+        if edit := _EDIT.fullmatch(line):
+            return ToolCall(name="edit", arguments=_read_edit(edit[1], edit[2], lines[number + 1 :]))
+        if stripped.rstrip(".!") in ("test", "submit"):
+            return ToolCall(name=stripped.rstrip(".!"), arguments={})
+    return None
+
+
+def _read_edit(path: str, line_number: str | None, lines: Sequence[str]) -> dict[str, str | int]:
+    old: list[str] = []
+    new: list[str] = []
+    for line in lines:
+        if line[:1] not in ("-", "+"):
+            break
+        (old if line[0] == "-" else new).append(line[1:])
+    arguments: dict[str, str | int] = {"path": path, "new": "\n".join(new)}
+    return arguments | ({"line": int(line_number)} if line_number else {}) | ({"old": "\n".join(old)} if old else {})
+
+
+class SweEnv:
+    """One repo to fix."""
+
+    def __init__(self, world: Swe, sandbox: Sandbox, task: RepoTask) -> None:
+        self._world = world
+        self._sandbox = sandbox
+        self._task = task
+        self._toolbox = Toolbox(self)
+        self._session: Session | None = None
+        self._turn = 0
+        self._num_edits = 0
+        self._said = hashlib.sha256()
+
+    async def start(self) -> list[Message]:
+        rules = RULES if self._world.protocol == "text" else f"Fix the repo.\n{self._toolbox.describe()}"
+        return [system(rules), user(shorten_middle(self._task.statement, 4 * self._world.observation_chars))]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self._turn += 1
+        self._said.update(reply.content.encode("utf-8", "replace") + b"\0")
+        parsed = self._read(reply)
+        is_last = self._turn >= self._world.max_turns
+        if not parsed.calls:
+            hint = parsed.problem or "No action found. Write $ and a command, edit, test or submit."
+            return await self._judge() if is_last else EnvStep(messages=[user(hint)], is_unparsable=True)
+        call, before = parsed.calls[0], self._num_edits
+        if call.name == "submit":
+            return await self._judge()
+        answer = await self._toolbox.call(call)
+        is_first_edit = before == 0 and self._num_edits == 1
+        reward = {"format": self._world.format_reward} if is_first_edit else {}
+        if is_last:
+            return await self._judge(reward)
+        return EnvStep(messages=[answer], reward=reward)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def state_key(self) -> str:
+        """Everything that was said: a shell remembers it all."""
+        return f"turn {self._turn} {self._said.hexdigest()[:16]}"
+
+    def _read(self, reply: Message) -> ParsedReply:
+        if self._world.protocol == "tool_call" or reply.tool_calls:
+            return self._toolbox.read(reply)
+        action = read_action(reply.content)
+        return ParsedReply(reply.content, (action,) if action else (), None)
+
+    @property
+    def _shell(self) -> Session:
+        """Opened when it is first needed: a policy that says nothing sensible costs nothing."""
+        if self._session is None:
+            self._session = self._sandbox.open(files=self._task.files)
+        return self._session
+
+    @tool(timeout_s=600)
+    async def shell(self, command: str) -> str:
+        """Run a command in a shell that keeps its folder and variables.
+
+        Args:
+            command: Such as grep -rn total .
+        """
+        try:
+            result = await self._shell.run(command, self._world.command_s)
+        except DataError as error:
+            raise ToolError(str(error)) from error
+        return result.to_text(self._world.observation_chars)
+
+    @tool
+    async def edit(self, path: str, new: str, old: str = "", line: int = 0) -> str:
+        """Replace lines of a file: the one with a number, or those that read as old; neither makes a new file.
+
+        Args:
+            path: Of the file, from the top of the repo.
+            new: Whole lines as they should be.
+            old: Whole lines as they are now; they must stand there exactly once.
+            line: Its number, from 1.
+        """
+        try:
+            text, number = _edited(self._read_text(path), old, new, line)
+            self._shell.files.write(path, text.encode("utf-8", "surrogateescape"))
+        except (DataError, OSError) as error:
+            raise ToolError(f"{path[:80]}: {error.strerror if isinstance(error, OSError) else error}") from error
+        self._num_edits += 1
+        return f"line {number} changed." if old or line else "written."
+
+    @tool(timeout_s=600)
+    async def test(self) -> str:
+        """Run the tests of the repo."""
+        report = await run_suite(
+            self._sandbox, self._work(), self._task.shown_tests, self._task.runner, self._suite_limits()
+        )
+        if report.verdict:
+            return f"The tests did not come to their end: {report.verdict}."
+        passed = len(report.problems) - len(report.failed)
+        lines = [f"{passed} of {len(report.problems)} tests pass."]
+        lines += [f"{test.removeprefix('tests.')}: {problem}" for test, problem in sorted(report.failed.items())[:3]]
+        return shorten_middle("\n".join(lines), self._world.observation_chars)
+
+    @tool
+    async def submit(self) -> str:
+        """Say that the repo is fixed; this is the end."""
+        return ""
+
+    def _read_text(self, path: str) -> str | None:
+        """A file of the repo; None when there is none."""
+        try:
+            return self._shell.files.read(path).decode("utf-8", "surrogateescape")
+        except FileNotFoundError:
+            return None
+
+    def _work(self) -> Mapping[str, bytes]:
+        """The repo as the policy has made it."""
+        if self._session is None:
+            return self._task.files
+        try:
+            return self._shell.files.read_all(max_bytes=_MAX_WORK_BYTES, skip_folders=SKIPPED_FOLDERS)
+        except DataError as error:
+            raise ToolError(str(error)) from error
+
+    def _suite_limits(self) -> Limits:
+        return Limits(
+            wall_s=2 * self._world.command_s,
+            cpu_s=max(1, round(2 * self._world.command_s)),
+            processes=32,
+            file_bytes=32 << 20,
+            disk_bytes=128 << 20,
+        )
+
+    async def _judge(self, reward: dict[str, float] | None = None) -> EnvStep:
+        """Shown and hidden tests in a fresh copy. A repo that nobody touched is not fixed, nor is one that has become
+        too large to be copied."""
+        try:
+            files = fresh_copy(self._task, self._work()) if self._session is not None else None
+        except ToolError:
+            files = None
+        if files is None:
+            return EnvStep(reward={**(reward or {}), "outcome": 0.0}, terminated=True, is_success=False)
+        task = self._task
+        report = await run_suite(self._sandbox, files, task.judged_tests, task.runner, self._suite_limits())
+        fixed, kept = report.share_passed(task.fail_to_pass), report.share_passed(task.pass_to_pass)
+        is_success = not report.verdict and fixed == kept == 1.0
+        info = {"fail_to_pass_share": fixed, "pass_to_pass_share": kept, "edits": float(self._num_edits)}
+        return EnvStep(
+            reward={**(reward or {}), "outcome": float(is_success)},
+            terminated=True,
+            is_success=is_success,
+            info=info,
+        )
+
+
+def _edited(text: str | None, old: str, new: str, line: int) -> tuple[str, int]:
+    """The file after the edit, and the number of the first changed line."""
+    if text is None:
+        if old or line:
+            raise ToolError("there is no such file")
+        return f"{new}\n", 1
+    lines = text.split("\n")
+    if line > len(lines) or line < 0:
+        raise ToolError(f"the file has {len(lines)} lines")
+    wanted = old.split("\n") if old else lines[line - 1 : line]
+    place = line - 1 if line else _find(lines, old)
+    if lines[place : place + len(wanted)] != wanted:
+        raise ToolError(f"line {line} is {lines[place]!r}")
+    lines[place : place + len(wanted)] = new.split("\n") if new else []
+    return "\n".join(lines), place + 1
+
+
+def _find(lines: Sequence[str], old: str) -> int:
+    """Where the old lines stand, if that is one place."""
+    if not old:
+        raise ToolError("the file is there already; say which line to replace")
+    wanted = old.split("\n")
+    places = [n for n in range(len(lines) - len(wanted) + 1) if list(lines[n : n + len(wanted)]) == wanted]
+    if len(places) > 1:
+        raise ToolError(f"these lines stand there {len(places)} times; say which by number")
+    if not places:
+        near = difflib.get_close_matches(wanted[0], lines, n=1)
+        raise ToolError(f"no such lines{f'; the nearest is {near[0]!r}' if near else ''}")
+    return places[0]

@@ -1,0 +1,1 @@
+"""Half-open intervals of whole numbers: (start, end) holds start and not end."""

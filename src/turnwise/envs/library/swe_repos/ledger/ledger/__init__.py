@@ -1,0 +1,1 @@
+"""Accounts that keep what was done to them."""

@@ -1,0 +1,1 @@
+"""Works out sums that are written as text."""

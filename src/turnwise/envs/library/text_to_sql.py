@@ -1,0 +1,336 @@
+"""Answer a question about a database: write a query, look at the result, refine, submit.
+
+    system     Answer with SQL. Write one query and see its result. Write submit when the last result is the answer.
+    user       cats(name, age, city)
+               How many cats have age over 3?
+    assistant  SELECT COUNT(*) FROM cat WHERE age > 3
+    tool       error: no such table: cat
+    assistant  SELECT COUNT(*) FROM cats WHERE age > 3
+    tool       7                                                        format +0.1 (the first query that runs)
+    assistant  submit                                                   outcome +1.0, terminated, a success
+
+`submit` hands in the last query that ran; `submit SELECT ...` hands in another one. It is run on the database, and for
+drawn questions on a second one with the same schema and other rows: a constant that happens to be right is not right.
+How results are compared is said in `sql_compare.py`, what a query may do in `sql_worker.py`. `max_turns` replies
+without a submission end the attempt with nothing. A reply that is neither is flagged as unparsable.
+
+`protocol="tags"` reads `<sql>...</sql>` and `<solution>...</solution>` instead, as models trained for SkyRL's world
+write them. Databases are drawn (`difficulty`), one in five held out; or `path=` names Spider's or BIRD's folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.library.sql_compare import asks_for_order, same_result
+from turnwise.envs.library.sql_databases import LEVELS, DatabaseFolder, Level, draw_database
+from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, read_schema
+from turnwise.envs.library.sql_questions import draw_question
+from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner, Value
+from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.splits import draw, random_for, split_of
+from turnwise.errors import ConfigError, DataError
+from turnwise.trajectory import Message
+
+Difficulty = Literal["easy", "medium", "hard", "mixed"]
+Protocol = Literal["line", "tags"]
+
+NUM_DATABASES = 400
+"""Per level; a run meets them in random order."""
+MAX_CELL_LENGTH = 40
+MAX_RESULT_LENGTH = 1000
+
+_RULES: Mapping[Protocol, str] = {
+    "line": "Answer with SQL. Write one query and see its result. Write submit when the last result is the answer.",
+    "tags": "Answer with SQL. Write <sql>a query</sql> to see its result, or <solution>a query</solution> to answer.",
+}
+_HINTS: Mapping[Protocol, str] = {
+    "line": "Write one SQL query, or submit.",
+    "tags": "Write one <sql>...</sql> or one <solution>...</solution>.",
+}
+_NOTHING_TO_SUBMIT = "error: no query has run yet; write one first"
+_TAG = re.compile(r"<(sql|solution)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"^```(?:sql)?\s*\n?(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
+_SUBMIT = re.compile(r"submit\b[\s:.]*(.*)", re.DOTALL | re.IGNORECASE)
+_SQL_WORDS = """alter analyze attach begin commit create delete detach drop end explain insert pragma reindex release
+replace rollback savepoint select update vacuum values with"""
+_STATEMENT = re.compile(rf"\(*\s*(?:{'|'.join(_SQL_WORDS.split())})\b", re.IGNORECASE)
+
+
+class Action(NamedTuple):
+    """What a reply says to do."""
+
+    is_submission: bool
+    sql: str
+    """Empty in a submission: the last query that ran."""
+
+
+def read_action(text: str, protocol: Protocol) -> Action | None:
+    """The one action of a reply; None when there is none, or more than one."""
+    if protocol == "tags":
+        found = _TAG.findall(text)
+        if len(found) != 1 or not found[0][1].strip():
+            return None
+        return Action(found[0][0].lower() == "solution", _unfence(found[0][1]))
+    text = _unfence(text)
+    submission = _SUBMIT.fullmatch(text)
+    if submission is not None:
+        rest = _unfence(submission[1])
+        return Action(True, rest) if not rest or _STATEMENT.match(rest) else None
+    return Action(False, text) if _STATEMENT.match(text) else None
+
+
+def _unfence(text: str) -> str:
+    text = text.strip()
+    fenced = _FENCE.fullmatch(text)
+    return (fenced[1] if fenced else text).strip().rstrip(";").strip()
+
+
+def format_result(result: QueryResult, max_rows: int) -> str:
+    """A result as the policy sees it: a line per row, column names above when there are several, cut short."""
+    if not result.rows:
+        return "no rows"
+    lines = [" | ".join(_clip(name) for name in result.columns)] if len(result.columns) > 1 else []
+    lines += [" | ".join(_format_value(value) for value in row) for row in result.rows[:max_rows]]
+    num_left = len(result.rows) - max_rows
+    if num_left > 0:
+        lines.append(f"... and {'more than ' if result.is_cut else ''}{num_left} more")
+    text = "\n".join(lines)
+    return text if len(text) <= MAX_RESULT_LENGTH else f"{text[:MAX_RESULT_LENGTH]} ..."
+
+
+def _format_value(value: Value) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, bytes):
+        return f"({len(value)} bytes)"
+    return _clip(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _clip(text: str) -> str:
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= MAX_CELL_LENGTH else f"{text[:MAX_CELL_LENGTH]}..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextToSql:
+    """The world `text_to_sql`."""
+
+    name: ClassVar[str] = "text_to_sql"
+
+    difficulty: Difficulty = "easy"
+    """Of drawn questions; `mixed` draws from all three levels."""
+    path: Path | None = None
+    """Spider's or BIRD's folder instead of drawn questions."""
+    protocol: Protocol = "line"
+    max_turns: int = 4
+    max_rows: int = 5
+    """Of a result that the policy gets to see."""
+    time_limit_s: float = 5.0
+    """Of one query; then it is stopped."""
+    format_reward: float = 0.1
+    """For the first query that runs."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration asks the right query; the others answer another question about the database."""
+    demonstration_mistakes: float = 0.2
+    """How often a demonstration begins with a query that fails, and mends it."""
+    _runner: SqlRunner = field(init=False, repr=False, compare=False)
+    _folder: DatabaseFolder = field(init=False, repr=False, compare=False)
+    _dataset: Mapping[Split, Mapping[str, DatasetQuestion]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 2:
+            raise ConfigError(f"max_turns={self.max_turns}; expected at least 2: one to query, one to submit")
+        if self.max_rows < 1:
+            raise ConfigError(f"max_rows={self.max_rows}; expected at least 1")
+        if not 0 < self.time_limit_s <= 60:
+            raise ConfigError(f"time_limit_s={self.time_limit_s}; expected more than 0 and at most 60")
+        for option in ("demonstration_skill", "demonstration_mistakes"):
+            if not 0 <= getattr(self, option) <= 1:
+                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+        dataset = load_dataset(self.path) if self.path is not None else {}
+        by_id = {split: {question.id: question for question in questions} for split, questions in dataset.items()}
+        object.__setattr__(self, "_runner", SqlRunner())
+        object.__setattr__(self, "_folder", DatabaseFolder())
+        object.__setattr__(self, "_dataset", by_id)
+
+    @property
+    def max_tokens(self) -> int:
+        if self.path is not None:
+            return 256
+        return 48 if self.difficulty == "easy" else 96
+
+    @property
+    def limits(self) -> QueryLimits:
+        return QueryLimits(time_limit_s=self.time_limit_s)
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        rng = random_for(self.name, split, seed)
+        if self._dataset:
+            questions = draw(list(self._dataset[split].values()), count, rng)
+            return [Task(id=f"sql-{q.id}", data={"row": q.id, "split": split}) for q in questions]
+        return self._draw_tasks(split, count, rng)
+
+    def make_env(self, task: Task, seed: int) -> TextToSqlEnv:  # noqa: ARG002 - nothing is random once the task is drawn
+        if "row" in task.data:
+            question = self._question(task)
+            schema, databases = read_schema(question.database), (question.database,)
+            return TextToSqlEnv(self, self._runner, databases, f"{schema}\n{question.text}", question.gold)
+        level, number = task.data["level"], task.data["database"]
+        databases = tuple(self._folder.file(level, number, variant) for variant in (0, 1))
+        return TextToSqlEnv(self, self._runner, databases, task.data["prompt"], task.data["gold"])
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        return play_demonstrations(
+            self, lambda task: self._player(task, random_for("demo", seed, task.id)), count, seed
+        )
+
+    def _draw_tasks(self, split: Split, count: int, rng: random.Random) -> list[Task]:
+        levels: Sequence[Level] = LEVELS if self.difficulty == "mixed" else (self.difficulty,)
+        held_out = {
+            level: [n for n in range(NUM_DATABASES) if split_of(f"sql-{level}-{n}") == split] for level in levels
+        }
+        found: dict[str, Task] = {}
+        for _ in range(4 * count):
+            if len(found) >= count:
+                break
+            level = rng.choice(levels)
+            task = _draw_task(level, rng.choice(held_out[level]), rng)
+            if task is not None:
+                found.setdefault(task.id, task)
+        return draw(list(found.values()), count, rng) if count else []
+
+    def _question(self, task: Task) -> DatasetQuestion:
+        question = self._dataset.get(task.data["split"], {}).get(task.data["row"])
+        if question is None:
+            raise DataError(f"no row {task.data['row']} in {self.path}; is it the folder that the task came from?")
+        return question
+
+    def _player(self, task: Task, rng: random.Random) -> Player:
+        gold = self._question(task).gold if "row" in task.data else task.data["gold"]
+        if rng.random() >= self.demonstration_skill and "row" not in task.data:
+            other = draw_question(task.data["level"], task.data["database"], rng)
+            gold = other.gold if other is not None else gold
+        queries = [_spoil(gold, rng), gold] if rng.random() < self.demonstration_mistakes else [gold]
+        queries = queries[-(self.max_turns - 1) :]
+
+        def reply(dialogue: Sequence[Message]) -> str:
+            num_said = sum(message.role == "assistant" for message in dialogue)
+            if num_said < len(queries):
+                return queries[num_said] if self.protocol == "line" else f"<sql>{queries[num_said]}</sql>"
+            return "submit" if self.protocol == "line" else f"<solution>{gold}</solution>"
+
+        return reply
+
+
+def _draw_task(level: Level, number: int, rng: random.Random) -> Task | None:
+    question = draw_question(level, number, rng)
+    if question is None:
+        return None
+    name = hashlib.sha256(question.text.encode("utf-8")).hexdigest()[:8]
+    prompt = f"{draw_database(level, number, 0).schema}\n{question.text}"
+    data = {"level": level, "database": number, "prompt": prompt, "gold": question.gold}
+    return Task(id=f"sql-{level}-{number}-{name}", data=data)
+
+
+def _spoil(sql: str, rng: random.Random) -> str:
+    """The query with a slip that SQLite refuses: a table's name without its last letter, or a misspelt keyword."""
+    tables = re.findall(r"\bFROM (\w+)", sql)
+    if tables and rng.random() < 0.7:
+        return re.sub(rf"\b{tables[0]}\b", tables[0][:-1], sql)
+    return sql.replace("FROM", "FORM", 1)
+
+
+class TextToSqlEnv:
+    """One question."""
+
+    def __init__(self, world: TextToSql, runner: SqlRunner, databases: Sequence[Path], prompt: str, gold: str) -> None:
+        self._world = world
+        self._runner = runner
+        self._databases = databases  # the first is the one to query; all of them judge
+        self._prompt = prompt
+        self._gold = gold
+        self._turn = 0
+        self._last_sql: str | None = None  # the last query that ran
+        self._num_errors = 0
+
+    async def start(self) -> list[Message]:
+        return [system(_RULES[self._world.protocol]), user(self._prompt)]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self._turn += 1
+        action = read_action(reply.content, self._world.protocol)
+        if action is None:
+            return self._answer(user(_HINTS[self._world.protocol]), is_unparsable=True)
+        if not action.is_submission:
+            return await self._query(action.sql)
+        sql = action.sql or self._last_sql
+        if sql is None:
+            return self._answer(user(_NOTHING_TO_SUBMIT))
+        is_right = await self._is_right(sql)
+        return EnvStep(
+            reward={"outcome": 1.0 if is_right else 0.0}, terminated=True, is_success=is_right, info=self._info()
+        )
+
+    async def close(self) -> None:
+        pass
+
+    def state_key(self) -> str:
+        """The queries before the last have left no trace."""
+        return f"turn {self._turn} errors {self._num_errors} last {self._last_sql}"
+
+    def fork(self) -> TextToSqlEnv:
+        return copy.copy(self)  # text and numbers; the databases are never written
+
+    async def _query(self, sql: str) -> EnvStep:
+        try:
+            result = await self._runner.run(self._databases[0], sql, self._world.limits)
+        except QueryRefused as refusal:
+            self._num_errors += 1
+            return self._answer(_tool(f"error: {refusal}"))
+        is_first, self._last_sql = self._last_sql is None, sql
+        text = format_result(result, self._world.max_rows)
+        return self._answer(_tool(text), format_reward=self._world.format_reward if is_first else 0.0)
+
+    async def _is_right(self, sql: str) -> bool:
+        """Equal results on every database. The gold's own failure is an error of the data, not of the policy."""
+        for database in self._databases:
+            try:
+                gold = await self._runner.run(database, self._gold, QueryLimits(time_limit_s=30, max_steps=10**9))
+            except QueryRefused as refusal:
+                raise DataError(f"the gold query {self._gold!r} does not run: {refusal}") from refusal
+            if gold.is_cut:
+                raise DataError(f"the gold query {self._gold!r} has more than {QueryLimits().max_rows} rows")
+            try:
+                given = await self._runner.run(database, sql, self._world.limits)
+            except QueryRefused:
+                return False
+            if not same_result(gold.rows, given.rows, ordered=asks_for_order(self._gold)):
+                return False
+        return True
+
+    def _answer(self, message: Message, *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:
+        is_last = self._turn >= self._world.max_turns
+        return EnvStep(
+            messages=[message],
+            reward={"format": format_reward},
+            terminated=is_last,
+            is_success=False if is_last else None,
+            is_unparsable=is_unparsable,
+            info=self._info() if is_last else {},
+        )
+
+    def _info(self) -> dict[str, float]:
+        return {"turns": self._turn, "errors": self._num_errors}
+
+
+def _tool(text: str) -> Message:
+    return Message(role="tool", content=text, name="sql")

@@ -1,0 +1,191 @@
+"""Find out which thing it is with questions that are answered yes or no.
+
+    system     Find the thing. Ask about one word, or guess the thing. Words: alive big food hard home red sea wet
+    user       It is one of: ant, bee, hat, sun. Ask.
+    assistant  alive
+    user       yes
+    assistant  big
+    user       no
+    assistant  ant
+    user       no, not the ant
+    assistant  bee                                                      reward 1.0, terminated, a success
+
+A reply counts when it holds exactly one word of the list or one of the things, in whatever words around it. A question
+is answered from the table below, a wrong guess is told as such. When the turns are used up the game is lost. A task is
+a choice of things and the one that is meant; one in five is held out.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Message
+
+THINGS: Mapping[str, str] = {
+    "ant": "alive",
+    "apple": "food red",
+    "bee": "alive home",
+    "book": "home",
+    "box": "hard home",
+    "car": "big hard",
+    "cat": "alive food home",
+    "crab": "alive hard red sea wet",
+    "door": "big hard home",
+    "fire": "red",
+    "fish": "alive food sea wet",
+    "hat": "home red",
+    "house": "big home hard red",
+    "key": "hard",
+    "lake": "big wet",
+    "milk": "food home wet",
+    "pear": "food",
+    "rain": "wet",
+    "ship": "big hard sea",
+    "sun": "big",
+    "table": "big home",
+    "tree": "alive big",
+    "whale": "alive big sea wet",
+    "wine": "food red wet",
+}
+"""What is true of each thing; no two are alike."""
+WORDS = tuple(sorted({word for words in THINGS.values() for word in words.split()}))
+
+_UNCLEAR = "Ask about one word, or guess one thing."
+
+
+def is_true(word: str, thing: str) -> bool:
+    return word in THINGS[thing].split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwentyQuestions:
+    """The world `twenty_questions`."""
+
+    name: ClassVar[str] = "twenty_questions"
+    max_tokens: ClassVar[int] = 8
+
+    num_things: int = 6
+    """To choose from; halving them finds one in log2(num_things) questions and a guess."""
+    max_turns: int = 6
+    """Questions and guesses together."""
+    turn_decay: float = 1.0
+    """A win on turn k is worth turn_decay**(k - 1)."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration asks the best question instead of any; 0 shows the form and no skill."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_things <= len(THINGS):
+            raise ConfigError(f"num_things={self.num_things}; expected 2 to {len(THINGS)}")
+        if self.max_turns < 1:
+            raise ConfigError(f"max_turns={self.max_turns}; expected at least 1")
+        for option in ("turn_decay", "demonstration_skill"):
+            if not 0 <= getattr(self, option) <= 1:
+                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> TwentyQuestionsEnv:  # noqa: ARG002 - the answerer has no randomness
+        return TwentyQuestionsEnv(self, task.data["things"], task.data["secret"])
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        def player_of(task: Task) -> Player:
+            return self._player(task.data["things"], random_for("demo", seed, task.id))
+
+        return play_demonstrations(self, player_of, count, seed)
+
+    def _draw_task(self, rng: random.Random) -> Task:
+        things = sorted(rng.sample(sorted(THINGS), self.num_things))
+        secret = rng.choice(things)
+        return Task(id=f"things-{secret}-of-{'-'.join(things)}", data={"things": things, "secret": secret})
+
+    def _player(self, things: Sequence[str], rng: random.Random) -> Player:
+        def reply(dialogue: Sequence[Message]) -> str:
+            left = things_left(things, dialogue)
+            if rng.random() >= self.demonstration_skill:
+                return rng.choice((*WORDS, *things))
+            return left[0] if len(left) == 1 else best_question(left)
+
+        return reply
+
+
+def things_left(things: Sequence[str], dialogue: Sequence[Message]) -> list[str]:
+    """What the answers so far leave."""
+    left = list(things)
+    for asked, answer in itertools.pairwise(dialogue):
+        if asked.role != "assistant":
+            continue
+        if asked.content in WORDS:
+            left = [thing for thing in left if is_true(asked.content, thing) == (answer.content == "yes")]
+        else:
+            left = [thing for thing in left if thing != asked.content]
+    return left
+
+
+def best_question(left: Sequence[str]) -> str:
+    """The word that cuts what is left most evenly."""
+    return min(WORDS, key=lambda word: abs(2 * sum(is_true(word, thing) for thing in left) - len(left)))
+
+
+class TwentyQuestionsEnv:
+    """One game."""
+
+    def __init__(self, world: TwentyQuestions, things: Sequence[str], secret: str) -> None:
+        self._world = world
+        self._things = tuple(things)
+        self._secret = secret
+        self._left = tuple(things)
+        self._turn = 0
+
+    async def start(self) -> list[Message]:
+        rules = f"Find the thing. Ask about one word, or guess the thing. Words: {' '.join(WORDS)}"
+        return [system(rules), user(f"It is one of: {', '.join(self._things)}. Ask.")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self._turn += 1
+        said = self._read(reply.content)
+        if said == self._secret:
+            reward = self._world.turn_decay ** (self._turn - 1)
+            return EnvStep(reward=reward, terminated=True, is_success=True, info={"turns": self._turn})
+        if said is None:
+            answer = _UNCLEAR
+        elif said in WORDS:
+            truth = is_true(said, self._secret)
+            self._left = tuple(thing for thing in self._left if is_true(said, thing) == truth)
+            answer = "yes" if truth else "no"
+        else:
+            self._left = tuple(thing for thing in self._left if thing != said)
+            answer = f"no, not the {said}"
+        is_last = self._turn >= self._world.max_turns
+        return EnvStep(
+            messages=[user(answer)],
+            terminated=is_last,
+            is_success=False if is_last else None,
+            is_unparsable=said is None,
+            info={"turns": self._turn} if is_last else {},
+        )
+
+    async def close(self) -> None:
+        pass
+
+    def state_key(self) -> str:
+        """What the answers leave and how many turns are gone; which questions led there does not matter."""
+        return f"left {' '.join(self._left)} turn {self._turn}"
+
+    def fork(self) -> TwentyQuestionsEnv:
+        return copy.copy(self)  # nothing is shared that can change
+
+    def _read(self, text: str) -> str | None:
+        """The one word or thing that a reply names."""
+        found = {word for word in re.findall(r"[a-z]+", text.lower()) if word in WORDS or word in self._things}
+        return found.pop() if len(found) == 1 else None

@@ -1,0 +1,7 @@
+"""A sandbox for programs that a policy wrote: docs/sandbox.md."""
+
+from turnwise.envs.sandbox.limits import Limits, RunResult
+from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind, SandboxWarning
+from turnwise.envs.sandbox.session import Session
+
+__all__ = ["Limits", "RunResult", "Sandbox", "SandboxKind", "SandboxWarning", "Session"]

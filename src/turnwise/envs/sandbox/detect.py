@@ -1,0 +1,170 @@
+"""Is bubblewrap here, and does it work? Asked once per process, before anything is run; the answer is kept.
+
+The interpreter of the host is shown to the sandbox without its installed packages: at /opt/python when it lives outside
+of /usr, so that no path of the host is seen, or where it is when it cannot be moved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from turnwise.errors import ConfigError
+
+OPT_OUT = "`sandbox: subprocess` runs without it: limits only, no isolation"
+
+_INSTALL = {
+    "apt-get": "apt-get install bubblewrap",
+    "dnf": "dnf install bubblewrap",
+    "pacman": "pacman -S bubblewrap",
+    "zypper": "zypper install bubblewrap",
+    "apk": "apk add bubblewrap util-linux",
+}
+_NEEDED_OPTIONS = ("--size", "--args", "--json-status-fd", "--clearenv", "--perms")
+_PROBE_S = 20.0
+_MIN_IDS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonPlace:
+    """Where the host's interpreter is, and where the sandbox sees it."""
+
+    source: Path | None
+    """The folder to mount; None when it is below /usr, which is there anyway."""
+    prefix: Path
+    """Inside the sandbox."""
+    executable: Path
+    """Inside the sandbox."""
+    hidden: tuple[Path, ...]
+    """Folders of installed packages, inside the sandbox: they are covered up."""
+    libraries: tuple[Path, ...]
+    """Inside the sandbox: what a moved interpreter would no longer find by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubblewrap:
+    """A bubblewrap that was tried out."""
+
+    executable: str
+    prlimit: str
+    setpriv: str
+    python: PythonPlace
+    is_root: bool
+    """Then processes in the sandbox run under a user id of their own; else in a user namespace."""
+    can_disable_userns: bool
+
+
+@cache
+def find_bubblewrap() -> Bubblewrap:
+    """Bubblewrap and the tools it is used with; `ConfigError` with the command that installs what is missing."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}; use a container or a VM. {OPT_OUT}")
+    executable = shutil.which("bwrap")
+    if executable is None:
+        raise ConfigError(f"bubblewrap is not installed; install it with `{_install_command()}`. {OPT_OUT}")
+    options = subprocess.run([executable, "--help"], capture_output=True, text=True, timeout=_PROBE_S, check=False)
+    known = set(re.findall(r"--[a-z0-9-]+", options.stdout + options.stderr))
+    missing = [option for option in _NEEDED_OPTIONS if option not in known]
+    if missing:
+        raise ConfigError(
+            f"{executable} is too old: it has no {missing[0]}; install bubblewrap 0.8 or newer. {OPT_OUT}"
+        )
+    found = Bubblewrap(
+        executable=executable,
+        prlimit=find_tool("prlimit"),
+        setpriv=find_tool("setpriv"),
+        python=find_python(),
+        is_root=os.geteuid() == 0 and num_mapped_ids() >= _MIN_IDS,
+        can_disable_userns="--disable-userns" in known,
+    )
+    return _tried(found)
+
+
+def _tried(found: Bubblewrap) -> Bubblewrap:
+    """Start Python in it; an interpreter that cannot be moved is mounted where it is."""
+    problem = _probe(found)
+    if problem and found.python.source is not None:
+        moved_back = replace(found, python=find_python(is_moved=False))
+        if not _probe(moved_back):
+            return moved_back
+    if problem:
+        hint = (
+            "in a container, allow user namespaces and mounts"
+            if found.is_root
+            else "are user namespaces allowed? (sysctl kernel.unprivileged_userns_clone=1, "
+            "kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+        raise ConfigError(f"bubblewrap does not work here: {problem}; {hint}. {OPT_OUT}")
+    return found
+
+
+def _probe(found: Bubblewrap) -> str:
+    """What goes wrong with the smallest program; empty when nothing does."""
+    from turnwise.envs.sandbox.bubblewrap import BubblewrapBackend
+    from turnwise.envs.sandbox.limits import Limits
+    from turnwise.envs.sandbox.process import Job, run_job
+    from turnwise.errors import SandboxError
+
+    job = Job(
+        argv=("python3", "-I", "-c", "import json, sys, zlib; print(sys.version)"), limits=Limits(wall_s=_PROBE_S)
+    )
+    try:
+        result = run_job(BubblewrapBackend(found), job)
+    except SandboxError as error:
+        return str(error)
+    if not result.is_ok:
+        return f"python3 in it says {result.to_text(300)}"
+    version = result.stdout.strip()  # of the library that was loaded: a moved interpreter may find another one's
+    return "" if version == sys.version else f"python3 in it is {version!r}, not {sys.version!r}"
+
+
+def find_tool(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin")
+    if found is None:
+        raise ConfigError(f"the sandbox needs {name}, which is part of util-linux; install util-linux")
+    return found
+
+
+def find_python(*, is_moved: bool = True) -> PythonPlace:
+    """The base interpreter, not a virtual environment's."""
+    base = Path(sys.base_prefix).resolve()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    is_below_usr = base.is_relative_to("/usr")
+    prefix = Path("/opt/python") if is_moved and not is_below_usr else base
+    packages = (
+        Path("lib", version, "site-packages"),
+        Path("lib", version, "dist-packages"),
+        Path("local", "lib", version, "dist-packages"),
+        Path("lib", "python3", "dist-packages"),
+    )
+    hidden = [prefix / place for place in packages if (base / place).is_dir()]
+    if is_below_usr:  # Debian puts the packages of /usr/bin/python3 into /usr/local too
+        others = [Path("/usr") / place for place in packages] + [Path("/usr/local") / place for place in packages]
+        hidden += [place for place in others if place.is_dir() and place not in hidden]
+    return PythonPlace(
+        source=None if is_below_usr else base,
+        prefix=prefix,
+        executable=prefix / "bin" / version,
+        hidden=tuple(dict.fromkeys(hidden)),
+        libraries=() if prefix == base else tuple(prefix / "lib" / lib.name for lib in base.glob("lib/libpython*.so*")),
+    )
+
+
+def num_mapped_ids() -> int:
+    """User ids that root may take on here; in some containers it is only its own."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return max((int(line.split()[0]) + int(line.split()[2]) for line in lines), default=0)
+
+
+def _install_command() -> str:
+    known = [command for tool, command in _INSTALL.items() if shutil.which(tool)]
+    return known[0] if known else "your package manager, package `bubblewrap`"

@@ -1,0 +1,180 @@
+"""Sessions by id: leases that end forgotten ones, and a sweep of what a process left that died.
+
+Each process owns a folder below one root, and a lock file beside it that the kernel unlocks when the process ends,
+however it ends. Whoever makes a pool removes the folders whose lock is free, and ends the shells noted in them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from turnwise.envs.sandbox.files import FileTree
+from turnwise.envs.sandbox.members import start_time
+from turnwise.envs.sandbox.process import Backend, Job
+from turnwise.envs.sandbox.session import Session
+from turnwise.errors import ConfigError, SessionClosedError
+
+SHELL = ("bash", "--noprofile", "--norc")
+
+
+class SandboxPool:
+    """The sessions of this process."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root or Path(tempfile.gettempdir(), f"turnwise-sandbox-{os.geteuid()}")
+        _make_private(self._root)
+        self.num_collected = self._collect()
+        self._place, self._lock_fd = self._claim()
+        self._sessions: dict[str, Session] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._owner_pid = os.getpid()
+        self._reaper: threading.Thread | None = None
+        atexit.register(self.close)
+
+    def open(self, backend: Backend, job: Job, files: Mapping[str, bytes], lease_s: float) -> Session:
+        """A new session with its files in place; its shell starts with the first command."""
+        if lease_s <= 0:
+            raise ConfigError(f"lease_s={lease_s}; expected more than 0 seconds")
+        identity = secrets.token_hex(8)
+        place = self._place / identity
+        work = place / "work"
+        user_id = backend.draw_user_id()
+        work.mkdir(parents=True)
+        if os.geteuid() == 0:
+            os.chown(work, user_id, user_id)
+            if not backend.has_own_pids:  # the shell walks there by itself
+                for folder in (place, self._place, self._root):
+                    folder.chmod(0o711)
+        FileTree(work, user_id if os.geteuid() == 0 else None).write_all(files)
+        session = Session(
+            identity=identity,
+            place=place,
+            backend=backend,
+            job=replace(job, argv=SHELL, directory=work, files={}, user_id=user_id),
+            lease_s=lease_s,
+        )
+        session.on_close = lambda: self._forget(identity)
+        with self._changed:
+            self._sessions[identity] = session
+            if self._reaper is None:
+                self._reaper = threading.Thread(target=self._reap, name="turnwise-sandbox-leases", daemon=True)
+                self._reaper.start()
+            self._changed.notify_all()
+        return session
+
+    def get(self, identity: str) -> Session:
+        with self._changed:
+            session = self._sessions.get(identity)
+        if session is None or session.is_closed:
+            raise SessionClosedError(f"no session {identity!r}; it was closed, or its lease ran out")
+        return session
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        with self._changed:
+            return tuple(identity for identity, session in self._sessions.items() if not session.is_closed)
+
+    def close(self) -> None:
+        """Close every session and give the folder back."""
+        if os.getpid() != self._owner_pid or self._is_closed:
+            return  # a fork is not the owner
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for session in list(self._sessions.values()):
+            session.close_blocking("the pool was closed")
+        shutil.rmtree(self._place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            _lock_path(self._place).unlink()
+        os.close(self._lock_fd)
+        atexit.unregister(self.close)
+
+    def _forget(self, identity: str) -> None:
+        with self._changed:
+            self._sessions.pop(identity, None)
+            self._changed.notify_all()
+
+    def _reap(self) -> None:
+        """Close sessions whose lease has run out; ends when there are none left to watch."""
+        while True:
+            with self._changed:
+                if self._is_closed or not self._sessions:
+                    self._reaper = None
+                    return
+                now = time.monotonic()
+                late = [session for session in self._sessions.values() if session.expires_at <= now]
+                if not late:
+                    nearest = min(session.expires_at for session in self._sessions.values())
+                    self._changed.wait(nearest - now)
+                    continue
+            for session in late:
+                session.close_blocking(f"its lease of {session.lease_s:g} s ran out")
+
+    def _claim(self) -> tuple[Path, int]:
+        """A folder of our own, locked as long as we live."""
+        while True:
+            place = self._root / secrets.token_hex(8)
+            lock = os.open(_lock_path(place), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:  # else a collector took it for a dead one's before we had locked it
+                place.mkdir(mode=0o700)
+                return place, lock
+            os.close(lock)
+
+    def _collect(self) -> int:
+        """Remove what dead owners left; how many owners there were."""
+        count = 0
+        for path in self._root.glob("*.lock"):
+            with contextlib.suppress(OSError), path.open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when its owner lives
+                place = path.with_suffix("")
+                for note in place.glob("*/process.json"):
+                    _kill_noted(note)
+                shutil.rmtree(place, ignore_errors=True)
+                path.unlink()
+                count += 1
+        return count
+
+
+@cache
+def default_pool() -> SandboxPool:
+    """The pool of this process, made when it is first needed."""
+    return SandboxPool()
+
+
+def _lock_path(place: Path) -> Path:
+    return place.with_suffix(".lock")
+
+
+def _make_private(root: Path) -> None:
+    """Below /tmp anyone could have made it first."""
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    info = root.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        raise ConfigError(f"{root} belongs to someone else, or is no folder; remove it, or set TMPDIR to another place")
+
+
+def _kill_noted(note: Path) -> None:
+    """End a noted process, unless its number belongs to another one by now."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        process = json.loads(note.read_text(encoding="utf-8"))
+        pid = int(process["pid"])
+        if start_time(pid) == process["start_time"]:
+            os.killpg(pid, signal.SIGKILL)

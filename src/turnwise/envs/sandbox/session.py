@@ -1,0 +1,237 @@
+"""A shell that lives through a dialogue: its folder, variables and files stay from one command to the next.
+
+A command ends with everything it started: when it is done, or at its deadline, all processes but the shell are killed.
+A shell that died (`exit`, a signal, a command that would not stop) is noticed, reported, and replaced: files in the
+working directory are kept, and so is the folder it was in; variables are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from turnwise.envs.sandbox.files import FileTree
+from turnwise.envs.sandbox.limits import Ending, Limits, RunResult
+from turnwise.envs.sandbox.members import descendants, kill_below, start_time
+from turnwise.envs.sandbox.process import START_S, Backend, Cancel, Job, Running, run_slots
+from turnwise.envs.sync import CallThread
+from turnwise.errors import DataError, SandboxError, SessionClosedError
+
+MAX_COMMAND_BYTES = 48_000
+"""A command travels through a pipe that holds 64 KB."""
+
+_GRACE_S = 1.0
+_LOOK_S = 0.1
+_MARK_FD = 251
+
+
+class Session:
+    """Made by `Sandbox.open`; closed by `close`, by its pool, or when its lease runs out."""
+
+    def __init__(self, *, identity: str, place: Path, backend: Backend, job: Job, lease_s: float) -> None:
+        self.id = identity
+        self.lease_s = lease_s
+        self.num_restarts = 0
+        self._place = place
+        self._backend = backend
+        self._job = job
+        assert job.directory is not None
+        self.files = FileTree(job.directory, job.user_id if os.geteuid() == 0 else None)
+        self._lock = threading.RLock()
+        self._thread = CallThread()
+        self._cancel: Cancel | None = None
+        self._shell: Running | None = None
+        self._shell_pid = -1
+        self._folder: str | None = None
+        self._closed_because = ""
+        self._expires_at = time.monotonic() + lease_s
+        self.on_close: Callable[[], None] = lambda: None
+
+    @property
+    def expires_at(self) -> float:
+        """On the clock of `time.monotonic`; every command renews it."""
+        return self._expires_at
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._closed_because)
+
+    @property
+    def limits(self) -> Limits:
+        return self._job.limits
+
+    def renew(self) -> None:
+        self._expires_at = time.monotonic() + self.lease_s
+
+    async def run(self, command: str, deadline_s: float | None = None) -> RunResult:
+        """Run one command; `stdout` holds all that it wrote. Never raises for what the command does."""
+        wall_s = deadline_s if deadline_s is not None else self._job.limits.wall_s
+        if "\0" in command or len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES:
+            raise DataError(f"the command has a NUL byte or more than {MAX_COMMAND_BYTES} bytes; write a file instead")
+        self._check_open()
+        self._expires_at = time.monotonic() + self.lease_s + wall_s
+        cancel = Cancel()
+
+        def work() -> RunResult:
+            try:
+                return self._run(command, wall_s, cancel)
+            finally:
+                cancel.close()
+
+        try:
+            return await self._thread.run(work)
+        except asyncio.CancelledError:
+            cancel.set()
+            raise
+
+    async def close(self) -> None:
+        """End the shell and remove its files; twice does no harm."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close_blocking, "it was closed")
+
+    def close_blocking(self, reason: str) -> None:
+        if self._closed_because:
+            return
+        self._closed_because = reason
+        if self._cancel is not None:
+            self._cancel.set()
+        with self._lock:
+            if self._shell is not None:
+                self._shell.end()
+                self._shell = None
+        self._thread.stop()
+        shutil.rmtree(self._place, ignore_errors=True)
+        self.on_close()
+
+    def _check_open(self) -> None:
+        if self._closed_because:
+            raise SessionClosedError(f"session {self.id} is gone: {self._closed_because}; open another one")
+
+    def _run(self, command: str, wall_s: float, cancel: Cancel) -> RunResult:
+        """In the session's own thread, which outlives the shell it starts."""
+        with self._lock, run_slots:
+            self._check_open()
+            self._cancel = cancel
+            try:
+                shell = self._ensure_shell()
+                return self._run_in(shell, command, wall_s, cancel)
+            finally:
+                self._cancel = None
+                self.renew()
+
+    def _run_in(self, shell: Running, command: str, wall_s: float, cancel: Cancel) -> RunResult:
+        started = time.monotonic()
+        mark = self._send(shell, command)
+        ending, found = self._follow(shell, mark, started + wall_s, cancel)
+        exit_code = int(found[1]) if found else None
+        output = shell.text(shell.stdout_fd)
+        if found:
+            output = output[: output.rindex(f"\n{mark} ")] if f"\n{mark} " in output else output
+            self._folder = found[2].decode("utf-8", errors="replace")
+        elif ending == "finished":  # nothing said that the command ended, but the shell did
+            shell.end()
+            self._shell, ending, exit_code = None, "shell_died", shell.exit_code
+            output = shell.text(shell.stdout_fd)
+        else:
+            output = self._interrupt(shell, mark, output)
+        limits = replace(self._job.limits, wall_s=wall_s)
+        return RunResult(
+            ending=ending,
+            exit_code=exit_code,
+            stdout=output,
+            stderr="",
+            wall_s=time.monotonic() - started,
+            limits=limits,
+        )
+
+    def _send(self, shell: Running, command: str) -> str:
+        """Write the command to the shell's input; the mark that its end will be told by."""
+        mark = f"turnwise-{secrets.token_hex(8)}"
+        shell.outputs[shell.stdout_fd].clear()
+        # All in the namespace but us; waiting for them here keeps bash from telling of their death in the next command.
+        sweep = "{ builtin kill -9 -1; builtin wait; } 2>/dev/null; " if self._backend.has_own_pids else ""
+        tell = f"builtin printf '\\n%s %s %s\\n' {mark} $__code \"$PWD\" >&{_MARK_FD}"
+        script = f"eval {shlex.quote(command)} </dev/null >&{_MARK_FD} 2>&1 {_MARK_FD}>&-\n__code=$?; {sweep}{tell}\n"
+        with contextlib.suppress(BrokenPipeError):  # then the shell is dead, which is noticed at once
+            os.write(shell.stdin_fd, script.encode("utf-8", "replace"))
+        return mark
+
+    def _follow(
+        self, shell: Running, mark: str, deadline: float, cancel: Cancel | None
+    ) -> tuple[Ending, re.Match[bytes] | None]:
+        """Take in output until the mark, the death of the shell, or a limit."""
+        pattern = re.compile(rf"\n{mark} (\d+) ([^\n]*)\n".encode())
+        next_look = time.monotonic() + _LOOK_S
+        while True:
+            found = pattern.search(shell.outputs[shell.stdout_fd])
+            if found:
+                is_full = self.files.num_bytes() > self._job.limits.disk_bytes
+                return ("disk_limit" if is_full else "finished"), found
+            now = time.monotonic()
+            if shell.has_ended:
+                return "finished", None
+            if now >= deadline:
+                return "timeout", None
+            if now >= next_look:
+                broken = shell.broken_limit()
+                if broken is None and self.files.num_bytes() > self._job.limits.disk_bytes:
+                    broken = "disk_limit"
+                if broken is not None:
+                    return broken, None
+                next_look = now + _LOOK_S
+            if not shell.pump(min(deadline, next_look) - now, cancel):
+                return "cancelled", None
+            if len(shell.outputs[shell.stdout_fd]) > self._job.limits.output_bytes:
+                return "output_limit", None
+
+    def _interrupt(self, shell: Running, mark: str, output: str) -> str:
+        """Stop the command but keep the shell, or replace it when it is the shell itself that would not stop."""
+        found = None
+        if shell.init_pid is not None:
+            kill_below(shell.init_pid, spare=self._shell_pid)
+            shell.outputs[shell.stdout_fd].clear()
+            _, found = self._follow(shell, mark, time.monotonic() + _GRACE_S, None)
+        if found is None:
+            shell.end()
+            self._shell = None
+            output += "\n[the shell was restarted: files are kept, variables are not]"
+        return output
+
+    def _ensure_shell(self) -> Running:
+        if self._shell is not None and not self._shell.has_ended:
+            return self._shell
+        if self._shell is not None:
+            self._shell.end()
+        is_restart = self._shell_pid >= 0
+        shell = Running(self._backend, self._job, stdin=None, merge_output=True)
+        try:
+            shell.wait_until_up()
+            os.write(shell.stdin_fd, f"exec {_MARK_FD}>&1; cd -- {shlex.quote(self._folder or '.')}\n".encode())
+            mark = self._send(shell, ":")
+            _, found = self._follow(shell, mark, time.monotonic() + START_S, None)
+            if found is None:
+                raise SandboxError(f"the shell of session {self.id} does not answer: {shell.text(shell.stdout_fd)!r}")
+        except BaseException:
+            shell.end()
+            raise
+        members = descendants(shell.init_pid) if shell.init_pid is not None else []
+        self._shell_pid = members[0] if members else shell.outer_pid
+        self.num_restarts += is_restart
+        self._shell = shell
+        self._note_process(shell.outer_pid)
+        return shell
+
+    def _note_process(self, pid: int) -> None:
+        """For whoever cleans up after us, should we be gone: which process to end."""
+        note = json.dumps({"pid": pid, "start_time": start_time(pid)})
+        (self._place / "process.json").write_text(note, encoding="utf-8")

@@ -1,0 +1,206 @@
+"""Any world, with a judge after its own reward.
+
+    world = judged(get_world("search"), Judge(model, Rubric(criteria="The answer is short and polite.")))
+
+The world's own reward comes first and stays as it is. When an attempt is over and the gate lets it through, the judge
+scores the whole conversation; weight * score is added to the last turn in the channel `judge`. What does not pass the
+gate is not asked about. An attempt that a limit of the rollout cut short never reaches the judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.envs.base import Env, EnvStep, Split, Task, World
+from turnwise.envs.registry import get_world
+from turnwise.envs.sync import as_env
+from turnwise.errors import ConfigError
+from turnwise.judges.cache import FileCache, MemoryCache
+from turnwise.judges.judge import Fallback, Judge, JudgeLimits
+from turnwise.judges.models import AddressModel
+from turnwise.judges.rubric import Rubric
+from turnwise.trajectory import Message
+
+Gate = Literal["success", "outcome", "always"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedWorld:
+    """A world whose finished attempts are judged."""
+
+    inner: World
+    judge: Judge
+    gate: Gate = "success"
+    """Who is judged: attempts that the world calls a success, those whose outcome is above 0, or all."""
+    weight: float = 1.0
+    """A full score is worth this much."""
+    reference_key: str = ""
+    """The entry of a task's data that holds the right answer, to show to the judge; empty shows none."""
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("success", "outcome", "always"):
+            raise ConfigError(f"gate={self.gate!r}; expected success, outcome or always")
+        if not self.weight > 0:
+            raise ConfigError(f"weight={self.weight}; expected more than 0")
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def max_turns(self) -> int:
+        return self.inner.max_turns
+
+    @property
+    def max_tokens(self) -> int:
+        return self.inner.max_tokens
+
+    def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:
+        return self.inner.tasks(split, count, seed)
+
+    def make_env(self, task: Task, seed: int) -> JudgedEnv:
+        return JudgedEnv(self, as_env(self.inner.make_env(task, seed)), self._reference(task))
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        return self.inner.demonstrations(count, seed)
+
+    def _reference(self, task: Task) -> str:
+        if not self.reference_key:
+            return ""
+        if self.reference_key not in task.data:
+            raise ConfigError(
+                f"reference_key={self.reference_key!r} is not in the data of task {task.id}; "
+                f"it has {', '.join(task.data)}"
+            )
+        value = task.data[self.reference_key]
+        return " / ".join(str(one) for one in value) if isinstance(value, list | tuple) else str(value)
+
+
+class JudgedEnv:
+    """One attempt; `state_key`, `fork` and the like are there exactly when the env inside has them."""
+
+    def __init__(self, world: JudgedWorld, inner: Env, reference: str) -> None:
+        self._world = world
+        self._inner = inner
+        self._reference = reference
+        self._dialogue: list[Message] = []
+        self._outcome = 0.0
+
+    async def start(self) -> Sequence[Message]:
+        messages = await self._inner.start()
+        self._dialogue = list(messages)
+        return messages
+
+    async def step(self, reply: Message) -> EnvStep:
+        step = await self._inner.step(reply)
+        self._dialogue += [reply, *step.messages]
+        self._outcome += step.reward_parts.get("outcome", 0.0)
+        if not step.is_over or not self._is_let_through(step):
+            return step
+        verdict = await self._world.judge.score(self._dialogue, self._reference)
+        info = {**step.info, "judge_asked": 1.0, "judge_fallback": float(bool(verdict.problem))}
+        if verdict.score is None:
+            return dataclasses.replace(step, info=info)
+        parts = dict(step.reward_parts)
+        parts["judge"] = parts.get("judge", 0.0) + self._world.weight * verdict.score
+        return dataclasses.replace(step, reward=parts, info={**info, "judge_score": verdict.score})
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also keeps copy and pickle from looking for `_inner` in itself
+            raise AttributeError(name)
+        value = getattr(self._inner, name)
+        return (lambda: self._forked(as_env(value()))) if name == "fork" else value
+
+    def _forked(self, inner: Env) -> JudgedEnv:
+        fork = JudgedEnv(self._world, inner, self._reference)
+        fork._dialogue, fork._outcome = list(self._dialogue), self._outcome
+        return fork
+
+    def _is_let_through(self, step: EnvStep) -> bool:
+        gate = self._world.gate
+        return gate == "always" or (bool(step.is_success) if gate == "success" else self._outcome > 0)
+
+
+def judged(
+    world: World, judge: Judge, *, gate: Gate = "success", weight: float = 1.0, reference_key: str = ""
+) -> JudgedWorld:
+    """`world`, with the judge's score in its own channel."""
+    return JudgedWorld(inner=world, judge=judge, gate=gate, weight=weight, reference_key=reference_key)
+
+
+def judged_by_address(
+    world: str,
+    rubric: str,
+    base_url: str,
+    model: str,
+    *,
+    world_options: dict[str, Any] | None = None,
+    api_key_variable: str = "",
+    gate: Gate = "success",
+    weight: float = 1.0,
+    reference_key: str = "",
+    highest: float = 10.0,
+    max_tokens: int = 512,
+    temperature: float = 0.0,
+    cache: str = "",
+    deadline_s: float = 45.0,
+    max_tries: int = 3,
+    max_concurrency: int = 8,
+    requests_per_minute: float = 0.0,
+    fallback: Fallback = "fail",
+    fallback_value: float | None = None,
+) -> JudgedWorld:
+    """A world with a judge behind an OpenAI-compatible address: what the command line names.
+
+    Args:
+        rubric: What a good attempt does, or `@file` to read it from a file.
+        api_key_variable: The environment variable that holds the key; the key itself is written nowhere.
+        highest: The scale is 0 to this.
+        cache: An SQLite file that keeps answers; empty keeps them in memory.
+    """
+    judge = Judge(
+        AddressModel(
+            base_url=base_url,
+            model=model,
+            api_key=_read_key(api_key_variable, os.environ),
+            temperature=temperature,
+            max_tokens=max_tokens,
+            timeout_s=deadline_s,
+        ),
+        Rubric(criteria=_read_rubric(rubric), highest=highest),
+        cache=FileCache(cache) if cache else MemoryCache(),
+        limits=JudgeLimits(
+            deadline_s=deadline_s,
+            max_tries=max_tries,
+            max_concurrency=max_concurrency,
+            requests_per_minute=requests_per_minute,
+            fallback=fallback,
+            fallback_value=fallback_value,
+        ),
+    )
+    inner = get_world(world, **(world_options or {}))
+    return judged(inner, judge, gate=gate, weight=weight, reference_key=reference_key)
+
+
+def _read_key(variable: str, environment: Mapping[str, str]) -> str:
+    if not variable:
+        return ""
+    if not environment.get(variable):
+        raise ConfigError(f"the environment variable {variable} is not set; export the judge's key in it")
+    return environment[variable]
+
+
+def _read_rubric(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:]).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no rubric file {path}")
+    return path.read_text(encoding="utf-8")

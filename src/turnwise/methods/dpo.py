@@ -1,0 +1,105 @@
+"""DPO over whole dialogues: of several attempts at a task, the best against the worst (arXiv:2305.18290, 2404.12358).
+
+    Delta = sum over the policy's tokens of the better one of w log(p / ref), minus the same of the worse one
+    L     = -log sigmoid(beta Delta), its mean over the pairs of a step
+
+What the world said is in neither sum. w = 1, or DMPO's weight of the turn (`turn_weights: dmpo`, arXiv:2406.14868).
+`reward_offset` asks for a margin in proportion to the difference in reward. The reference is the policy that sampled,
+or the base model. All attempts at a task meet the same env seed, so a pair differs by what the policy said alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from turnwise.credit.preferences import Pair, best_and_worst, dmpo_weights, side_to_datums
+from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayGroups, ReadPairs, Values, keep_by, why_unusable
+from turnwise.methods.refuel import forget_attempt, pair_lesson
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairsToLessons:
+    """How a pair is read."""
+
+    dmpo_gamma: float | None = None
+    """None: all turns count alike."""
+    uses_sampler: bool = True
+    """The policy that sampled is the reference; else the base model is."""
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[Lesson]:
+        lessons: list[Lesson] = []
+        for number, pair in enumerate(pairs, start=1):
+            for sign, trajectory in ((1, pair.chosen), (-1, pair.rejected)):
+                reward = sign * pair.reward_difference / 2
+                datums = side_to_datums(
+                    trajectory,
+                    sign * number,
+                    reward=reward,
+                    weight=1 / len(pairs),
+                    turn_weights=self._turn_weights(len(trajectory.turns)),
+                    with_reference=self.uses_sampler,
+                )
+                lessons.append(pair_lesson(trajectory, reward, datums))
+        return lessons
+
+    def _turn_weights(self, num_turns: int) -> list[float] | None:
+        return None if self.dmpo_gamma is None else dmpo_weights(num_turns, gamma=self.dmpo_gamma).tolist()
+
+
+SAME_START = PlayGroups(same_env_seed=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dpo:
+    """Pairs from the attempts that are played for each step."""
+
+    loss_config: Mapping[str, float | str]
+    read: PairsToLessons = PairsToLessons()
+    source: PlayGroups = SAME_START
+    loss_fn: str = "dpo"
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        return keep_by(_why_dropped, groups)
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        return self.read([pair for group in groups if (pair := best_and_worst(group)) is not None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDpo:
+    """Pairs from a file."""
+
+    source: ReadPairs
+    loss_config: Mapping[str, float | str]
+    read: PairsToLessons = PairsToLessons()
+    loss_fn: str = "dpo"
+
+    def lessons(self, items: Sequence[Pair]) -> list[Lesson]:
+        return [forget_attempt(lesson) for lesson in self.read(items)]
+
+
+def _why_dropped(group: TrajectoryGroup) -> str | None:
+    unusable = why_unusable(group)
+    if unusable is not None:
+        return unusable
+    pair = best_and_worst(group)
+    if pair is None:
+        return "constant"
+    if not all(any(turn.is_trained for turn in t.turns) for t in (pair.chosen, pair.rejected)):
+        return "masked"
+    return "identical" if pair.is_identical else None
+
+
+def make_dpo(setup: MethodSetup) -> Dpo | StoredDpo:
+    config = setup.config
+    is_dmpo = config.chosen("turn_weights") == "dmpo"
+    read = PairsToLessons(
+        dmpo_gamma=config.chosen("dmpo_gamma") if is_dmpo else None,
+        uses_sampler=config.chosen("reference") == "sampler",
+    )
+    if setup.data.pairs:
+        return StoredDpo(source=ReadPairs(path=setup.data.pairs), loss_config=config.loss_config, read=read)
+    return Dpo(loss_config=config.loss_config, read=read)

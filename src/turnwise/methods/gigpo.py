@@ -1,0 +1,83 @@
+"""GiGPO: compare attempts as wholes, and turns that were taken in the same state (arXiv:2505.10978).
+
+    A_jk = (R_j - mean of the group) + omega * (G_jk - mean over the turns of the group from the same state)
+
+G_jk are the discounted rewards from turn k on. The env names its states (`state_key()`), with everything that matters
+for what comes next, and nothing that never repeats: the chat history would make every state its own. A state that came
+once adds nothing. The baseline of whole attempts counts each attempt once, however many turns it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.credit.advantages import center_by_group, reward_to_go, step_advantages
+from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.errors import ConfigError
+from turnwise.methods.base import (
+    PLAY_GROUPS,
+    Kept,
+    Lesson,
+    MethodSetup,
+    PlayGroups,
+    Values,
+    credit_groups,
+    keep_by,
+    make_lessons,
+    why_no_signal,
+)
+from turnwise.methods.grpo import COMPARISONS, Comparison
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gigpo:
+    """Group-in-group advantages."""
+
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    compare: Comparison = center_by_group
+    weigh: Weighting = token_mean
+    gamma: float = 0.95
+    omega: float = 1.0
+    source: PlayGroups = PLAY_GROUPS
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        return keep_by(lambda group: why_no_signal(group, self.advantages), groups)
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        return make_lessons(credit_groups(groups, self.advantages), self.weigh)
+
+    def advantages(self, group: TrajectoryGroup) -> list[NDArray[np.float64]]:
+        """[K] per attempt: one number per turn."""
+        returns = [reward_to_go([t.reward for t in one.turns], discount=self.gamma) for one in group.trajectories]
+        steps = step_advantages(returns, [_anchors(one) for one in group.trajectories], self.compare)
+        wholes_G = self.compare(group.rewards)
+        return [whole + self.omega * step_K for whole, step_K in zip(wholes_G, steps, strict=True)]
+
+
+def _anchors(trajectory: Trajectory) -> list[str]:
+    keys = [turn.env_state for turn in trajectory.turns if turn.env_state is not None]
+    if len(keys) != len(trajectory.turns):
+        raise ConfigError(
+            "gigpo compares turns that were taken in the same state, and this world's env does not name its states; "
+            "give it a method state_key() -> str, or use method=grpo"
+        )
+    return keys
+
+
+def make_gigpo(setup: MethodSetup) -> Gigpo:
+    config = setup.config
+    return Gigpo(
+        loss_fn=config.loss,
+        loss_config=config.loss_config,
+        compare=COMPARISONS[config.chosen("advantage")],
+        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
+        gamma=config.chosen("gamma"),
+        omega=config.chosen("omega"),
+    )

@@ -1,0 +1,101 @@
+"""LA-GRPO: local advantages. One dialogue to turn h, several continuations, and only turn h is trained.
+
+    A_j = R_j - mean(R) over the continuations of one dialogue       the turns of attempt j that are trained get it
+
+Whatever happened before turn h is the same for the whole group and cancels, so the advantage is that of turn h alone;
+training the shared turns would add exactly nothing, since advantages add up to 0. The price is that one turn of many
+is trained. `trained_turns: from_branch` trains turn h and all after it. `divide_by_probability` weighs a group by
+1 / P(h), which makes the gradient in expectation the sum over all turns; a dialogue that ended before turn h is then
+passed over, because its P(h) belongs to a turn that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from turnwise.credit.advantages import center_by_group
+from turnwise.credit.branching import train_turns, trim_tail
+from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, Values, keep_by, make_lessons, why_unusable
+from turnwise.methods.grpo import COMPARISONS, Comparison
+from turnwise.trajectory import TrajectoryGroup
+from turnwise.types import Datum, TensorData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaGrpo:
+    """Group-relative advantages among continuations of the same dialogue."""
+
+    source: PlayBranches
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    compare: Comparison = center_by_group
+    weigh: Weighting = token_mean
+    trains_later_turns: bool = False
+    divides_by_probability: bool = False
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        return keep_by(self._why_dropped, groups)
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        credited = []
+        for group in groups:
+            group = self.trained_part(group)
+            advantages_G = self.compare(group.rewards)
+            credited.append(
+                [(t, [float(a)] * len(t.turns)) for t, a in zip(group.trajectories, advantages_G, strict=True)]
+            )
+        lessons = make_lessons(credited, self.weigh)
+        factors = [self._factor(group) for group in groups for _ in group.trajectories]
+        return [
+            replace(lesson, datums=tuple(_scaled(trim_tail(datum), factor) for datum in lesson.datums))
+            for lesson, factor in zip(lessons, factors, strict=True)
+        ]
+
+    def trained_part(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group with only the turns in the loss that this method trains."""
+        first = branch_turn(group)
+        last = None if self.trains_later_turns else first
+        return replace(group, trajectories=tuple(train_turns(t, first, last) for t in group.trajectories))
+
+    def _factor(self, group: TrajectoryGroup) -> float:
+        return 1.0 / group.branch_probability if self.divides_by_probability else 1.0
+
+    def _why_dropped(self, group: TrajectoryGroup) -> str | None:
+        unusable = why_unusable(self.trained_part(group))
+        if unusable is not None:
+            return unusable
+        return None if self.compare(group.rewards).any() else "constant"
+
+
+def branch_turn(group: TrajectoryGroup) -> int:
+    assert group.branch_turn is not None, "the group was not branched"
+    return group.branch_turn
+
+
+def _scaled(datum: Datum, factor: float) -> Datum:
+    if factor == 1:
+        return datum
+    weights = datum.loss_fn_inputs["weights"].to_numpy() * factor
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": TensorData(weights.tolist())})
+
+
+def make_la_grpo(setup: MethodSetup) -> LaGrpo:
+    config = setup.config
+    divides = bool(config.chosen("divide_by_probability"))
+    return LaGrpo(
+        source=PlayBranches(
+            continuations=setup.group_size,
+            turn=config.chosen("branch_turn"),
+            p=config.chosen("branch_p"),
+            redraw=not divides,
+        ),
+        loss_fn=config.loss,
+        loss_config=config.loss_config,
+        compare=COMPARISONS[config.chosen("advantage")],
+        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
+        trains_later_turns=config.chosen("trained_turns") == "from_branch",
+        divides_by_probability=divides,
+    )

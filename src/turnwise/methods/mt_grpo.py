@@ -1,0 +1,65 @@
+"""MT-GRPO: outcome and turn rewards normalised apart, each inside the group (arXiv:2505.11821).
+
+    A_last = A_outcome        A_k = A_outcome + c * A_turn_k
+
+The reward of an attempt's last turn is its outcome; the rewards before belong to their turns, and are compared with
+those of the same turn in the other attempts. So it fits worlds whose k-th turns are alike, such as "call the tool, then
+answer"; where attempts differ in length, `grpo` with `credit: reward_to_go` has fewer assumptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.credit.advantages import outcome_plus_turn
+from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.methods.base import (
+    PLAY_GROUPS,
+    Kept,
+    Lesson,
+    MethodSetup,
+    PlayGroups,
+    Values,
+    credit_groups,
+    keep_by,
+    make_lessons,
+    why_no_signal,
+)
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtGrpo:
+    """Outcome and turn advantages, added up."""
+
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    weigh: Weighting = token_mean
+    turn_coef: float = 1.0
+    source: PlayGroups = PLAY_GROUPS
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        return keep_by(lambda group: why_no_signal(group, self.advantages), groups)
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        return make_lessons(credit_groups(groups, self.advantages), self.weigh)
+
+    def advantages(self, group: TrajectoryGroup) -> list[NDArray[np.float64]]:
+        """[K] per attempt: one number per turn."""
+        rewards = [[turn.reward for turn in trajectory.turns] for trajectory in group.trajectories]
+        return outcome_plus_turn(rewards, coefficient=self.turn_coef)
+
+
+def make_mt_grpo(setup: MethodSetup) -> MtGrpo:
+    config = setup.config
+    return MtGrpo(
+        loss_fn=config.loss,
+        loss_config=config.loss_config,
+        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
+        turn_coef=config.chosen("turn_coef"),
+    )

@@ -1,0 +1,100 @@
+"""REFUEL: regress the policy's log-ratio between two continuations on their difference in reward (arXiv:2410.04612).
+
+    Delta = [log p(y) - log p_t(y)] - [log p(y') - log p_t(y')]       y, y': turn h of two continuations of one dialogue
+    L     = (Delta / eta - (R - R'))^2                                 its mean over the pairs of a step
+
+p_t is the policy that sampled; its logprobs came with the tokens. At the optimum Delta = eta (R - R'), a natural policy
+gradient step, whatever constant both rewards share. Only turn h is trained. Pairs that said the same at turn h, or got
+the same reward, tell nothing and are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from turnwise.credit.branching import train_turns
+from turnwise.credit.preferences import Pair, best_and_worst, side_to_datums
+from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, ReadPairs, Values, keep_by, why_unusable
+from turnwise.methods.la_grpo import branch_turn
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import Datum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuel:
+    """Pairs of continuations, played for each step."""
+
+    source: PlayBranches
+    loss_config: Mapping[str, float | str]
+    uses_sampler: bool = True
+    loss_fn: str = "refuel"
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        return keep_by(_why_dropped, groups)
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        pairs = [pair for group in groups if (pair := best_and_worst(group)) is not None]
+        return refuel_lessons(pairs, uses_sampler=self.uses_sampler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRefuel:
+    """Pairs of continuations from a file."""
+
+    source: ReadPairs
+    loss_config: Mapping[str, float | str]
+    uses_sampler: bool = True
+    loss_fn: str = "refuel"
+
+    def lessons(self, items: Sequence[Pair]) -> list[Lesson]:
+        return [forget_attempt(lesson) for lesson in refuel_lessons(items, uses_sampler=self.uses_sampler)]
+
+
+def refuel_lessons(pairs: Sequence[Pair], *, uses_sampler: bool) -> list[Lesson]:
+    lessons: list[Lesson] = []
+    for number, pair in enumerate(pairs, start=1):
+        for sign, trajectory in ((1, pair.chosen), (-1, pair.rejected)):
+            trained = train_turns(trajectory, pair.branch_turn, pair.branch_turn)
+            reward = sign * pair.reward_difference / 2
+            datums = side_to_datums(
+                trained, sign * number, reward=reward, weight=1 / len(pairs), with_reference=uses_sampler
+            )
+            lessons.append(pair_lesson(trained, reward, datums))
+    return lessons
+
+
+def pair_lesson(trajectory: Trajectory, reward: float, datums: Sequence[Datum]) -> Lesson:
+    return Lesson(trajectory=trajectory, advantages=(reward,) * len(trajectory.turns), datums=tuple(datums))
+
+
+def forget_attempt(lesson: Lesson) -> Lesson:
+    """A stored pair was not played by this run, and is not written down as if it had been."""
+    return replace(lesson, trajectory=None)
+
+
+def _why_dropped(group: TrajectoryGroup) -> str | None:
+    turn = branch_turn(group)
+    trained = [train_turns(trajectory, turn, turn) for trajectory in group.trajectories]
+    if len(trained) == 2 and not all(any(each.is_trained for each in t.turns) for t in trained):
+        return "masked"
+    pair = best_and_worst(group)
+    if pair is None:
+        return why_unusable(group) or "constant"
+    said = [trajectory.turns[turn].sampled_ids for trajectory in (pair.chosen, pair.rejected)]
+    return "identical" if said[0] == said[1] else None
+
+
+def make_refuel(setup: MethodSetup) -> Refuel | StoredRefuel:
+    config = setup.config
+    uses_sampler = config.chosen("reference") == "sampler"
+    if setup.data.pairs:
+        return StoredRefuel(
+            source=ReadPairs(path=setup.data.pairs), loss_config=config.loss_config, uses_sampler=uses_sampler
+        )
+    return Refuel(
+        source=PlayBranches(continuations=2, turn=config.chosen("branch_turn"), p=config.chosen("branch_p")),
+        loss_config=config.loss_config,
+        uses_sampler=uses_sampler,
+    )

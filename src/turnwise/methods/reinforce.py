@@ -1,0 +1,105 @@
+"""REINFORCE with a batch as its baseline: two methods that differ in what they normalise over.
+
+    rebn          A_jk = (G_jk - mean) / std    over all turns of the batch (return batch normalisation, GEM,
+                                                arXiv:2510.01051); G_jk: discounted rewards from turn k on
+    reinforce_pp  the same without a discount, over all trained tokens of the batch (REINFORCE++, arXiv:2501.03262)
+
+Rewards of different tasks are compared with each other, so a group may be one attempt, and a task that always succeeds
+still teaches. `group_baseline` takes the group's mean off each turn's return first. Returns cross what the env says in
+between: an early turn is credited with what comes later. The batch is that of one optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.credit.advantages import center_by_group, compare_by_turn, reward_to_go, whiten
+from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.methods.base import (
+    PLAY_GROUPS,
+    Credited,
+    Kept,
+    Lesson,
+    MethodSetup,
+    PlayGroups,
+    Values,
+    make_lessons,
+    why_unusable,
+)
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforce:
+    """Returns from each turn on, whitened over the batch."""
+
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    counts_tokens: bool
+    """Every trained token counts in mean and deviation; else every turn."""
+    weigh: Weighting = token_mean
+    gamma: float = 1.0
+    group_baseline: bool = False
+    source: PlayGroups = PLAY_GROUPS
+    needs_values: bool = False
+
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
+        reasons = [why_unusable(group, min_size=2 if self.group_baseline else 1) for group in groups]
+        usable = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+        if usable and not any(a.any() for own in self.advantages(usable) for a in own):
+            reasons = [reason or "constant" for reason in reasons]  # the whole batch was worth the same
+        kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
+        return Kept(groups=kept, reasons=tuple(reasons))
+
+    def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
+        if not groups:
+            return []
+        credited: list[list[Credited]] = [
+            [(t, a.tolist()) for t, a in zip(group.trajectories, own, strict=True)]
+            for group, own in zip(groups, self.advantages(groups), strict=True)
+        ]
+        return make_lessons(credited, self.weigh)
+
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[NDArray[np.float64]]]:
+        """[K] per attempt, by group."""
+        returns = [self._returns(group) for group in groups]
+        turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+        counts = [len(turn.sampled_ids) * turn.is_trained if self.counts_tokens else 1 for turn in turns]
+        rest = whiten(np.concatenate([to_go_K for own in returns for to_go_K in own]), counts_N=counts)
+        found: list[list[NDArray[np.float64]]] = []
+        for own in returns:
+            found.append([])
+            for to_go_K in own:
+                found[-1].append(rest[: len(to_go_K)])
+                rest = rest[len(to_go_K) :]
+        return found
+
+    def _returns(self, group: TrajectoryGroup) -> list[NDArray[np.float64]]:
+        to_go = [reward_to_go([turn.reward for turn in t.turns], discount=self.gamma) for t in group.trajectories]
+        return compare_by_turn(to_go, center_by_group) if self.group_baseline else to_go
+
+
+def make_rebn(setup: MethodSetup) -> Reinforce:
+    config = setup.config
+    return Reinforce(
+        loss_fn=config.loss,
+        loss_config=config.loss_config,
+        counts_tokens=False,
+        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
+        gamma=config.chosen("gamma"),
+    )
+
+
+def make_reinforce_pp(setup: MethodSetup) -> Reinforce:
+    config = setup.config
+    return Reinforce(
+        loss_fn=config.loss,
+        loss_config=config.loss_config,
+        counts_tokens=True,
+        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
+        group_baseline=config.chosen("group_baseline"),
+    )

@@ -1,0 +1,157 @@
+"""An index over a corpus, by kind, kept on disk under a checksum.
+
+`hybrid` fuses the two rankings: a passage scores 1 / (60 + rank) in each, added up (reciprocal rank fusion).
+
+A kept index lies in `CACHE/KIND-CHECKSUM/`, named by the passages and the weights that it was made from. Its manifest
+holds the checksum of every file; a folder that does not match is made again. It is written beside its place and
+renamed, so what is there is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+from turnwise.errors import ConfigError
+from turnwise.retriever.corpus import Corpus, Hit
+from turnwise.retriever.dense import DenseIndex
+from turnwise.retriever.embeddings import Embedder, StaticEmbedder
+from turnwise.retriever.lexical import Bm25Index, Ranked
+
+IndexKind = Literal["bm25", "dense", "hybrid"]
+INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
+
+FORMAT = 1
+"""Raised when the files of a kept index change."""
+FUSION_OFFSET = 60
+FUSION_DEPTH = 100
+"""How far down the two rankings are read."""
+
+_MANIFEST = "manifest.json"
+
+
+class _Ranking(Protocol):
+    def search(self, query: str, topk: int) -> Ranked: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class CorpusIndex:
+    """Finds passages of one corpus. Searching changes nothing, so threads may share it."""
+
+    def __init__(self, corpus: Corpus, kind: IndexKind, parts: Sequence[_Ranking]) -> None:
+        self.corpus = corpus
+        self.kind = kind
+        self._parts = parts
+
+    def search(self, query: str, topk: int) -> list[Hit]:
+        """At most `topk` passages, best first; none when nothing in the query is known."""
+        if len(self._parts) == 1:
+            ranked = self._parts[0].search(query, topk)
+        else:
+            depth = max(topk, FUSION_DEPTH)
+            ranked = fuse([part.search(query, depth) for part in self._parts])[:topk]
+        return [Hit(document=self.corpus.documents[place], score=score) for place, score in ranked]
+
+    def save(self, folder: Path) -> None:
+        for number, part in enumerate(self._parts):
+            (folder / str(number)).mkdir()
+            part.save(folder / str(number))
+
+
+def fuse(rankings: Sequence[Ranked]) -> Ranked:
+    """Reciprocal rank fusion; equal sums in the order of the corpus."""
+    totals: defaultdict[int, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, (place, _) in enumerate(ranking, start=1):
+            totals[place] += 1 / (FUSION_OFFSET + rank)
+    return sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+
+
+def build_index(corpus: Corpus, kind: IndexKind, embedder: Embedder | None = None) -> CorpusIndex:
+    """Index a corpus in memory."""
+    texts = [document.contents for document in corpus.documents]
+    if kind == "bm25":
+        return CorpusIndex(corpus, kind, [Bm25Index.build(texts)])
+    dense = DenseIndex.build(texts, embedder or StaticEmbedder())
+    return CorpusIndex(corpus, kind, [dense] if kind == "dense" else [Bm25Index.build(texts), dense])
+
+
+def open_index(
+    corpus: Corpus, kind: IndexKind, *, cache: Path | None = None, embedder: Embedder | None = None
+) -> tuple[CorpusIndex, bool]:
+    """The index of a corpus, from `cache` where it is there and whole; True when it was.
+
+    Args:
+        cache: The folder of kept indexes; None keeps none.
+    """
+    if kind not in INDEX_KINDS:
+        raise ConfigError(f"index {kind!r}; expected {', '.join(INDEX_KINDS)}")
+    if kind != "bm25":
+        embedder = embedder or StaticEmbedder()
+    if cache is None:
+        return build_index(corpus, kind, embedder), False
+    place = cache.expanduser() / f"{kind}-{_key(corpus, kind, embedder)}"
+    if _is_whole(place):
+        return _load(corpus, kind, place, embedder), True
+    index = build_index(corpus, kind, embedder)
+    _keep(index, place)
+    return index, False
+
+
+def _key(corpus: Corpus, kind: IndexKind, embedder: Embedder | None) -> str:
+    made_from = [FORMAT, kind, corpus.checksum, embedder.name if embedder else ""]
+    return hashlib.sha256(json.dumps(made_from).encode("utf-8")).hexdigest()[:20]
+
+
+def _load(corpus: Corpus, kind: IndexKind, place: Path, embedder: Embedder | None) -> CorpusIndex:
+    if kind == "bm25":
+        return CorpusIndex(corpus, kind, [Bm25Index.load(place / "0")])
+    assert embedder is not None
+    if kind == "dense":
+        return CorpusIndex(corpus, kind, [DenseIndex.load(place / "0", embedder)])
+    return CorpusIndex(corpus, kind, [Bm25Index.load(place / "0"), DenseIndex.load(place / "1", embedder)])
+
+
+def _keep(index: CorpusIndex, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        index.save(fresh)
+        manifest = {name: _checksum(fresh / name) for name in _files(fresh)}
+        (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        if place.exists():
+            shutil.rmtree(place)  # it was there and not whole
+        try:
+            fresh.replace(place)
+        except OSError:
+            if not _is_whole(place):  # else another process was faster, with the same files
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _is_whole(place: Path) -> bool:
+    try:
+        manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(manifest, dict) or set(_files(place)) != set(manifest):
+        return False
+    return all(_checksum(place / name) == checksum for name, checksum in manifest.items())
+
+
+def _files(folder: Path) -> list[str]:
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return sorted(name for name in files if name != _MANIFEST)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,67 @@
+"""BM25: passages that share rare words with the query come first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import ConfigError
+from turnwise.retriever.embeddings import INSTALL
+
+Ranked = list[tuple[int, float]]
+"""Places in the corpus with their scores, best first."""
+
+
+class Bm25Index:
+    """Lucene's variant of BM25 over lower-cased words; English stop words do not count."""
+
+    kind = "bm25"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @classmethod
+    def build(cls, texts: Sequence[str]) -> Bm25Index:
+        model = _bm25s().BM25(method="lucene")
+        tokens = _bm25s().tokenize(list(texts), stopwords="en", show_progress=False)
+        if not tokens.vocab:
+            raise ConfigError("the corpus has no word to index; expected passages of text")
+        model.index(tokens, show_progress=False)
+        return cls(model)
+
+    @classmethod
+    def load(cls, folder: Path) -> Bm25Index:
+        return cls(_bm25s().BM25.load(str(folder), load_corpus=False, show_progress=False))
+
+    def save(self, folder: Path) -> None:
+        self._model.save(str(folder), show_progress=False)
+
+    def search(self, query: str, topk: int) -> Ranked:
+        """Passages that share a word with the query; equal scores in the order of the corpus."""
+        (words,) = _bm25s().tokenize([query], stopwords="en", return_ids=False, show_progress=False)
+        if not words:
+            return []
+        return best(self._model.get_scores(words), topk, above=0.0)
+
+
+def best(scores_N: npt.NDArray[np.float32], topk: int, *, above: float) -> Ranked:
+    """The `topk` highest scores, ties by place, so that the same query gets the same answer everywhere."""
+    count = min(topk, len(scores_N))
+    lowest = np.partition(scores_N, -count)[-count]
+    candidates = np.flatnonzero((scores_N >= lowest) & (scores_N > above))
+    order = candidates[np.argsort(-scores_N[candidates], kind="stable")][:count]
+    return [(int(place), float(scores_N[place])) for place in order]
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError as cause:
+        raise ConfigError(f"a BM25 index needs the package bm25s: {INSTALL}") from cause
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the package sets it to DEBUG
+    return bm25s

@@ -1,0 +1,302 @@
+"""One dialogue to turn h, then several continuations of it -> groups that differ from turn h on.
+
+    start ... turn h-1 | turn h ... end        attempt 0
+                       | turn h ... end        attempt 1
+                       | turn h ... end        ...
+
+The dialogue before h is played once. Each continuation stands in an env of its own in the same state: a fork of the
+first one where the env has `fork()`, else a fresh env of the same seed that was given the same replies. The states are
+compared (`state_key()`, and every answer of a replay), and a copy that differs fails its attempt. Sampler and env draw
+other numbers in each continuation (`reseed(seed)`, where the env has it). All continuations hold the same ids before
+turn h, so they share KV cache in sampling and the prefix tree in training.
+
+A dialogue that ends before turn h has no such turn. Its group then branches at a turn that is drawn again from those it
+had, or is dropped as `ended_before_branch`. While the dialogue runs, one of its turns is held ready for that, each with
+its share of the probability (reservoir sampling), so that no more than one spare env is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnwise.client.base import SamplingClient
+from turnwise.credit.branching import turn_probabilities
+from turnwise.envs.base import Task, World, assistant
+from turnwise.errors import AttemptFailed, ConfigError
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.env_calls import EnvCalls
+from turnwise.rollout.group import (
+    DroppedGroup,
+    OnEvent,
+    Rollout,
+    RolloutResult,
+    cancel_all,
+)
+from turnwise.rollout.limits import Clock, RolloutLimits
+from turnwise.rollout.play import (
+    Attempt,
+    Player,
+    Savepoint,
+    check_same_answer,
+    check_same_state,
+    close_in_any_case,
+    play_to_the_end,
+)
+from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.seeds import derive_seed
+from turnwise.sources import PlayBranches
+from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, TrajectoryGroup
+
+CHECKED_TURNS = 3
+"""At how many turns `check_can_branch` tries."""
+
+
+async def play_branches(
+    world: World,
+    tasks: Sequence[Task],
+    sampler: SamplingClient,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    plan: PlayBranches,
+    seed: int,
+    on_event: OnEvent | None = None,
+    quarantine: Quarantine | None = None,
+) -> RolloutResult:
+    """Branch one dialogue of each task; the group's size is `plan.continuations`. Else as `play_groups`."""
+    rollout = branch_rollout(
+        world, sampler, renderer, config, plan=plan, seed=seed, on_event=on_event, quarantine=quarantine
+    )
+    async with aclosing(rollout.run(tasks)) as finished:
+        outcomes = {index: outcome async for index, outcome in finished}
+    return rollout.result([outcomes[index] for index in range(len(tasks))])
+
+
+def branch_rollout(
+    world: World,
+    sampler: SamplingClient,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    plan: PlayBranches,
+    seed: int,
+    on_event: OnEvent | None = None,
+    quarantine: Quarantine | None = None,
+) -> Rollout:
+    """What plays branched groups, for somebody who asks for them one by one."""
+    config = dataclasses.replace(config, group_size=plan.continuations)
+    return _BranchRollout(world, sampler, renderer, config, seed, on_event, quarantine, plan=plan)
+
+
+@dataclass(slots=True)
+class _Trunk:
+    """The dialogue that a group shares, and the point at which it is left."""
+
+    player: Player
+    seed: int
+    point: Savepoint | None = None
+    """None: the dialogue ended before its turn."""
+    probability: float = 1.0
+    num_sampled_tokens: int = 0
+    stop_reason: StopReason | None = None
+
+    async def close(self) -> None:
+        if self.point is not None and self.point.parked is not None:
+            await self.point.parked.close()
+        await self.player.close()
+
+
+class _BranchRollout(Rollout):
+    def __init__(
+        self,
+        world: World,
+        sampler: SamplingClient,
+        renderer: Renderer,
+        config: RolloutConfig,
+        seed: int,
+        on_event: OnEvent | None,
+        quarantine: Quarantine | None,
+        *,
+        plan: PlayBranches,
+    ) -> None:
+        super().__init__(world, sampler, renderer, config, seed, on_event, quarantine)
+        self._plan = plan
+        self._probabilities_H = turn_probabilities(plan.turn, config.limits.max_turns, p=plan.p)
+
+    async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
+        reason = self.quarantine.reason(task.id)
+        if reason is not None:
+            return self.drop(task, "quarantined", reason, lost=self._plan.continuations)
+        trunk = await self._play_trunk(task, seed)
+        if isinstance(trunk, Trajectory):
+            return self.finish_group(task, [trunk])
+        self.stats.add_shared_tokens(trunk.num_sampled_tokens)
+        try:
+            return await self._continue(task, trunk, seed)
+        finally:
+            await close_in_any_case(trunk.close())
+
+    async def _continue(self, task: Task, trunk: _Trunk, seed: int) -> TrajectoryGroup | DroppedGroup:
+        point = trunk.point
+        if point is None:
+            detail = f"the dialogue ended ({trunk.stop_reason}) before the turn that it was to branch at"
+            return self.drop(task, "ended_before_branch", detail, lost=self._plan.continuations)
+        attempts = [
+            asyncio.create_task(self._play_continuation(task, index, seed, trunk, point))
+            for index in range(self._plan.continuations)
+        ]
+        try:
+            trajectories = await asyncio.gather(*attempts)
+        finally:
+            await cancel_all(attempts)
+        return self.finish_group(task, trajectories, branch_turn=len(point.turns), branch_probability=trunk.probability)
+
+    async def _play_trunk(self, task: Task, group_seed: int) -> _Trunk | Trajectory:
+        """Play to the turn that is to be branched at; a failed trajectory when that failed, time after time."""
+        retry = 0
+        while True:
+            seed = derive_seed(group_seed, "trunk", retry)
+            async with self.room:
+                trunk = await self._try_trunk(task, seed, derive_seed(group_seed, "turn", retry))
+            if isinstance(trunk, _Trunk):
+                return trunk
+            if not self.goes_on_after(task, trunk, retry):
+                return trunk
+            retry += 1
+
+    async def _try_trunk(self, task: Task, seed: int, turn_seed: int) -> _Trunk | Trajectory:
+        attempt = Attempt(task_id=task.id, index=0, seed=seed, make_env=lambda: self.world.make_env(task, seed))
+        player = Player(attempt, self.sampler, self.renderer, self.config, self.stats)
+        trunk = _Trunk(player=player, seed=seed)
+        is_ready = False
+        try:
+            await self._run_trunk(trunk, np.random.default_rng(turn_seed))
+            is_ready = True
+            return trunk
+        except AttemptFailed as error:
+            failure = Failure(party=error.party, detail=error.detail)
+            trajectory = player.to_trajectory(StopReason.FAILED, failure)
+            self.stats.add_try(trajectory)
+            self.quarantine.record_try(failure)
+            return trajectory
+        finally:
+            if not is_ready:
+                await close_in_any_case(trunk.close())
+
+    async def _run_trunk(self, trunk: _Trunk, rng: np.random.Generator) -> None:
+        """Play until turn h, holding the savepoint that would do if the dialogue ended before it."""
+        probabilities_H, player = self._probabilities_H, trunk.player
+        wanted = int(rng.choice(len(probabilities_H), p=probabilities_H))
+        await player.begin()
+        stop_reason = player.limit_reached()
+        while stop_reason is None and player.num_turns < wanted:
+            turn = player.num_turns
+            if self._plan.redraw and rng.random() * probabilities_H[: turn + 1].sum() < probabilities_H[turn]:
+                await self._hold(trunk, await player.save(is_fork=True))
+            stop_reason = await player.turn() or player.limit_reached()
+        trunk.num_sampled_tokens = player.num_sampled_tokens
+        trunk.stop_reason = stop_reason
+        if stop_reason is None:
+            await self._hold(trunk, await player.save(is_fork=False))
+            trunk.probability = float(probabilities_H[wanted])
+        elif trunk.point is not None:
+            drawn = len(trunk.point.turns)
+            trunk.probability = float(probabilities_H[drawn] / probabilities_H[: player.num_turns].sum())
+
+    @staticmethod
+    async def _hold(trunk: _Trunk, point: Savepoint) -> None:
+        before, trunk.point = trunk.point, point
+        if before is not None and before.parked is not None:
+            await close_in_any_case(before.parked.close())
+
+    async def _play_continuation(
+        self, task: Task, index: int, group_seed: int, trunk: _Trunk, point: Savepoint
+    ) -> Trajectory:
+        retry = 0
+        while True:
+            branch = Branch(turn=len(point.turns), seed=derive_seed(group_seed, index, retry), reseeds_env=True)
+            attempt = Attempt(
+                task_id=task.id,
+                index=index,
+                seed=trunk.seed,
+                make_env=lambda: self.world.make_env(task, trunk.seed),
+                branch=branch,
+            )
+            async with self.room:
+                player = Player(attempt, self.sampler, self.renderer, self.config, self.stats, point)
+                trajectory = await play_to_the_end(player)
+            self.stats.add_try(trajectory)
+            self.quarantine.record_try(trajectory.failure)
+            if trajectory.failure is None:
+                self.emit("attempt_done", task, trajectory)
+            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
+                return trajectory
+            retry += 1
+
+
+async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0) -> str:
+    """Branch a short dialogue without a model, and see that copies of the env answer as it does.
+
+    Returns how the world branches, `fork` or `replay`; raises `ConfigError` when it does neither.
+    """
+    task = world.tasks("train", 1, seed)[0]
+    dialogues = world.demonstrations(1, seed)
+    replies = [message for dialogue in dialogues for message in dialogue if message.role == "assistant"]
+    replies = (replies or [assistant("Hello."), assistant("Yes."), assistant("Go on.")])[:CHECKED_TURNS]
+    try:
+        return await _Check(world, task, limits, seed).run(replies)
+    except AttemptFailed as error:
+        raise ConfigError(
+            f"{world.name} cannot branch in the middle of an attempt: {error.detail}. Give the env a fork() that "
+            "copies all of its state, or let everything in it follow from its task, its seed and the replies; or "
+            "choose a method that plays attempts from the start, such as grpo"
+        ) from error
+
+
+class _Check:
+    """Two copies of an env, asked the same at each of the first turns."""
+
+    def __init__(self, world: World, task: Task, limits: RolloutLimits, seed: int) -> None:
+        self._clock = Clock(limits.attempt_deadline_s)
+        self._limits = limits
+        self._make_env = lambda: world.make_env(task, seed)
+        self._open: list[EnvCalls] = []
+
+    async def run(self, replies: Sequence[Message]) -> str:
+        try:
+            return await self._run(replies)
+        finally:
+            for env in self._open:
+                await close_in_any_case(env.close())
+
+    async def _run(self, replies: Sequence[Message]) -> str:
+        env = self._new()
+        start = await env.start()
+        answers: list[tuple[Message, ...]] = []
+        for turn, reply in enumerate(replies):
+            copy = self._new()
+            if env.can_fork:
+                await copy.start_as_fork(env)
+            else:
+                check_same_answer(-1, start, await copy.start())
+                for earlier, said in enumerate(replies[:turn]):
+                    check_same_answer(earlier, answers[earlier], tuple((await copy.step(said)).messages))
+            check_same_state(await env.state_key(), await copy.state_key())
+            step, again = await env.step(reply), await copy.step(reply)
+            check_same_answer(turn, tuple(step.messages), tuple(again.messages))
+            answers.append(tuple(step.messages))
+            if step.is_over or again.is_over:
+                break
+        return "fork" if env.can_fork else "replay"
+
+    def _new(self) -> EnvCalls:
+        env = EnvCalls(self._make_env, self._limits, self._clock)
+        self._open.append(env)
+        return env

@@ -1,0 +1,257 @@
+"""Copies of the policy play each other: every seat of a game is one trajectory.
+
+    result = await play_games(world, tasks, sampler, renderer, config, seed=step)
+    lessons = method.lessons(method.keep(result.groups).groups)
+
+A game of n seats becomes n envs that share a table. Each is played by `play`, as any env is: exact ids, limits, stop
+reasons and blame are the same. When a seat has moved, its env waits until its move comes again or the game is over,
+and then says what there is to see. The wait is as long as the other seats take, each within deadlines of its own, and
+ends when one of them goes away. The seats of one game fail together: what is left of a game whose other side broke is
+not scored; when a limit of the run ends one seat, the others are truncated.
+
+`config.group_size` games are played of each task, and a group is made of one seat of them (`task.id` and its seat):
+attempts that had the same place in the same position. A seat that never got to move in a game has no trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from turnwise.client.base import SamplingClient
+from turnwise.envs.base import EnvStep, Task
+from turnwise.envs.game import Game, GameWorld
+from turnwise.errors import AttemptFailed, ConfigError, Party
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.call import call, call_now
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.group import DroppedGroup, RolloutResult, cancel_all
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.stats import RolloutStats
+from turnwise.trajectory import Failure, Message, StopReason, Trajectory, TrajectoryGroup
+
+
+def seat_task_id(task_id: str, seat: int) -> str:
+    """The `task_id` of a seat's trajectories and group."""
+    return f"{task_id}/seat-{seat}"
+
+
+async def play_games(
+    world: GameWorld,
+    tasks: Sequence[Task],
+    samplers: SamplingClient | Sequence[SamplingClient],
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    seed: int,
+) -> RolloutResult:
+    """Play `config.group_size` games of each task; groups come in the order of tasks, then seats.
+
+    Args:
+        samplers: One for all seats, or one per seat: an older copy of the policy may hold some of them.
+        seed: Of this rollout; a run that plays a task again gives another one.
+    """
+    rollout = _SelfPlay(world, samplers, renderer, config)
+    running = [
+        asyncio.create_task(rollout.play_task(task, derive_seed(seed, task.id, index)))
+        for index, task in enumerate(tasks)
+    ]
+    try:
+        outcomes = [outcome for outcomes in await asyncio.gather(*running) for outcome in outcomes]
+    finally:
+        await cancel_all(running)
+    return RolloutResult(
+        groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
+        dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
+        stats=rollout.stats,
+    )
+
+
+class _SelfPlay:
+    """One call of `play_games`."""
+
+    def __init__(
+        self,
+        world: GameWorld,
+        samplers: SamplingClient | Sequence[SamplingClient],
+        renderer: Renderer,
+        config: RolloutConfig,
+    ) -> None:
+        # A step takes as long as the other seats do; they have deadlines of their own.
+        limits = dataclasses.replace(config.limits, step_deadline_s=config.limits.attempt_deadline_s)
+        self._config = dataclasses.replace(config, limits=limits)
+        self._world = world
+        self._samplers = samplers
+        self._renderer = renderer
+        self._room = asyncio.Semaphore(config.max_concurrency)
+        self.stats = RolloutStats()
+
+    async def play_task(self, task: Task, seed: int) -> list[TrajectoryGroup | DroppedGroup]:
+        """All games of a task, as one group per seat."""
+        games = [asyncio.create_task(self._play_game(task, index, seed)) for index in range(self._config.group_size)]
+        try:
+            played = await asyncio.gather(*games)
+        finally:
+            await cancel_all(games)
+        num_seats = max(len(seats) for seats in played)
+        return [
+            self._to_group(task, seat, [seats[seat] for seats in played if seat < len(seats)])
+            for seat in range(num_seats)
+        ]
+
+    async def _play_game(self, task: Task, index: int, task_seed: int) -> list[Trajectory | None]:
+        """One game, again when it failed; a trajectory per seat, None for a seat that never moved."""
+        retry = 0
+        while True:
+            async with self._room:
+                seats = await self._try_game(task, index, derive_seed(task_seed, index, retry))
+            for trajectory in seats:
+                if trajectory is not None:
+                    self.stats.add_try(trajectory)
+            has_failed = any(trajectory is not None and trajectory.failure is not None for trajectory in seats)
+            if not has_failed or retry == self._config.max_retries:
+                return seats
+            self.stats.add_retry()
+            retry += 1
+
+    async def _try_game(self, task: Task, index: int, seed: int) -> list[Trajectory | None]:
+        try:
+            game = call_now(Party.ENV, "make_game", lambda: self._world.make_game(task, seed))
+        except AttemptFailed as error:
+            return [_unplayed(seat_task_id(task.id, 0), index, seed, error)]
+        table = _Table(game)
+        samplers = self._seated(game.num_seats)
+        seats = [
+            asyncio.create_task(self._play_seat(table, seat, sampler, task, index, derive_seed(seed, "seat", seat)))
+            for seat, sampler in enumerate(samplers)
+        ]
+        try:
+            trajectories = await asyncio.gather(*seats)
+        finally:
+            await cancel_all(seats)
+        return _fail_together(trajectories)
+
+    async def _play_seat(
+        self, table: _Table, seat: int, sampler: SamplingClient, task: Task, index: int, seed: int
+    ) -> Trajectory | None:
+        attempt = Attempt(
+            task_id=seat_task_id(task.id, seat), index=index, seed=seed, make_env=lambda: _SeatEnv(table, seat)
+        )
+        deadline_s = self._config.limits.attempt_deadline_s
+        try:
+            if not await call(Party.ENV, "first move", lambda: table.wait_for(seat), deadline_s=deadline_s):
+                return None
+            return await play(attempt, sampler, self._renderer, self._config, self.stats)
+        except AttemptFailed as error:  # its first move never came
+            return _unplayed(attempt.task_id, index, seed, error)
+        finally:
+            table.leave()
+
+    def _seated(self, num_seats: int) -> list[SamplingClient]:
+        if not isinstance(self._samplers, Sequence):
+            return [self._samplers] * num_seats
+        if len(self._samplers) != num_seats:
+            raise ConfigError(f"{len(self._samplers)} samplers for {num_seats} seats; expected one for all or one each")
+        return list(self._samplers)
+
+    def _to_group(
+        self, task: Task, seat: int, trajectories: Sequence[Trajectory | None]
+    ) -> TrajectoryGroup | DroppedGroup:
+        task_id = seat_task_id(task.id, seat)
+        played = [trajectory for trajectory in trajectories if trajectory is not None]
+        kept = tuple(trajectory for trajectory in played if trajectory.failure is None)
+        failed = tuple(trajectory for trajectory in played if trajectory.failure is not None)
+        if len(kept) >= self._config.min_group_size:
+            self.stats.add_kept_group(kept, failed)
+            return TrajectoryGroup(task_id=task_id, trajectories=kept, failed=failed)
+        self.stats.add_dropped_group("group_too_small", len(kept), failed)
+        detail = f"{len(kept)} of {len(trajectories)} games are left, {self._config.min_group_size} are needed"
+        return DroppedGroup(task_id=task_id, why="group_too_small", detail=detail, trajectories=kept, failed=failed)
+
+
+class _Table:
+    """A game and who waits for it. All of it runs on one event loop, so a move is never interrupted."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self._changed = asyncio.Event()
+        self._is_broken = False  # a seat went away in the middle: the game cannot go on
+
+    def move(self, reply: Message) -> bool:
+        is_read = self.game.move(reply)
+        self._wake()
+        return is_read
+
+    def leave(self) -> None:
+        self._is_broken = self._is_broken or self.game.to_move is not None
+        self._wake()
+
+    async def wait_for(self, seat: int) -> bool:
+        """Until it is the seat's move (True), or never will be again (False)."""
+        while self.game.to_move not in (seat, None) and not self._is_broken:
+            await self._changed.wait()
+        return self.game.to_move == seat and not self._is_broken
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _SeatEnv:
+    """A game as one seat lives it."""
+
+    def __init__(self, table: _Table, seat: int) -> None:
+        self._table = table
+        self._seat = seat
+
+    async def start(self) -> list[Message]:
+        game = self._table.game
+        return [*game.rules(self._seat), *game.view(self._seat)]
+
+    async def step(self, reply: Message) -> EnvStep:
+        is_read = self._table.move(reply)
+        if await self._table.wait_for(self._seat):
+            return EnvStep(messages=self._table.game.view(self._seat), is_unparsable=not is_read)
+        if self._table.game.to_move is not None:
+            return EnvStep(truncated=True, is_unparsable=not is_read)  # another seat reached a limit of the run
+        outcome = self._table.game.outcome(self._seat)
+        return EnvStep(
+            reward=outcome.reward,
+            terminated=True,
+            is_success=outcome.is_success,
+            is_unparsable=not is_read,
+            info=outcome.info,
+        )
+
+    async def close(self) -> None:
+        self._table.leave()
+
+    def state_key(self) -> str:
+        return self._table.game.key()
+
+
+def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory | None]:
+    """A game in which one seat failed is no game for the others either."""
+    first = next((t for t in trajectories if t is not None and t.failure is not None), None)
+    if first is None or first.failure is None:
+        return list(trajectories)
+    shared = Failure(party=first.failure.party, detail=f"another seat of the game failed: {first.failure.detail}")
+    return [
+        dataclasses.replace(t, stop_reason=StopReason.FAILED, failure=shared)
+        if t is not None and t.failure is None
+        else t
+        for t in trajectories
+    ]
+
+
+def _unplayed(task_id: str, index: int, seed: int, error: AttemptFailed) -> Trajectory:
+    return Trajectory(
+        task_id=task_id,
+        attempt=index,
+        seed=seed,
+        turns=(),
+        stop_reason=StopReason.FAILED,
+        failure=Failure(party=error.party, detail=error.detail),
+    )

@@ -1,0 +1,166 @@
+"""The web application: routers, who may call, how much they may send, and what they are told when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from turnwise import __version__
+from turnwise.client.engines import LoadedModel
+from turnwise.errors import CheckpointError, TurnwiseError
+from turnwise.service import openai
+from turnwise.service.config import ServeConfig, is_loopback
+from turnwise.service.failures import HttpFailure, log, log_internal, without_paths
+from turnwise.service.metrics import add_metrics
+from turnwise.service.routes import mint, rest, sampling, sessions, training
+from turnwise.service.service import Service
+from turnwise.service.store import Store
+
+
+def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> FastAPI:
+    """The application; its service starts and ends with the server's event loop."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = Service(config, store, models)
+        service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="turnwise", version=__version__, lifespan=lifespan, redoc_url=None)
+    for router in (sessions.router, training.router, sampling.router, rest.router, mint.router, openai.router):
+        app.include_router(router)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    add_metrics(app)
+    app.add_middleware(Gate, config=config)
+    return app
+
+
+class Gate:
+    """The outermost layer: bounds bodies, refuses foreign hosts where no key is needed, and answers for our bugs."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        has_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = has_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, self._bounded(receive), watched_send)
+        except _BodyTooLargeError:
+            await self._too_large()(scope, receive, send)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - our bug: the client learns its name, the log the rest
+            name = log_internal(error)
+            if not has_started:
+                await _json(500, f"internal error {name}")(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            return _json(400, "content-length is no number")
+        if int(length) > self._config.max_body_bytes:
+            return self._too_large()
+        # Without keys, a page in this machine's browser must not get in by a name that it points here.
+        service: Service | None = getattr(scope["app"].state, "service", None) if "app" in scope else None
+        if service is not None and service.access.is_open:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if not is_loopback(_without_port(host)):
+                return _json(403, "without API keys this service answers on localhost only")
+        return None
+
+    def _too_large(self) -> JSONResponse:
+        return _json(413, f"the body is larger than {self._config.max_body_bytes} bytes")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._config.max_body_bytes:
+                raise _BodyTooLargeError
+            return message
+
+        return bounded
+
+
+class _BodyTooLargeError(Exception):
+    """A body without a length went on for too long."""
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+def _json(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status_code=status, headers=dict(headers or {}))
+
+
+async def _on_failure(_: Request, error: Any) -> JSONResponse:
+    return _json(error.status, error.detail, error.headers)
+
+
+async def _on_known_error(_: Request, error: Any) -> JSONResponse:
+    status = 404 if isinstance(error, CheckpointError) else 400
+    return _json(status, without_paths(str(error)))
+
+
+async def _on_invalid(_: Request, error: Any) -> JSONResponse:
+    details = [
+        {"loc": [str(part)[:100] for part in item["loc"]], "msg": str(item["msg"])[:300], "type": item["type"]}
+        for item in error.errors()[:20]
+    ]
+    return JSONResponse({"detail": details}, status_code=422)
+
+
+async def _on_http_error(_: Request, error: Any) -> JSONResponse:
+    return _json(error.status_code, str(error.detail), error.headers)
+
+
+async def _on_storage_error(_: Request, error: Any) -> JSONResponse:
+    log.error("the store failed: %s", error)
+    return _json(
+        503, "the server cannot write to its disk right now; nothing was changed, try again", {"retry-after": "5"}
+    )
+
+
+_HANDLERS: Mapping[Any, Callable[..., Any]] = {
+    HttpFailure: _on_failure,
+    TurnwiseError: _on_known_error,
+    RequestValidationError: _on_invalid,
+    ValidationError: _on_invalid,
+    HTTPException: _on_http_error,
+    sqlite3.Error: _on_storage_error,
+}

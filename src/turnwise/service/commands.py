@@ -1,0 +1,105 @@
+"""`turnwise serve` and `turnwise keys`: what they do. `cli.py` has their options."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError
+from turnwise.service.access import Access, KeyStyle, create_key, revoke_key
+from turnwise.service.config import ServeConfig
+from turnwise.service.store import Store
+
+CLOSE_S = 5
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until interrupted."""
+    try:
+        import fastapi  # noqa: F401
+        import google.protobuf  # noqa: F401
+        import uvicorn
+        import zstandard  # noqa: F401
+    except ImportError as cause:
+        raise ConfigError(
+            f"{cause.name} is missing; install what the service needs: pip install 'turnwise[service]'"
+        ) from cause
+    from turnwise.service.app import create_app
+    from turnwise.service.engines import load_models
+
+    store = Store(config.data_dir)
+    access = Access(store, is_loopback=config.is_loopback, token_s=config.token_s)
+    access.check_bind()
+    listener = _listen(config)
+    port = listener.getsockname()[1]
+    _say(f"loading {', '.join(config.models)} ...")
+    models = load_models(config.models, config.engine)
+    app = create_app(config, store, models)
+
+    class Server(uvicorn.Server):
+        """Lets held polls go as soon as it is asked to stop."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if hasattr(app.state, "service"):
+                app.state.service.promises.close()
+            super().handle_exit(sig, frame)
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    options = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S, timeout_keep_alive=75
+    )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    key = "no key needed" if access.is_open else "API keys required"
+    _say(f"serving {', '.join(config.models)} at http://{host}:{port} ({key}); data in {config.data_dir}")
+    address = f"http://{host}:{port}"
+    _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
+    Server(options).run(sockets=[listener])
+    return 0
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """Take the port before a model is loaded for minutes."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as cause:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({cause.strerror}); choose another --port, or 0 for any"
+        ) from cause
+    listener.listen(1024)
+    return listener
+
+
+def create(data_dir: Path, name: str, style: KeyStyle) -> int:
+    store = Store(data_dir)
+    print(create_key(store, name, style))
+    _say("this is the only time that the key is shown; the server keeps a hash of it")
+    return 0
+
+
+def list_all(data_dir: Path) -> int:
+    keys = Store(data_dir).list_keys()
+    if not keys:
+        _say("no keys; a server on this machine's own address needs none")
+    for key in keys:
+        made = datetime.fromtimestamp(key.created_at, UTC).strftime("%Y-%m-%d %H:%M")
+        state = "revoked" if key.revoked_at is not None else "active"
+        print(f"{key.key_id:4d}  ...{key.hint}  {made}  {state:8s} {key.name}")
+    return 0
+
+
+def revoke(data_dir: Path, key_id: int) -> int:
+    row = revoke_key(Store(data_dir), key_id)
+    _say(f"key {row.key_id} ({row.name}) is revoked; what it owns stays, and nobody can reach it")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

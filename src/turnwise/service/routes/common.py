@@ -1,0 +1,57 @@
+"""What every router uses: who is calling, the body within its bounds, and the answer that names a request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import zstandard
+from fastapi import Depends, Request
+from fastapi.responses import JSONResponse
+
+from turnwise.service.access import Caller
+from turnwise.service.config import is_loopback
+from turnwise.service.failures import HttpFailure
+from turnwise.service.service import Service
+
+PREFIX = "/api/v1"
+
+
+async def get_service(request: Request) -> Service:
+    return request.app.state.service
+
+
+async def get_caller(request: Request) -> Caller:
+    service: Service = request.app.state.service
+    return service.access.caller(request.headers.get("x-api-key"))
+
+
+ServiceDep = Annotated[Service, Depends(get_service)]
+CallerDep = Annotated[Caller, Depends(get_caller)]
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, decompressed if it was sent with zstd; the server's middleware has bounded what arrived."""
+    body = await request.body()
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding != "zstd":
+        raise HttpFailure(415, f"content-encoding {encoding[:50]!r} is not supported; expected zstd or none")
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)
+    try:
+        data = reader.read(limit + 1)
+    except zstandard.ZstdError as cause:
+        raise HttpFailure(400, "the body is no zstd frame") from cause
+    if len(data) > limit:
+        raise HttpFailure(413, f"the body is larger than {limit} bytes once decompressed")
+    return data
+
+
+def promised(request_id: str, **more: Any) -> JSONResponse:
+    """The answer to every submission."""
+    return JSONResponse({"request_id": request_id, **more})
+
+
+def is_local(request: Request) -> bool:
+    """Whether the client runs on this machine, and can read its files."""
+    return request.client is not None and is_loopback(request.client.host)

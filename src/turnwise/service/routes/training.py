@@ -1,0 +1,207 @@
+"""Training: models, forward_backward, optim_step, saving and loading."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from turnwise.errors import TurnwiseError
+from turnwise.service import schemas, wire
+from turnwise.service.access import Caller
+from turnwise.service.failures import HttpFailure, not_found
+from turnwise.service.requests import RequestKind, TrainingRequest, parse_request, place_of
+from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep, is_local, promised, read_body
+from turnwise.service.service import Service
+from turnwise.service.store import KIND_KEY, CheckpointRow
+
+router = APIRouter(prefix=PREFIX, tags=["training"])
+
+BIG_BODY = 1 << 16
+"""Bodies from this size on are parsed beside the event loop."""
+
+
+def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
+    """A model's JSON schema with nothing to look up elsewhere."""
+
+    def resolve(node: Any, definitions: dict[str, Any]) -> Any:
+        if isinstance(node, list):
+            return [resolve(item, definitions) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {key: resolve(value, definitions) for key, value in node.items() if key != "$defs"}
+
+    schema = body.model_json_schema()
+    return resolve(schema, schema.get("$defs", {}))
+
+
+def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict[str, Any]:
+    """How a body that is read by hand appears in the OpenAPI document."""
+    content: dict[str, Any] = {wire.JSON: {"schema": inline_schema(body)}}
+    if protobuf is not None:
+        content[wire.PROTOBUF] = {"schema": {"type": "string", "format": "binary", "title": protobuf}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def submit(service: Service, caller: Caller, request: Request, kind: RequestKind) -> JSONResponse:
+    """Read, check and queue one training request; one that is refused still uses up its sequence number."""
+    body = await read_body(request, service.config.max_body_bytes)
+    try:
+        parsed = (
+            await asyncio.to_thread(parse_request, kind, body) if len(body) > BIG_BODY else parse_request(kind, body)
+        )
+        retry_key = request.headers.get("x-idempotency-key") if parsed.seq is None else None
+        request_id = service.training.submit(caller, parsed, retry_key=retry_key)
+    except HttpFailure as failure:
+        if failure.status < 429:
+            _refuse(service, caller, kind, body)
+        raise
+    except (TurnwiseError, ValidationError):
+        _refuse(service, caller, kind, body)
+        raise
+    return promised(request_id, model_id=parsed.model_id)
+
+
+def _refuse(service: Service, caller: Caller, kind: RequestKind, body: bytes) -> None:
+    place = place_of(kind, body)
+    if place is not None:
+        service.training.refuse(caller, *place)
+
+
+@router.post("/create_model")
+async def create_model(service: ServiceDep, caller: CallerDep, body: schemas.CreateModelBody) -> JSONResponse:
+    request_id, model_id = service.training.create(caller, body)
+    return promised(request_id, model_id=model_id)
+
+
+@router.post("/get_info")
+async def get_info(
+    service: ServiceDep, caller: CallerDep, body: schemas.ModelBody, request: Request
+) -> dict[str, object]:
+    run = service.store.run(body.model_id, caller.owner)
+    if run is None:
+        raise not_found("model")
+    served = service.models.find(run.base_model)
+    return {
+        "type": "get_info",
+        "model_id": run.model_id,
+        "model_data": {
+            "arch": served.loaded.worker.engine.arch,
+            "model_name": run.base_model,
+            "tokenizer_id": served.tokenizer_name(is_local=is_local(request)),
+        },
+        "is_lora": True,
+        "lora_rank": run.lora.rank,
+        "model_name": run.base_model,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+@router.post(
+    "/forward_backward", openapi_extra=documented(schemas.ForwardBackwardBody, protobuf="ForwardBackwardRequest")
+)
+async def forward_backward(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in (wire.PROTOBUF, wire.JSON):
+        raise HttpFailure(415, f"content-type {content_type[:50]!r}; expected {wire.PROTOBUF} or {wire.JSON}")
+    is_proto = content_type == wire.PROTOBUF
+    return await submit(service, caller, request, "forward_backward.proto" if is_proto else "forward_backward.json")
+
+
+@router.post("/forward", openapi_extra=documented(schemas.ForwardBody))
+async def forward(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    return await submit(service, caller, request, "forward.json")
+
+
+@router.post("/optim_step", openapi_extra=documented(schemas.OptimStepBody))
+async def optim_step(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    return await submit(service, caller, request, "optim_step")
+
+
+@router.post("/save_weights", openapi_extra=documented(schemas.SaveWeightsBody))
+async def save_weights(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    return await submit(service, caller, request, "save_weights")
+
+
+@router.post("/save_weights_for_sampler", openapi_extra=documented(schemas.SaveWeightsBody))
+async def save_weights_for_sampler(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    return await submit(service, caller, request, "save_weights_for_sampler")
+
+
+@router.post("/save_weights_external", openapi_extra=documented(schemas.SaveWeightsBody))
+async def save_weights_external(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    return await submit(service, caller, request, "save_weights_external")
+
+
+@router.post("/load_weights", openapi_extra=documented(schemas.LoadWeightsBody))
+async def load_weights(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
+    body = await read_body(request, service.config.max_body_bytes)
+    asked = schemas.LoadWeightsBody.model_validate_json(body)
+    if asked.model_id is not None:
+        return await submit(service, caller, request, "load_weights")
+    if asked.session_id is None or asked.model_seq_id is None:
+        raise HttpFailure(400, "send model_id and seq_id, or session_id and model_seq_id to create the model too")
+    row = service.checkpoints.find(asked.path, caller.owner)
+    lora = schemas.LoraBody(
+        rank=row.lora.rank,
+        train_unembed=row.lora.train_unembed,
+        train_mlp=row.lora.train_mlp,
+        train_attn=row.lora.train_attn,
+    )
+    create = schemas.CreateModelBody(
+        session_id=asked.session_id,
+        model_seq_id=asked.model_seq_id,
+        base_model=row.base_model,
+        user_metadata={**_kind_of(row), **(asked.user_metadata or {})},
+        lora_config=lora,
+        optimizer_config=asked.optimizer_config,
+    )
+    _, model_id = service.training.create(caller, create)
+    load = asked.model_copy(update={"model_id": model_id})
+    parsed = TrainingRequest(
+        kind="load_weights", model_id=model_id, seq=None, body=load.model_dump_json().encode(), parsed=load
+    )
+    return promised(service.training.submit(caller, parsed, retry_key=f"load:{model_id}"), model_id=model_id)
+
+
+def _kind_of(row: CheckpointRow) -> dict[str, str]:
+    """A critic's checkpoint makes a critic."""
+    return {KIND_KEY: row.user_metadata[KIND_KEY]} if KIND_KEY in row.user_metadata else {}
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(_: CallerDep) -> JSONResponse:
+    raise HttpFailure(
+        400, "losses that run on the server are not supported; forward_backward_custom runs on the client"
+    )
+
+
+@router.post("/weights_info")
+async def weights_info(service: ServiceDep, caller: CallerDep, body: schemas.WeightsInfoBody) -> dict[str, object]:
+    row = service.checkpoints.find(body.tinker_path, caller.owner)
+    return {
+        "base_model": row.base_model,
+        "is_lora": True,
+        "lora_rank": row.lora.rank,
+        "train_unembed": row.lora.train_unembed,
+        "train_mlp": row.lora.train_mlp,
+        "train_attn": row.lora.train_attn,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+@router.post("/unload_model")
+async def unload_model(service: ServiceDep, caller: CallerDep, body: schemas.ModelBody) -> JSONResponse:
+    """Park the adapter at once; it comes back when it is used again."""
+    model = service.training.get(body.model_id, caller.owner)
+    if model.lane.is_idle and model.place.is_resident:
+        service.training.snapshot(model, park=True)
+    promise = service.promises.create(caller.owner, "UnloadModel", 0)
+    service.promises.settle(promise, {"type": "unload_model", "model_id": body.model_id, "time": time.time()})
+    return promised(promise.request_id, model_id=body.model_id)

@@ -1,0 +1,90 @@
+"""The learning half of a step: lessons, optimizer steps, and the proof that they trained what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from turnwise.client.base import TrainingClient
+from turnwise.methods.base import Lesson, Method, datums_of, with_old_logprobs
+from turnwise.rollout.certify import Certificate, certify
+from turnwise.train.assemble import Parts, split_evenly
+from turnwise.train.critic import Critic
+from turnwise.train.metrics import Learned
+from turnwise.train.watchdog import Watchdog
+from turnwise.trajectory import TrajectoryGroup
+from turnwise.types import AdamParams, ForwardBackwardOutput
+
+
+class Learner:
+    """Turns what a step was given into weights."""
+
+    def __init__(
+        self, parts: Parts, trainer: TrainingClient, critic: Critic | None, watchdog: Watchdog, k2_tolerance: float
+    ) -> None:
+        self._parts = parts
+        self._trainer = trainer
+        self._critic = critic
+        self._watchdog = watchdog
+        self._k2_tolerance = k2_tolerance
+
+    async def learn(self, items: Sequence[Any], optim: AdamParams) -> list[Learned]:
+        """All optimizer steps of one batch; their lessons are made before the first one moves a weight."""
+        shares = split_evenly(items, self._parts.config.train.substeps)
+        prepared = [await self._prepare(share) for share in shares]
+        return [await self._optimize(lessons, optim) for lessons in prepared if datums_of(lessons)]
+
+    async def certify(
+        self, groups: Sequence[TrajectoryGroup], learned: Sequence[Learned], version: int
+    ) -> Certificate | None:
+        """Check what was trained first in a step: the weights were still those of `version`.
+
+        Args:
+            groups: what to check where nothing was trained.
+        """
+        output: ForwardBackwardOutput | None
+        if learned:
+            lessons, output = learned[0].lessons, learned[0].output
+        elif groups:
+            lessons = await self._prepare(groups[:1])
+            datums = datums_of(lessons)
+            output = await self._call("forward", self._trainer.forward(datums, "cross_entropy")) if datums else None
+        else:
+            return None
+        answers = [] if output is None else [one["logprobs"].tolist() for one in output.loss_fn_outputs]
+        return certify(
+            [lesson.trajectory for lesson in lessons if lesson.trajectory is not None],
+            lambda _: answers,
+            datums=[lesson.datums for lesson in lessons],
+            only_version=version,
+            k2_tolerance=self._k2_tolerance,
+        )
+
+    async def _prepare(self, items: Sequence[Any]) -> list[Lesson]:
+        method = self._parts.method
+        if self._critic is None:
+            lessons = method.lessons(items)
+        else:
+            asked = self._critic.values([t for group in items for t in group.trajectories])
+            values = await self._watchdog.call("critic", "values", asked)
+            lessons = cast(Method, method).lessons(items, values)
+        datums = datums_of(lessons)
+        if not self._parts.config.method.old_policy or not datums:
+            return lessons
+        output = await self._call("forward", self._trainer.forward(datums, "cross_entropy"))
+        return with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])
+
+    async def _optimize(self, lessons: Sequence[Lesson], optim: AdamParams) -> Learned:
+        """One optimizer step."""
+        method, datums = self._parts.method, datums_of(lessons)
+        output = await self._call(
+            "forward_backward", self._trainer.forward_backward(datums, method.loss_fn, method.loss_config)
+        )
+        stepped = await self._call("optim_step", self._trainer.optim_step(optim))
+        metrics = dict(stepped.metrics)
+        if self._critic is not None:
+            metrics |= await self._watchdog.call("critic", "learn", self._critic.learn(lessons))
+        return Learned(lessons=lessons, output=output, optim_metrics=metrics)
+
+    async def _call(self, what: str, work: Any) -> Any:
+        return await self._watchdog.call("trainer", what, work)

@@ -1,0 +1,160 @@
+"""Training the critic alone, before the policy's first step (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118).
+
+Batches of attempts come from one of three places: the policy as it is plays them, the world's scripted dialogues are
+played again for their rewards, or a stored run has them. The policy learns nothing meanwhile. It ends after
+`critic.pretrain_steps` batches, or when explained variance and loss, measured on each batch before it is learned,
+have stopped to get better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Sequence
+
+from turnwise.client.base import SamplingClient
+from turnwise.client.fake import ScriptedSampler
+from turnwise.credit.shaping import shape_group
+from turnwise.errors import ConfigError
+from turnwise.renderers.base import Renderer
+from turnwise.renderers.dialogue import dialogue_to_turns
+from turnwise.rollout.group import play_groups
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.stats import RolloutStats
+from turnwise.runlog.reader import RunReader
+from turnwise.train.assemble import Parts, make_optim
+from turnwise.train.config import Config
+from turnwise.train.config_files import config_from_yaml
+from turnwise.train.critic import Critic
+from turnwise.train.deck import Deck
+from turnwise.train.interrupt import Interrupt
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+MIN_RISE = 0.01
+"""Of the explained variance: what counts as better."""
+MIN_FALL = 0.02
+"""Of the loss, as a share of it: likewise. A critic that still learns the mean has no variance to show for it."""
+
+
+class Plateau:
+    """Knows when neither the explained variance rises nor the loss falls any more."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._best_variance, self._best_loss = -math.inf, math.inf
+        self._num_since = 0
+
+    def is_reached(self, explained_variance: float, loss: float) -> bool:
+        """Tell the numbers of the next batch; a variance that could not be measured (nan) is not better."""
+        is_rising = explained_variance >= self._best_variance + MIN_RISE
+        is_falling = loss < self._best_loss * (1 - MIN_FALL)
+        if is_rising:
+            self._best_variance = explained_variance
+        if is_falling:
+            self._best_loss = loss
+        self._num_since = 0 if is_rising or is_falling else self._num_since + 1
+        return self._num_since >= self._patience
+
+
+async def pretrain(
+    critic: Critic, parts: Parts, renderer: Renderer, sampler: SamplingClient, interrupt: Interrupt
+) -> AsyncIterator[dict[str, float]]:
+    """Train the critic batch by batch; each gives its metrics. The policy is only sampled from."""
+    config, batches = critic.config, Batches(parts, renderer, critic.config.pretrain_from)
+    optim = make_optim(parts.config, config.pretrain_learning_rate)
+    plateau = Plateau(config.pretrain_patience)
+    while not critic.is_pretrained:
+        trajectories = await interrupt.unless(batches.batch(critic.num_pretrained, sampler))
+        metrics = await critic.study(trajectories, optim)
+        critic.num_pretrained += 1
+        if plateau.is_reached(metrics["explained_variance"], metrics["loss"]):
+            critic.num_pretrained = config.pretrain_steps
+        sampled = sum(one.num_sampled_tokens for one in trajectories) if batches.is_played else 0
+        yield {**metrics, "attempts": float(len(trajectories)), "sampled_tokens": float(sampled)}
+
+
+class Batches:
+    """The attempts of each batch, by its number."""
+
+    def __init__(self, parts: Parts, renderer: Renderer, source: str) -> None:
+        self._parts = parts
+        self._renderer = renderer
+        self._source = source
+        self._stored: Deck[Trajectory] | None = None
+
+    @property
+    def is_played(self) -> bool:
+        """The policy is sampled from."""
+        return self._source == "rollouts"
+
+    async def batch(self, index: int, sampler: SamplingClient) -> Sequence[Trajectory]:
+        if self.is_played:
+            return await self._play(index, sampler)
+        if self._stored is None:
+            stored = await self._demonstrations() if self._source == "demonstrations" else self._read()
+            rollout, train = self._parts.rollout, self._parts.config.train
+            self._stored = Deck(stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic"))
+        return self._stored.batch(index)
+
+    async def _play(self, index: int, sampler: SamplingClient) -> list[Trajectory]:
+        parts = self._parts
+        played = await play_groups(
+            *(parts.world, parts.tasks.batch(index), sampler, self._renderer, parts.rollout),
+            seed=derive_seed(parts.config.train.seed, "critic", index),
+        )
+        groups = [shape_group(group, parts.shaping) for group in played.groups]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if not trajectories:
+            raise ConfigError(
+                f"no attempt of batch {index + 1} can be learned from; did the world {parts.world.name} fail?"
+            )
+        return trajectories
+
+    async def _demonstrations(self) -> list[Trajectory]:
+        """The world's scripted dialogues with the rewards that its envs give them."""
+        parts, config = self._parts, self._parts.config
+        seed, count = derive_seed(config.train.seed, "demonstrations"), config.warmup.demonstrations
+        dialogues, tasks = parts.world.demonstrations(count, seed), parts.world.tasks("train", count, seed)
+        if not dialogues:
+            raise ConfigError(f"{parts.world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
+        found: list[Trajectory] = []
+        for index, (task, dialogue) in enumerate(zip(tasks, dialogues, strict=False)):
+            replies = [turn.reply_ids for turn in dialogue_to_turns(self._renderer, dialogue)]
+            attempt = Attempt(
+                task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
+            )
+            limits = dataclasses.replace(parts.rollout.limits, max_turns=len(replies))
+            rollout = dataclasses.replace(parts.rollout, limits=limits)
+            one = await play(attempt, ScriptedSampler(replies), self._renderer, rollout, RolloutStats())
+            if list(one.start) != list(dialogue[: len(one.start)]):
+                raise ConfigError(
+                    f"dialogue {index} of {parts.world.name} does not belong to its task {task.id}, so its rewards are "
+                    "unknown; set critic.pretrain_from=rollouts"
+                )
+            found.append(one)
+        played = [one for one in found if one.failure is None]
+        if not played:
+            raise ConfigError(f"no scripted dialogue of {parts.world.name} can be played: {found[0].failure}")
+        group = TrajectoryGroup(task_id="demonstrations", trajectories=tuple(played))
+        return list(shape_group(group, parts.shaping).trajectories)
+
+    def _read(self) -> list[Trajectory]:
+        """The attempts that a stored run was trained on, with the rewards that they were credited with."""
+        with RunReader(self._source) as run:
+            _check_same(config_from_yaml(run.config_yaml, self._source), self._parts.config, self._source)
+            rows = [row for row in run.attempts(phase="train") if row.has_tokens and row.outcome != "failed"]
+            found = [run.attempt(row.id).trajectory for row in rows]
+        if not found:
+            raise ConfigError(f"{self._source} holds no attempt with its tokens; there is nothing to learn from")
+        return found
+
+
+def _check_same(stored: Config, config: Config, source: str) -> None:
+    """Ids mean the same under the same model, and rewards in the same world."""
+    for name, was, wanted in (
+        ("env.name", stored.env.name, config.env.name),
+        ("model.name", stored.model.alias or stored.model.name, config.model.alias or config.model.name),
+    ):
+        if was != wanted:
+            raise ConfigError(f"critic.pretrain_from={source} was played with {name}={was}; this run has {wanted}")

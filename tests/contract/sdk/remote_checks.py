@@ -1,0 +1,229 @@
+"""What the remote client must see at a service of ours. Runs in a process of its own; names are claims."""
+
+import asyncio
+import json
+import os
+import urllib.request
+import uuid
+from pathlib import Path
+
+import numpy as np
+import openai
+
+from turnwise import types
+from turnwise.client.local import ServiceClient
+from turnwise.client.remote import RemoteServiceClient
+from turnwise.credit.datums import trajectory_to_datums
+from turnwise.credit.weights import token_mean, weigh
+from turnwise.errors import ConfigError, ServiceError
+from turnwise.rollout.certify import certify
+from turnwise.service.openai_trajectory import trajectory_from_json
+
+URL = os.environ["TINKER_BASE_URL"]
+IDS = [5, 6, 7, 8, 9, 10, 11]
+OURS = RemoteServiceClient(URL)
+TINKER = RemoteServiceClient(URL, dialect="tinker")
+LOCAL = ServiceClient(data_dir=Path(os.environ["SCRATCH"]))
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def _datum(**more):
+    inputs = {
+        "target_tokens": IDS[1:],
+        "mask": [0.0, 1.0, 1.0, 0.0, 1.0, 1.0],
+        "weights": [0.0, 0.5, 0.25, 0.0, 0.125, 2.0],
+        "logprobs": [0.0, -6.2, -5.9, 0.0, -6.0, -6.3],
+        "advantages": [0.0, 1.0, -1.0, 0.0, -0.5, 0.5],
+        "temperature": [1.0] * 6,
+    }
+    return types.Datum(types.ModelInput.from_ints(IDS[:-1]), {**inputs, **more})
+
+
+def _post(path, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{URL}{path}", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def _get(path):
+    with urllib.request.urlopen(f"{URL}{path}", timeout=20) as answer:
+        return json.load(answer)
+
+
+def _trainers(seed=3):
+    return [one.create_lora_training_client("tiny", rank=8, seed=seed) for one in (LOCAL, OURS, TINKER)]
+
+
+def a_service_of_ours_is_told_from_any_other():
+    assert OURS.dialect == "turnwise"
+    (model,) = OURS.get_server_capabilities().supported_models
+    assert model.model_name == "tiny"
+
+
+def training_there_is_training_here_in_either_dialect():
+    """Loss, logprobs, gradient norm and weights after steps, for every loss that Tinker's wire can say."""
+    for loss_fn in ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"):
+        found = []
+        for trainer in _trainers():
+            values = []
+            for _ in range(2):
+                output = trainer.forward_backward([_datum(), _datum()], loss_fn).result()
+                stepped = trainer.optim_step(ADAM).result()
+                values += [output.metrics["loss:sum"], stepped.metrics["grad_norm"]]
+                assert output.metrics["num_trained_tokens:sum"] == 8
+                mask = np.array(_datum().loss_fn_inputs["mask"].data) == 1
+                values += output.loss_fn_outputs[0]["logprobs"].to_numpy()[mask].tolist()
+            found.append(values)
+        np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-5, err_msg=loss_fn)
+        np.testing.assert_allclose(found[2], found[0], rtol=2e-4, atol=1e-5, err_msg=loss_fn)
+
+
+def what_tinker_cannot_say_still_reaches_a_service_of_ours():
+    local, ours, tinker = _trainers()
+    warm = _datum(temperature=[1.0, 0.7, 0.7, 1.0, 0.7, 0.7])
+    for datum, loss_fn, config in (
+        (_datum(), "dro", {"beta": 0.1}),
+        (_datum(), "ppo", {"dual_clip": 3.0}),
+        (_datum(), "dppo_tv", None),
+        (warm, "importance_sampling", None),
+    ):
+        here = local.forward([datum], loss_fn, config).result()
+        there = ours.forward([datum], loss_fn, config).result()
+        assert np.isclose(here.metrics["loss:sum"], there.metrics["loss:sum"], rtol=1e-4), loss_fn
+        try:
+            tinker.forward([datum], loss_fn, config)
+        except ConfigError:
+            continue
+        raise AssertionError(f"{loss_fn} went through")
+
+
+def sampling_there_is_sampling_here():
+    local, ours, _ = _trainers()
+    for trainer in (local, ours):
+        trainer.forward_backward([_datum()], "cross_entropy")
+        trainer.optim_step(ADAM).result()
+    samplers = [trainer.save_weights_and_get_sampling_client() for trainer in (local, ours)]
+    params = types.SamplingParams(max_tokens=12, seed=2**63 + 11, temperature=0.9, stop_token_ids=[3])
+    prompt = types.ModelInput.from_ints(IDS)
+    here, there = (s.sample(prompt, 2, params, include_prompt_logprobs=True).result() for s in samplers)
+    for one, other in zip(here.sequences, there.sequences, strict=True):
+        assert list(one.tokens) == list(other.tokens)
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-4)
+    np.testing.assert_allclose(there.prompt_logprobs[1:], here.prompt_logprobs[1:], atol=1e-4)
+    scored = samplers[1].compute_logprobs(prompt).result()
+    np.testing.assert_allclose(scored[1:], here.prompt_logprobs[1:], atol=1e-4)
+    assert there.policy_version == 1
+    assert samplers[1].get_tokenizer().decode(IDS) == samplers[0].get_tokenizer().decode(IDS)
+
+
+async def everything_can_be_awaited_and_cancelled():
+    trainer = await OURS.create_lora_training_client_async("tiny", rank=4, seed=1)
+    future = await trainer.forward_backward_async([_datum()], "cross_entropy")
+    stepped = await trainer.optim_step_async(ADAM)
+    assert (await future).metrics["loss:sum"] > 0
+    await stepped
+    sampler = await trainer.save_weights_and_get_sampling_client_async()
+    prompt = types.ModelInput.from_ints(IDS)
+    response = await sampler.sample_async(prompt, 1, types.SamplingParams(max_tokens=3))
+    assert len(response.sequences[0].tokens) == 3
+    task = asyncio.create_task(sampler.sample_async(prompt, 64, types.SamplingParams(max_tokens=1000, stop=[])))
+    await asyncio.sleep(0)
+    task.cancel()
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(error, asyncio.CancelledError)
+    assert (await trainer.get_info_async()).lora_rank == 4
+
+
+def a_saved_state_goes_on_where_it_was():
+    _, ours, _ = _trainers()
+    ours.forward_backward([_datum()], "cross_entropy").result()
+    ours.optim_step(ADAM).result()
+    path = ours.save_state(f"s-{uuid.uuid4().hex[:6]}", user_metadata={"a": "b"}).result().path
+    other = OURS.create_training_client_from_state_with_optimizer(path)
+    norms = []
+    for trainer in (ours, other):
+        trainer.forward_backward([_datum()], "cross_entropy").result()
+        norms.append(trainer.optim_step(ADAM).result().metrics["grad_norm"])
+    assert np.isclose(norms[0], norms[1], rtol=1e-5)
+    losses = [t.forward([_datum()], "cross_entropy").result().metrics["loss:sum"] for t in (ours, other)]
+    assert np.isclose(losses[0], losses[1], rtol=1e-5)
+    ours.load_state(path).result()
+    sampler = OURS.create_sampling_client(ours.save_weights_for_sampler("named").result().path)
+    assert len(sampler.sample(types.ModelInput.from_ints(IDS)).result(30).sequences) == 1
+    OURS.delete_checkpoint(path)
+    _refused(lambda: ours.load_state(path).result(), "not found")
+
+
+def a_loss_of_ones_own_has_its_own_gradient():
+    local, ours, _ = _trainers()
+
+    def square(_, logprobs):
+        return sum((one**2).sum() for one in logprobs), {}
+
+    plain = types.Datum(types.ModelInput.from_ints(IDS[:-1]), {"target_tokens": IDS[1:], "weights": [1.0] * 6})
+    norms, losses = [], []
+    for trainer in (local, ours):
+        losses.append(trainer.forward_backward_custom([plain], square).result().metrics["loss:sum"])
+        norms.append(trainer.optim_step(ADAM).result().metrics["grad_norm"])
+    assert np.isclose(losses[0], losses[1], rtol=1e-4)
+    assert np.isclose(norms[0], norms[1], rtol=1e-3)
+
+
+def _refused(call, word):
+    said = ""
+    try:
+        call()
+    except ServiceError as error:
+        said = str(error)
+    assert word in said, said or "it went through"
+    assert URL in said
+
+
+def what_the_service_refuses_is_told_with_its_words():
+    _refused(lambda: OURS.create_lora_training_client("nope"), "is not served here")
+    _refused(lambda: OURS.create_sampling_client("tinker://run/sampler_weights/absent"), "checkpoint not found")
+    trainer = OURS.create_lora_training_client("tiny", rank=4)
+    bad = types.Datum(types.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
+    _refused(lambda: trainer.forward_backward([bad], "cross_entropy").result(), "token id 1000000")
+    trainer.forward_backward([_datum()], "cross_entropy").result()  # the client goes on
+
+
+def a_captured_agent_is_trained_exactly_on_what_it_sampled():
+    """An agent of plain OpenAI calls -> trajectory -> datums -> one training step, with an exact certificate."""
+    trainer = OURS.create_lora_training_client("tiny", rank=8, seed=5)
+    trainer.forward_backward([_datum()], "cross_entropy").result()
+    trainer.optim_step(ADAM).result()
+    path = trainer.save_weights_for_sampler("agent").result().path
+    trajectories = []
+    for attempt, reward in enumerate((1.0, 0.0)):
+        capture = _post("/v1/captures", {"model": path, "task_id": "find", "attempt": attempt, "temperature": 0.8})
+        with openai.OpenAI(base_url=capture["base_url"], api_key="none", timeout=30) as agent:
+            messages = [{"role": "system", "content": "You find."}, {"role": "user", "content": "First?"}]
+            for turn in range(3):
+                said = agent.chat.completions.create(
+                    model="gpt-4o", messages=messages, max_tokens=10, seed=attempt * 10 + turn, stream=turn == 1
+                )
+                if turn == 1:
+                    chunks = [c.choices[0].delta.content or "" for c in said if c.choices]
+                    messages.append({"role": "assistant", "content": "".join(chunks)})
+                else:
+                    messages.append(said.choices[0].message)
+                messages.append({"role": "user", "content": f"Higher than {turn}."})
+        _post(f"/v1/captures/{capture['id']}/reward", {"reward": reward, "is_success": reward == 1.0})
+        trajectories.append(trajectory_from_json(_get(f"/v1/captures/{capture['id']}")["trajectory"]))
+    batch = [trajectory_to_datums(t, [t.total_reward - 0.5] * 3) for t in trajectories]
+    assert [len(datums) for datums in batch] == [1, 1], "three turns of one conversation are one datum"
+    weighted = weigh(batch, token_mean)
+    datums = [datum for own in weighted for datum in own]
+    output = trainer.forward_backward(datums, "importance_sampling").result()
+    answers = [one["logprobs"].tolist() for one in output.loss_fn_outputs]
+    certificate = certify(trajectories, lambda _: answers, datums=weighted)
+    assert certificate.is_exact, "\n".join(certificate.lines())
+    assert certificate.num_turns == 6
+    assert certificate.max_gap < 1e-3
+    assert certificate.num_tokens == sum(t.num_sampled_tokens for t in trajectories)
+    assert trainer.optim_step(ADAM).result().metrics["grad_norm"] > 0
+    after = trainer.forward(datums, "cross_entropy").result()
+    assert after.loss_fn_outputs[0]["logprobs"].tolist() != answers[0]

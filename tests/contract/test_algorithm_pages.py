@@ -1,0 +1,48 @@
+"""docs/algorithms: a page for every method, whose links and options are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from turnwise.methods.config import METHOD_OPTIONS
+from turnwise.train.config_files import option_paths
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
+ALL_PAGES = sorted(PAGES.glob("*.md"))
+LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+OPTION = re.compile(r"`((?:method|reward|data|critic|train|generator)\.[a-z_.]+?)(?:=[^`]*)?`")
+
+
+def _index() -> dict[str, list[str]]:
+    """Method to its pages, from the table of the first page."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\|.*\|(.*)\|$", (PAGES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: LINK.findall(cell) for name, cell in rows if LINK.findall(cell)}
+
+
+def test_every_method_has_a_page() -> None:
+    index = _index()
+    assert sorted(index) == sorted(METHOD_OPTIONS)
+    missing = [page for pages in index.values() for page in pages if not (PAGES / page).is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not target.startswith("http")]
+    assert [target for target in targets if not (PAGES / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_every_option_that_a_page_names_is_one(page: Path) -> None:
+    known = set(option_paths())
+    assert [name for name in OPTION.findall(page.read_text(encoding="utf-8")) if name not in known] == []
+
+
+@pytest.mark.parametrize("name", sorted(METHOD_OPTIONS))
+def test_the_page_of_a_method_tells_its_file_and_its_options(name: str) -> None:
+    text = "\n".join((PAGES / page).read_text(encoding="utf-8") for page in _index()[name])
+    assert "src/turnwise/methods/" in text
+    assert [option for option in METHOD_OPTIONS[name] if f"method.{option}" not in text] == []

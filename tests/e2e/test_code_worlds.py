@@ -1,0 +1,99 @@
+"""The worlds that run code through the real commands, on `tiny`, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.runlog.reader import RunReader
+
+SMALL = (
+    "model=tiny",
+    "train.steps=2",
+    "train.tasks_per_step=2",
+    "generator.n_samples_per_prompt=4",
+    "eval.tasks=2",
+    "eval.every=0",
+    "warmup.steps=2",
+    "warmup.batch_size=2",
+    "warmup.demonstrations=4",
+    "run.dialogues=1",
+)
+
+
+def run(*arguments: str, code: int = 0, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_repos_are_fixed_with_tool_calls_from_the_command_line(tmp_path: Path) -> None:
+    options = ("env.options.protocol=tool_call", "env.options.max_turns=3", "warmup.steps=0")
+    out = run("turnwise.cli", "train", "swe", *SMALL, *options, f"run.dir={tmp_path / 'run'}")
+    assert "step 2/2" in out
+    with RunReader(tmp_path / "run") as reader:
+        assert len(reader.attempts(phase="train")) == 16
+        assert all(row.is_exact for row in reader.certificates())
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_file_in_mbpps_layout_trains_from_the_command_line(tmp_path: Path) -> None:
+    rows = [
+        {
+            "task_id": number,
+            "text": f"Write a function to add {number}.",
+            "code": f"def add(n):\n    return n + {number}",
+            "test_list": [f"assert add({n}) == {n + number}" for n in (0, 5, 7)],
+        }
+        for number in range(20)
+    ]
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    options = (f"env.options.path={path}", "env.options.partial_credit=0.5", f"run.dir={tmp_path / 'run'}")
+    out = run("turnwise.cli", "train", "code", *SMALL, *options)
+    assert re.search(r"Write a function to add \d+\.", out)
+    assert "step 2/2" in out
+
+
+@pytest.mark.parametrize("world", ["code", "swe"])
+def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tmp_path: Path) -> None:
+    said = run("turnwise.cli", "train", world, *SMALL, f"run.dir={tmp_path / 'run'}", code=2, PATH=str(tmp_path))
+    assert said.startswith("turnwise: bubblewrap is not installed; install it with")
+    assert "`sandbox: subprocess`" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("tiny_dir")
+@pytest.mark.parametrize(
+    ("recipe", "options", "last"),
+    [
+        (
+            "code",
+            ("--warmup", "1", "--steps", "1", "--tasks", "1", "--held-out", "2"),
+            r"held out, at the end: success ",
+        ),
+        (
+            "swe",
+            ("--warmup", "1", "--rounds", "1", "--tasks", "1", "--held-out", "1"),
+            r"held out  \d of 1 repos fixed",
+        ),
+    ],
+)
+def test_the_recipes_run(recipe: str, options: tuple[str, ...], last: str, turnwise_home: Path) -> None:
+    name = f"turnwise.recipes.{recipe}"
+    out = run(name, "--model", "tiny", "--group", "2", *options, TURNWISE_HOME=str(turnwise_home))
+    assert re.search(last, out.strip().splitlines()[-1])

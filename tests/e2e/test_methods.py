@@ -1,0 +1,114 @@
+"""Every method through the real command on `tiny`: it plays or reads, learns, and writes down what it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.methods.config import FIXED_LOSS, METHOD_OPTIONS, READING_METHODS, MethodName
+from turnwise.methods.registry import BUILDERS
+from turnwise.runlog.reader import RunReader
+
+WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
+SMALL = (
+    "model=tiny",
+    "train.steps=2",
+    "train.tasks_per_step=2",
+    "train.num_tasks=8",
+    "generator.n_samples_per_prompt=4",
+    "eval.tasks=2",
+    "eval.every=0",
+    "run.dialogues=0",
+)
+SHORTER = {"ppo": ("critic.pretrain_steps=2",)}
+
+
+def run_train(directory: Path, *overrides: str) -> RunReader:
+    assert main(["train", WORLD, *SMALL, *overrides, f"run.dir={directory}"]) == 0
+    return RunReader(directory)
+
+
+def test_every_name_has_a_builder_options_and_a_loss() -> None:
+    names = get_args(MethodName)
+    assert sorted(BUILDERS) == sorted(METHOD_OPTIONS) == sorted(names)
+    assert all(name in FIXED_LOSS or "loss_fn" in METHOD_OPTIONS[name] for name in names)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+@pytest.mark.parametrize("name", sorted(get_args(MethodName)))
+def test_every_method_learns_for_two_steps(name: str, tmp_path: Path) -> None:
+    with run_train(tmp_path / "run", f"method={name}", *SHORTER.get(name, ())) as run:
+        norms = [value for _, value in run.metric("train/grad_norm")]
+        assert len(norms) == 2
+        assert all(norm > 0 for norm in norms)
+        assert run.checkpoints()[-1].step == 2
+        outcomes = {row.outcome for row in run.attempts(phase="train")}
+        assert outcomes == set() if name in READING_METHODS else "trained" in outcomes
+        assert all(row.is_exact for row in run.certificates())
+        assert len(run.certificates()) == (0 if name in READING_METHODS else 2)
+        trained = [value for _, value in run.metric("train/num_trained_tokens")]
+        assert all(value > 0 for value in trained)
+        if name not in READING_METHODS:
+            assert all(value > 0 for _, value in run.metric("rollout/tokens_drawn"))
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_comparison_gives_every_method_the_same_sampled_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compare"
+    small = [*SMALL, "eval.every=1"]
+    command = ["compare", "methods=grpo,la_grpo", f"env={WORLD}", "seeds=1", *small, f"--out={out}"]
+    assert main(command) == 0
+    results = {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]}
+    budget = results["grpo"]["sampled_tokens"]
+    assert results["grpo"]["steps"] == 2
+    assert budget <= results["la_grpo"]["sampled_tokens"] < 2 * budget
+    assert results["la_grpo"]["trained_tokens"] < results["grpo"]["trained_tokens"] == budget
+    assert (out / "compare.svg").read_text().startswith("<svg")
+    table = capsys.readouterr().out
+    assert "held-out success" in table
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")}
+    assert main(command) == 0, "what is done is not done again"
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")} == before
+    assert main([*command, "train.learning_rate=0.01"]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_ends_when_its_tokens_are_sampled(tmp_path: Path) -> None:
+    with run_train(tmp_path / "run", "train.steps=50", "train.max_sampled_tokens=150") as run:
+        drawn = [value for _, value in run.metric("rollout/tokens_drawn")]
+        assert sum(drawn) >= 150 > sum(drawn[:-1])
+        assert [(row.label, row.step) for row in run.evaluations()][-1] == ("end", len(drawn))
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_sft_imitates_the_successes_of_a_stored_run(tmp_path: Path) -> None:
+    run_train(tmp_path / "played", "method=rft").close()
+    with run_train(tmp_path / "run", "method=sft", f"data.dialogues={tmp_path / 'played'}") as run:
+        assert len(run.metric("train/loss")) == 2
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_rewards_are_shaped_before_they_are_credited_and_written_down(tmp_path: Path) -> None:
+    shaping = ("reward.potential=true", "reward.weights.outcome=2", "method.credit=reward_to_go")
+    with run_train(tmp_path / "run", *shaping) as run:
+        row = run.attempts(phase="train")[0]
+        parts = [dict(turn.reward_parts) for turn in run.attempt(row.id).trajectory.turns]
+        assert [one["shaping"] for one in parts] == pytest.approx([0.1, 0.1, -0.2])
+        assert 0 < sum(one["outcome"] for one in parts) <= 6
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_several_optimizer_steps_can_be_anchored_at_the_weights_that_began_the_batch(tmp_path: Path) -> None:
+    options = ("train.substeps=2", "method.loss_fn=ppo", "method.old_policy=true", "method.correction=token_tis")
+    with run_train(tmp_path / "run", *options) as run:
+        assert all(value == pytest.approx(1.0, abs=0.05) for _, value in run.metric("train/correction_factor"))
+        for name in ("ratio", "ess_fraction", "rejected_fraction", "kl_sampler_trainer_k1", "kl_sampler_trainer_k2"):
+            assert len(run.metric(f"train/{name}")) == 2, name
+        assert len(run.metric("train/clip_fraction_high")) == 2

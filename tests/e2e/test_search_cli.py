@@ -1,0 +1,146 @@
+"""`turnwise train search` through the real command line on `tiny`: in one process, against a server, and judged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from local_server import serving, unused_address
+from turnwise.runlog.reader import RunReader
+
+SMALL = (
+    "model=tiny",
+    "train.tasks_per_step=2",
+    "train.steps=2",
+    "generator.n_samples_per_prompt=4",
+    "eval.tasks=4",
+    "eval.every=0",
+    "warmup.steps=2",
+    "warmup.batch_size=2",
+    "warmup.demonstrations=4",
+    "run.dialogues=1",
+)
+
+
+def _turnwise(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "turnwise.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def _check(directory: Path) -> None:
+    with RunReader(directory) as run:
+        assert len(run.attempts(phase="train")) == 16
+        assert all(row.is_exact for row in run.certificates())
+        assert run.checkpoints()[-1].step == 2
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_search_trains_without_a_server(tmp_path: Path) -> None:
+    out = _turnwise(
+        "train", "search", *SMALL, "env.options.kind=mixed", "env.options.max_turns=4", f"run.dir={tmp_path}/r"
+    )
+    assert "step 2/2" in out
+    _check(tmp_path / "r")
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("retriever")
+    _turnwise("retriever", "corpus", str(folder / "fiction.jsonl"))
+    command = [sys.executable, "-m", "turnwise.cli", "retriever", "serve", "--port", "0", "--cache", "none"]
+    with subprocess.Popen(
+        [*command, "--corpus", str(folder / "fiction.jsonl")], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        address = re.search(r"on (http://\S+)", process.stderr.readline())
+        assert address is not None
+        yield address[1]
+        process.terminate()
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_search_trains_against_a_retriever_server(retriever: str, tmp_path: Path) -> None:
+    _turnwise("train", "search", *SMALL, f"env.options.retriever_url={retriever}", f"run.dir={tmp_path}/r")
+    _check(tmp_path / "r")
+
+
+def test_the_world_keeps_the_rules_against_a_server(retriever: str) -> None:
+    assert "search: keeps all the rules" in _turnwise("check-env", "search", f"retriever_url={retriever}")
+
+
+def test_a_server_that_is_away_breaks_a_rule_and_not_the_command() -> None:
+    out = _turnwise("check-env", "search", f"retriever_url={unused_address()}", "deadline_s=0.5", code=1)
+    assert "retriever" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_any_world_trains_with_a_judge_from_the_command_line(tmp_path: Path) -> None:
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def complete() -> dict[str, Any]:
+        return {"choices": [{"message": {"content": "Score: 5"}}]}
+
+    with serving(app) as address:
+        _turnwise(
+            "train",
+            "turnwise.judges:judged_by_address",
+            *SMALL,
+            "env.options.world=search",
+            "env.options.world_options={max_turns: 2}",
+            "env.options.rubric=It searched before it answered.",
+            f"env.options.base_url={address}/v1",
+            "env.options.model=any",
+            "env.options.gate=always",
+            "env.options.weight=0.2",
+            f"run.dir={tmp_path}/r",
+        )
+    _check(tmp_path / "r")
+    with RunReader(tmp_path / "r") as run:
+        assert run.metric("rollout/reward_judge_mean") == [(1, pytest.approx(0.1)), (2, pytest.approx(0.1))]
+        assert run.metric("rollout/env_judge_asked_mean")[-1] == (2, 1.0)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_recipe_runs_from_warm_up_to_the_judge() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "turnwise.recipes.search",
+            "--steps",
+            "1",
+            "--warmup",
+            "1",
+            "--eval-tasks",
+            "2",
+            "--judge",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, step, after = done.stdout.splitlines()
+    assert before.startswith("held out, before: success_mean ")
+    assert step.startswith("step   1  success_mean ")
+    assert after.startswith("held out, after:  success_mean ")

@@ -1,0 +1,94 @@
+"""The SQL world and the games through the real commands, on `tiny`, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from turnwise.runlog.reader import RunReader
+
+SMALL = (
+    "model=tiny",
+    "train.steps=2",
+    "train.tasks_per_step=2",
+    "generator.n_samples_per_prompt=4",
+    "eval.tasks=4",
+    "eval.every=0",
+    "warmup.steps=2",
+    "warmup.batch_size=2",
+    "warmup.demonstrations=4",
+    "run.dialogues=1",
+)
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("tiny_dir")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("text_to_sql", "env.options.difficulty=mixed", "env.options.protocol=tags"),
+        ("tic_tac_toe", "env.options.opponent=minimax", "env.options.epsilon=0.3"),
+    ],
+)
+def test_worlds_train_with_their_options(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    out = run("turnwise.cli", "train", *arguments, *SMALL, f"run.dir={tmp_path / 'run'}")
+    assert "step 2/2" in out
+    with RunReader(tmp_path / "run") as reader:
+        assert len(reader.attempts(phase="train")) == 16
+        assert all(row.is_exact for row in reader.certificates())
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_folder_in_spiders_layout_trains_from_the_command_line(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        database = tmp_path / "spider" / "database" / name / f"{name}.sqlite"
+        database.parent.mkdir(parents=True)
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("CREATE TABLE singer (name TEXT, age INTEGER)")
+            connection.execute("INSERT INTO singer VALUES ('Ada', 30), ('Bo', 40)")
+            connection.commit()
+    row = {"question": "How many singers?", "query": "SELECT count(*) FROM singer"}
+    for file, name in (("train_spider.json", "one"), ("dev.json", "two")):
+        rows = [{"db_id": name, **row, "question": f"{row['question']} ({n})"} for n in range(6)]
+        (tmp_path / "spider" / file).write_text(json.dumps(rows), encoding="utf-8")
+    path = f"env.options.path={tmp_path / 'spider'}"
+    short = "generator.sampling_params.max_generate_length=16"
+    out = run("turnwise.cli", "train", "text_to_sql", path, short, *SMALL, f"run.dir={tmp_path / 'run'}")
+    assert "singer(name text, age integer)" in out
+    assert str(tmp_path / "spider") not in out.split("--- attempt", 1)[1]
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_self_play_recipe_runs_a_few_steps() -> None:
+    out = run("turnwise.recipes.self_play", "--warmup", "4", "--steps", "2", "--openings", "2", "--games", "4")
+    assert re.search(r"^after the warm-up: not lost \d\.\d\d, won \d\.\d\d$", out, re.MULTILINE)
+    assert re.search(r"^step   2  seats +\d+  turns \d\.\d  illegal \d\.\d\d$", out, re.MULTILINE)
+    assert re.search(r"^after self-play:   not lost \d\.\d\d", out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_text_to_sql_recipe_runs_a_few_steps() -> None:
+    small = ("--warmup", "2", "--steps", "2", "--tasks", "2", "--group", "4", "--held-out", "4")
+    out = run("turnwise.recipes.text_to_sql", "--model", "tiny", *small)
+    assert re.search(r"^step   2  reward \d\.\d\d  success \d\.\d\d  groups \d$", out, re.MULTILINE)
+    assert "held-out success at the end:" in out

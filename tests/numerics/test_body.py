@@ -1,0 +1,97 @@
+"""The fused decoder stack against transformers' own modelling code, and its backward pass against autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
+from turnwise.engine import layer_ops
+from turnwise.engine.engine import Engine
+from turnwise.engine.layer_ops import Heads, Rotation
+from turnwise.engine.lora import Route, Span
+from turnwise.engine.pack import pack
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("targets", [{}, {"train_mlp": False}, {"train_attn": False, "train_unembed": False}])
+def test_fused_gradients_are_those_of_the_modelling_code(
+    arch_dir: Path, make_engine: MakeEngine, targets: dict[str, bool]
+) -> None:
+    prefix = random_ids(40, 1)
+    datums = [rl_datum(prefix + random_ids(10 + i, 10 + i), start=30, seed=i) for i in range(4)]
+    grads = []
+    for is_fused in (True, False):
+        engine = make_engine(arch_dir)
+        assert engine.model.fused is not None
+        if not is_fused:
+            engine.model.fused = None
+        adapter = displaced_adapter(engine, rank=4, **targets)
+        run(engine.forward_backward(adapter, datums, "importance_sampling", None))
+        grads.append(adapter.grad.clone())
+    assert grads[0].norm() > 0
+    assert relative_error(grads[0], grads[1]) < 1e-4
+
+
+def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(arch_dir)
+    policy = engine.publish(displaced_adapter(engine, rank=4))
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.position_ids)
+    route = Route(spans=[Span(0, 30, policy), Span(40, 70, policy)])
+    model = engine.model
+    where = model.device
+    with torch.no_grad():
+        fused = model.hidden(ids.to(where), positions.to(where), batch.plan, route)
+        model.fused = None
+        plain = model.hidden(ids.to(where), positions.to(where), batch.plan, route)
+    torch.testing.assert_close(fused, plain, atol=2e-5, rtol=2e-5)
+
+
+def test_an_architecture_outside_the_family_runs_its_own_code(arch_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(arch_dir)
+    config = engine.model.body.config
+    assert type(engine.model.fused).fits(engine.model.body)
+    before = config.hidden_act
+    config.hidden_act = "gelu"
+    assert not type(engine.model.fused).fits(engine.model.body)
+    config.hidden_act = before
+
+
+def test_norm_backward_equals_autograd() -> None:
+    h = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    weight, dx, around = torch.randn(24).double(), torch.randn(5, 24).double(), torch.randn(5, 24).double()
+    x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight
+    (want,) = torch.autograd.grad((x * dx).sum() + (h * around).sum(), h)
+    total, _, rstd = layer_ops.add_norm(h.detach().float(), None, weight.float(), 1e-6)
+    got = layer_ops.norm_backward(dx.float(), total, rstd, weight.float(), around.float())
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_rotate_backward_equals_autograd(has_norm: bool) -> None:
+    norms = (torch.randn(16), torch.randn(16)) if has_norm else (None, None)
+    heads = Heads(4, 2, 16, *norms, 1e-6)
+    angles = torch.randn(9, 8)
+    rotation = Rotation(angles.cos(), angles.sin(), torch.tensor([0, 3, 8, 1, 1]))
+    qkv = torch.randn(5, 8 * 16, requires_grad=True)
+    sides = layer_ops.rotate(qkv, heads, rotation, None)
+    grads = tuple(torch.randn_like(side) for side in sides)
+    (want,) = torch.autograd.grad(sides, qkv, grads)
+    got = layer_ops.rotate_backward(grads, qkv.detach() if has_norm else None, heads, rotation)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_swiglu_backward_equals_autograd() -> None:
+    gate_up, dact = torch.randn(5, 40, requires_grad=True), torch.randn(5, 20)
+    gate, up = gate_up.chunk(2, dim=-1)
+    act = torch.nn.functional.silu(gate) * up
+    (want,) = torch.autograd.grad(act, gate_up, dact)
+    got, again = layer_ops.swiglu_backward(dact.clone(), gate_up.detach().clone())
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, act.detach())

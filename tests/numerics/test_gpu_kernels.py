@@ -1,0 +1,170 @@
+"""Each fused GPU kernel against the plain torch function that it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from naive import displaced_adapter, make_model, random_ids, run, sample_many
+from turnwise.engine import layer_ops
+from turnwise.engine.attention_cpu import merge
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.draw import DrawSettings, draw_torch, draw_whole
+from turnwise.engine.engine import Engine
+from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.types import Datum, ModelInput
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)]
+N = 37
+
+
+def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to("cuda", dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_norms_equal_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
+    from turnwise.engine.kernels import triton_layers
+
+    h, delta, weight = rand(N, 576, dtype=dtype), rand(N, 576, dtype=dtype, seed=1), rand(576, dtype=dtype)
+    for more in (None, delta):
+        want = layer_ops.add_norm(h, more, weight, 1e-6)
+        got = triton_layers.add_norm(h, more, weight, 1e-6)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    total, _, rstd = layer_ops.add_norm(h, delta, weight, 1e-6)
+    dx, dh = rand(N, 576, dtype=dtype, seed=2), rand(N, 576, dtype=dtype, seed=3)
+    want = layer_ops.norm_backward(dx, total, rstd, weight, dh.clone())
+    got = triton_layers.norm_backward(dx, total, rstd, weight, dh.clone())
+    torch.testing.assert_close(got, want.to(dtype), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tolerance: float, has_norm: bool) -> None:
+    from turnwise.engine.kernels import triton_layers
+
+    norms = (rand(64, dtype=dtype), rand(64, dtype=dtype, seed=1)) if has_norm else (None, None)
+    heads = Heads(9, 3, 64, *norms, 1e-6)
+    qkv = rand(N, 15 * 64, dtype=dtype)
+    angles = rand(200, 32, dtype=torch.float32)
+    positions = torch.randint(0, 200, (N,), generator=torch.Generator().manual_seed(0)).cuda()
+    rotation = Rotation(angles.cos(), angles.sin(), positions)
+    caches = [
+        CacheSlots(*(torch.zeros(99, 3, 64, dtype=dtype, device="cuda") for _ in range(2)), torch.arange(N).cuda() * 2)
+        for _ in range(2)
+    ]
+    want = layer_ops.rotate(qkv, heads, rotation, caches[0])
+    got = triton_layers.rotate(qkv, heads, rotation, caches[1])
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(caches[1].values, caches[0].values)
+    grads = rand(N, 9, 64, dtype=dtype), rand(N, 3, 64, dtype=dtype), rand(N, 3, 64, dtype=dtype, seed=1)
+    raw = qkv if has_norm else None
+    torch.testing.assert_close(
+        triton_layers.rotate_backward(grads, raw, heads, rotation),
+        layer_ops.rotate_backward(grads, raw, heads, rotation),
+        atol=tolerance,
+        rtol=tolerance,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_the_gate_equals_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
+    from turnwise.engine.kernels import triton_layers
+
+    gate_up, dact = rand(N, 2 * 1536, dtype=dtype), rand(N, 1536, dtype=dtype)
+    torch.testing.assert_close(triton_layers.swiglu(gate_up), layer_ops.swiglu(gate_up), atol=tolerance, rtol=tolerance)
+    want = layer_ops.swiglu_backward(dact.clone(), gate_up.clone())
+    got = triton_layers.swiglu_backward(dact.clone(), gate_up.clone())
+    torch.testing.assert_close(got, want, atol=2 * tolerance, rtol=2 * tolerance)
+
+
+def test_draws_are_the_tokens_of_plain_torch() -> None:
+    logits = 3 * rand(64, 9001, dtype=torch.float32)
+    logits[5, 10:] = float("-inf")
+    uniform = torch.linspace(0, 0.999, 64, device="cuda")
+    temperature = torch.linspace(0.3, 2, 64, device="cuda")
+    temperature[::7] = 0
+    off = torch.zeros(64, device="cuda")
+    want = draw_torch(logits, DrawSettings(temperature, off, off + 1, off, uniform, is_cut=False))
+    got = draw_whole(logits, temperature, uniform)
+    assert (got[0] == want[0]).float().mean() >= 63 / 64  # a sum's rounding may move a token to its neighbour
+    same = got[0] == want[0]
+    torch.testing.assert_close(got[1][same], want[1][same], atol=1e-4, rtol=1e-4)
+
+
+def test_softmax_gradients_equal_autograd() -> None:
+    from turnwise.engine.kernels import triton_head
+
+    logits = (3 * rand(6, 5000, dtype=torch.float32)).double().requires_grad_(True)
+    temperature = torch.linspace(0.5, 2, 6, device="cuda")
+    target = torch.arange(6, device="cuda") * 700
+    grad, grad_entropy = rand(6, dtype=torch.float32), rand(6, dtype=torch.float32, seed=1)
+    logprobs = (logits / temperature[:, None]).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    rows = torch.arange(6, device="cuda")
+    (logprobs[rows, target] * grad + entropies * grad_entropy).sum().backward()
+    work = logits.detach().float().clone()
+    logsumexps, means = triton_head.row_stats(work, temperature)
+    torch.testing.assert_close((logsumexps - means).double(), entropies.detach(), atol=1e-4, rtol=1e-4)
+    out = triton_head.row_gradients(work, temperature, logsumexps, grad, logsumexps - means, grad_entropy)
+    out[rows, target] += grad / temperature
+    assert logits.grad is not None
+    torch.testing.assert_close(out.double(), logits.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_parts_of_a_tree_are_merged_and_added_in_place() -> None:
+    from turnwise.engine.kernels import triton_tree
+
+    out, part = rand(50, 9, 64, dtype=torch.float32), rand(12, 9, 64, dtype=torch.float32)
+    lse, part_lse = rand(9, 50, dtype=torch.float32), rand(9, 12, dtype=torch.float32)
+    index = torch.arange(12, device="cuda") * 4
+    want, want_lse = merge(out[index].transpose(0, 1), lse[:, index], part.transpose(0, 1), part_lse)
+    added = out.clone().index_add_(0, index, part)
+    piecewise = out.clone()
+    triton_tree.add_rows(piecewise, part, index)
+    torch.testing.assert_close(piecewise, added)
+    triton_tree.merge_rows(out, lse, part, part_lse, index)
+    torch.testing.assert_close(out[index], want.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[:, index], want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def blocks_of_64(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose linears fit the tiles of the adapter bank."""
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
+    return make_model(config, tmp_path_factory.mktemp("blocks"))
+
+
+def test_many_adapters_in_one_launch_sample_what_each_samples_alone(blocks_of_64: Path) -> None:
+    config = EngineConfig(device="cuda", dtype="float32", kv_cache_gib=0.05, seed=1)
+    engine = Engine(blocks_of_64, config, name="bank")
+    adapters = [displaced_adapter(engine, rank=rank, seed=rank) for rank in (2, 4, 16, 20, 32)]
+    policies = [engine.base_policy, *(engine.publish(adapter) for adapter in adapters)]
+    prompts = [random_ids(20 + 3 * i, i) for i in range(12)]
+    requests = [(prompt, policies[i % len(policies)]) for i, prompt in enumerate(prompts)]
+    together = sample_many(engine, requests, max_tokens=24, seed=4, stop=[])
+    alone = [sample_many(engine, [request], max_tokens=24, seed=4, stop=[])[0] for request in requests]
+    assert [r.sequences[0].tokens for r in together] == [r.sequences[0].tokens for r in alone]
+    for (prompt, _), reply, adapter in zip(requests[1::6], together[1::6], adapters[:1] * 2, strict=True):
+        full = prompt + list(reply.sequences[0].tokens)
+        datum = Datum(ModelInput.from_ints(full[:-1]), {"target_tokens": full[1:], "weights": [1.0] * (len(full) - 1)})
+        (known,) = run(engine.forward(adapter, [datum], "cross_entropy", None)).loss_fn_outputs
+        torch.testing.assert_close(
+            torch.tensor(known["logprobs"].data[-24:]), torch.tensor(reply.sequences[0].logprobs), atol=1e-4, rtol=1e-4
+        )

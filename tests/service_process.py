@@ -1,0 +1,159 @@
+"""A real `turnwise serve` process for tests, and virtual environments with the real SDKs to talk to it."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+START_S = 90.0
+CHECKS_S = 280.0
+
+
+class ServerProcess:
+    """`turnwise serve` on a free port; `restart` keeps the port and the data."""
+
+    def __init__(self, data_dir: Path, *options: str, model: str = "tiny") -> None:
+        self.data_dir = data_dir
+        self._options = options
+        self._model = model
+        self._process: subprocess.Popen[str] | None = None
+        self.port = 0
+        self.log: list[str] = []
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "turnwise.cli", "serve", "--model", self._model, "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            [*command, "--data-dir", str(self.data_dir), *self._options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        is_up = threading.Event()
+        process = self._process
+
+        def read() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                self.log.append(line)
+                found = re.search(r"at http://127\.0\.0\.1:(\d+) ", line)
+                if found:
+                    self.port = int(found[1])
+                    is_up.set()
+            process.stderr.close()
+            is_up.set()  # it ended
+
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
+        assert is_up.wait(START_S), "the server did not start in time"
+        assert self.port, "".join(self.log)
+
+    def kill(self) -> None:
+        """As `kill -9`: nothing is told, nothing is written."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """As Ctrl-C; returns the exit code."""
+        return self._end(signal.SIGINT)
+
+    def _end(self, how: signal.Signals) -> int:
+        process = self._process
+        if process is None:
+            return 0
+        process.send_signal(how)
+        try:
+            return process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            self._process = None
+            self._reader.join(10)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self.stop()
+
+
+def sdk_python(package: str, version: str, needs: tuple[str, ...] | None = None) -> Path:
+    """The interpreter of a virtual environment with that SDK, made on first use and kept in `.venvs`.
+
+    The SDKs need torch for custom losses only; the environment ends its search path with ours, which has it. With
+    `needs` the package is installed without what it asks for (torch, again), and those are installed instead.
+    """
+    venv = ROOT / ".venvs" / f"{package}-{version}"
+    python, stamp = venv / "bin" / "python", venv / ".complete"
+    venv.parent.mkdir(exist_ok=True)
+    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists():
+            return python
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if needs is None:
+            subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), f"{package}=={version}"], check=True)
+        else:
+            subprocess.run([*pip, *needs], check=True)
+            subprocess.run([*pip, "--no-deps", f"{package}=={version}"], check=True)
+        site = next(venv.glob("lib/python*/site-packages"))
+        import numpy
+
+        (site / "zz_torch.pth").write_text(str(Path(numpy.__file__).parents[1]) + "\n")
+        stamp.touch()
+    return python
+
+
+def check_names(checks: Path) -> list[str]:
+    """The checks of a file, without importing it: its public functions."""
+    tree = ast.parse(checks.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def run_checks(python: Path, checks: Path, url: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Run a file of checks in an SDK's environment: {check: None, or what went wrong}."""
+    runner = ROOT / "tests" / "contract" / "sdk" / "runner.py"
+    done = subprocess.run(
+        [str(python), str(runner), str(checks)],
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ["HOME"],
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TINKER_BASE_URL": url,
+            "MINT_BASE_URL": url,
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=CHECKS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,53 @@
+"""Where a dialogue is branched, what is trained then, and how much the prefix had decided."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.credit.branching import branch_variance_share, train_turns, trim_tail, turn_probabilities
+from turnwise.credit.datums import trajectory_to_datums
+from turnwise.errors import ConfigError
+from unit.credit.branches import make_branches, make_continuation
+from unit.credit.groups import make_group
+
+
+def test_turn_probabilities_add_up_and_geometric_ones_fall_by_a_constant_factor() -> None:
+    assert turn_probabilities("uniform", 4).tolist() == [0.25] * 4
+    probabilities = turn_probabilities("geometric", 6, p=0.3)
+    assert probabilities.sum() == pytest.approx(1.0)
+    assert probabilities[1:] / probabilities[:-1] == pytest.approx([0.7] * 5)
+    with pytest.raises(ConfigError, match=r"p=1\.0"):
+        turn_probabilities("geometric", 3, p=1.0)
+
+
+def test_only_the_turns_asked_for_stay_in_the_loss_and_a_masked_one_stays_out() -> None:
+    attempt = train_turns(make_continuation(0, 1.0, turn=1), 1, 2)
+    assert [turn.is_trained for turn in attempt.turns] == [False, True, True, False]
+    again = train_turns(attempt, 0)
+    assert [turn.is_trained for turn in again.turns] == [False, True, True, False], "nothing is put back"
+    assert again.total_reward == 1.0
+
+
+def test_a_trimmed_datum_ends_with_its_last_trained_target() -> None:
+    (datum,) = trajectory_to_datums(train_turns(make_continuation(0, 1.0, turn=1), 1, 1), [1.0] * 4)
+    short = trim_tail(datum)
+    assert short.loss_fn_inputs["mask"].tolist()[-1] == 1.0
+    assert sum(short.loss_fn_inputs["mask"].tolist()) == sum(datum.loss_fn_inputs["mask"].tolist()) == 3
+    length = short.model_input.length
+    assert length < datum.model_input.length
+    assert short.model_input.to_ints() == datum.model_input.to_ints()[:length]
+    assert {len(column) for column in short.loss_fn_inputs.values()} == {length}
+    assert short.loss_fn_inputs["target_tokens"].dtype == "int64"
+    assert trim_tail(short) is short
+
+
+def test_the_variance_share_is_one_where_the_prefix_decides_nothing_and_zero_where_it_decides_all() -> None:
+    nothing = [make_branches([0.0, 1.0], turn=0), make_branches([1.0, 0.0], turn=1)]
+    everything = [make_branches([0.0, 0.0], turn=0), make_branches([1.0, 1.0], turn=1)]
+    assert branch_variance_share(nothing) == pytest.approx(1.0)
+    assert branch_variance_share(everything) == pytest.approx(0.0)
+    assert branch_variance_share(
+        [make_branches([0.0, 0.4], turn=0), make_branches([1.0, 1.4], turn=0)]
+    ) == pytest.approx(0.04 / 0.29)
+    assert branch_variance_share([make_group([0.0], [1.0]), make_group([1.0], [0.0])]) is None
+    assert branch_variance_share([make_branches([1.0, 1.0], turn=0)]) is None

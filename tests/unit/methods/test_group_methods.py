@@ -1,0 +1,165 @@
+"""RLOO, GSPO, REINFORCE++, ReBN, GiGPO, MT-GRPO, RFT and SFT: what each keeps, and what its lessons hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.credit.advantages import center_by_group
+from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
+from turnwise.errors import ConfigError, DataError
+from turnwise.methods.base import Lesson, Method, MethodSetup, datums_of, with_old_logprobs
+from turnwise.methods.config import DataConfig, MethodConfig
+from turnwise.methods.registry import build_method
+from turnwise.methods.sft import Dialogue, Sft
+from turnwise.sources import ReadDialogues
+from turnwise.trajectory import TrajectoryGroup
+from turnwise.types import TensorData
+from unit.credit.groups import make_attempt, make_group
+
+GROUP_METHODS = ("grpo", "gspo", "rloo", "reinforce_pp", "rebn", "gigpo", "mt_grpo")
+STATES = [["a", "b"], ["a", "c"], ["a", "b"]]
+GROUP = make_group([0.0, 1.0], [0.5, 0.0], [0.2, 0.4], states=STATES)
+
+
+def build(name: str, **options: Any) -> Any:
+    config = MethodConfig.model_validate({"name": name, **options})
+    return build_method(MethodSetup(config=config, data=DataConfig(), group_size=8, max_turns=4, max_tokens=16))
+
+
+def advantages_of(lessons: list[Lesson]) -> list[list[float]]:
+    return [[float(np.mean(a)) for a in lesson.advantages] for lesson in lessons]
+
+
+@pytest.mark.parametrize("name", GROUP_METHODS)
+def test_permuting_siblings_permutes_their_lessons_and_nothing_else(name: str) -> None:
+    order = [2, 0, 1]
+    permuted = TrajectoryGroup(task_id="t", trajectories=tuple(GROUP.trajectories[i] for i in order))
+    method: Method = build(name)
+    plain, other = advantages_of(method.lessons([GROUP])), advantages_of(method.lessons([permuted]))
+    assert [np.asarray(own) for own in other] == [pytest.approx(np.asarray(plain[i])) for i in order]
+
+
+@pytest.mark.parametrize("name", GROUP_METHODS)
+def test_a_constant_added_to_every_outcome_changes_nothing(name: str) -> None:
+    """Added to the last reward, so that it reaches every turn without a discount."""
+    shifted = make_group([0.0, 6.0], [0.5, 5.0], [0.2, 5.4], states=STATES)
+    options = {"gamma": 1.0} if name in ("rebn", "gigpo") else {}
+    method: Method = build(name, **options)
+    plain, other = advantages_of(method.lessons([GROUP])), advantages_of(method.lessons([shifted]))
+    assert np.asarray(other) == pytest.approx(np.asarray(plain), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", GROUP_METHODS)
+def test_groups_that_teach_nothing_are_counted_by_reason(name: str) -> None:
+    method: Method = build(name)
+    constant = make_group([0.5], [0.5], states=[["a"], ["a"]])
+    kept = method.keep([constant])
+    assert kept.groups == ()
+    assert kept.dropped == {"constant": 1}
+
+
+def test_only_batch_baselines_learn_from_a_group_of_one() -> None:
+    alone = [make_group([1.0], states=[["a"]]), make_group([0.0], states=[["a"]])]
+    for name in GROUP_METHODS:
+        kept = build(name).keep(alone)
+        assert (kept.dropped == {}) == (name in ("rebn", "reinforce_pp")), name
+        if name not in ("rebn", "reinforce_pp"):
+            assert kept.dropped == {"too_small": 2}
+
+
+def test_a_batch_baseline_learns_from_groups_that_are_constant_in_themselves() -> None:
+    groups = [make_group([1.0], [1.0]), make_group([0.0], [0.0])]
+    assert build("rebn").keep(groups).dropped == {}
+    assert advantages_of(build("rebn").lessons(groups)) == [[pytest.approx(1)]] * 2 + [[pytest.approx(-1)]] * 2
+    with_baseline = build("reinforce_pp", group_baseline=True)
+    assert with_baseline.keep(groups).dropped == {"constant": 2}
+
+
+def test_batch_baselines_of_nothing_are_nothing() -> None:
+    assert build("rebn").lessons([]) == []
+    assert build("rebn").keep([]).groups == ()
+
+
+def test_rloo_sums_tokens_and_compares_with_the_others() -> None:
+    lessons = build("rloo").lessons([make_group([1.0], [0.0], [0.5])])
+    assert advantages_of(lessons) == [[pytest.approx(0.75)], [pytest.approx(-0.75)], [pytest.approx(0.0)]]
+    weights = [w for datum in datums_of(lessons) for w in datum.loss_fn_inputs["weights"].tolist() if w]
+    assert weights == pytest.approx([1 / 3] * 6)
+
+
+def test_gspo_takes_one_ratio_per_attempt_or_per_turn() -> None:
+    whole, apart = build("gspo"), build("gspo", sequence="turn")
+    assert (whole.loss_fn, apart.loss_fn) == ("gspo", "gspo")
+    assert [len(lesson.datums) for lesson in whole.lessons([GROUP])] == [1, 1, 1]
+    lessons = apart.lessons([GROUP])
+    assert [len(lesson.datums) for lesson in lessons] == [2, 2, 2]
+    total = sum(sum(d.loss_fn_inputs["weights"].tolist()) for d in datums_of(lessons))
+    assert total == pytest.approx(1.0)
+
+
+def test_max_rl_divides_by_the_mean_and_refuses_a_mean_below_zero() -> None:
+    method = build("grpo", advantage="max_rl")
+    assert advantages_of(method.lessons([make_group([1.0], [0.0], [0.0], [0.0])]))[0][0] == pytest.approx(3.0, 1e-4)
+    with pytest.raises(DataError, match="needs rewards from 0 up"):
+        method.lessons([make_group([-1.0], [0.5])])
+
+
+def test_gigpo_needs_states_and_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"give it a method state_key\(\) -> str, or use method=grpo"):
+        build("gigpo").keep([make_group([1.0], [0.0])])
+
+
+def test_gigpo_without_step_part_is_grpo() -> None:
+    expected = center_by_group(GROUP.rewards)
+    found = build("gigpo", omega=0.0).advantages(GROUP)
+    assert [own[0] for own in found] == pytest.approx(expected.tolist())
+
+
+def test_mt_grpo_compares_a_turn_only_with_attempts_that_have_it() -> None:
+    """The second attempt is over after one turn: its only reward is its outcome."""
+    found = build("mt_grpo").advantages(make_group([0.0, 1.0], [0.0], [1.0, 1.0]))
+    outcome = np.array([1.0, 0.0, 1.0])
+    expected = (outcome - outcome.mean()) / (outcome.std(ddof=1) + 1e-4)
+    assert [own[-1] for own in found] == pytest.approx(expected.tolist())
+    assert found[2][0] - found[0][0] == pytest.approx(2 * 0.5 / (np.std([0, 1], ddof=1) + 1e-4))
+
+
+def test_rft_imitates_successes_and_drops_groups_without_one() -> None:
+    good, bad = make_attempt([0.0], is_success=True), make_attempt([9.0], attempt=1, is_success=False)
+    unjudged = make_attempt([0.1], attempt=2)
+    group = TrajectoryGroup(task_id="t", trajectories=(good, bad, unjudged))
+    method = build("rft")
+    assert [lesson.trajectory for lesson in method.lessons([group])] == [good, unjudged]
+    assert method.loss_fn == "cross_entropy"
+    hopeless = TrajectoryGroup(task_id="t", trajectories=(bad, bad))
+    assert method.keep([group, hopeless]).dropped == {"no_success": 1}
+    by_reward = build("rft", threshold=1.0)
+    assert [lesson.trajectory for lesson in by_reward.lessons([group])] == [bad]
+
+
+def test_sft_weighs_reply_tokens_alike() -> None:
+    items = [
+        Dialogue(datums=tuple(dialogue_to_datums([([1, 2], [3, 4])]))),
+        Dialogue(datums=tuple(dialogue_to_datums([([1], [2])]))),
+    ]
+    lessons = Sft(source=ReadDialogues()).lessons(items)
+    weights = [w for d in datums_of(lessons) for w in d.loss_fn_inputs["weights"].tolist() if w]
+    assert weights == pytest.approx([1 / 3] * 3)
+    assert all(lesson.trajectory is None for lesson in lessons)
+    assert build("sft").source == ReadDialogues(path="")
+
+
+def test_old_logprobs_go_to_the_datum_that_they_are_of() -> None:
+    lessons = build("grpo").lessons([GROUP])
+    columns = [TensorData([float(i)] * datum.model_input.length) for i, datum in enumerate(datums_of(lessons))]
+    found = [d.loss_fn_inputs["old_logprobs"] for d in datums_of(with_old_logprobs(lessons, columns))]
+    assert found == columns
+
+
+def test_every_method_trains_all_sampled_tokens_of_its_groups() -> None:
+    for name in GROUP_METHODS:
+        lessons = build(name).lessons([GROUP])
+        assert sum(num_trained_tokens(datum) for datum in datums_of(lessons)) == 12, name

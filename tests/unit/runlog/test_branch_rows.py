@@ -1,0 +1,53 @@
+"""Where an attempt branched is kept, and a run that was begun before that was kept goes on."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import DATABASE, SCHEMA_VERSION, Attempt
+from turnwise.runlog.writer import RunWriter
+from turnwise.trajectory import Branch, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+
+
+def test_a_branched_attempt_comes_back_with_its_branch(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+    writer = RunWriter.create(tmp_path, "", max_size_mb=8)
+    branched = replace(make_trajectory(), branch=Branch(turn=1, seed=2**31 - 1, reseeds_env=True))
+    writer.attempts(1, "train", [Attempt(trajectory=branched, outcome="trained")])
+    writer.commit(1)
+    with RunReader(tmp_path) as run:
+        assert run.attempt(1).trajectory == branched
+        assert run.attempts()[0].num_sampled_tokens == branched.num_sampled_tokens
+    writer.close()
+    own = sum(len(turn.sampled_ids) for turn in branched.turns[1:])
+    assert branched.num_sampled_tokens == own < replace(branched, branch=None).num_sampled_tokens
+
+
+def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+    writer = RunWriter.create(tmp_path, "", max_size_mb=8)
+    writer.attempts(1, "train", [Attempt(trajectory=make_trajectory(), outcome="trained")])
+    writer.commit(1)
+    writer.close()
+    database = sqlite3.connect(tmp_path / DATABASE)
+    database.execute("ALTER TABLE trajectories DROP COLUMN branch")
+    database.execute("ALTER TABLE checkpoints DROP COLUMN state")
+    database.execute("DROP TABLE pool")
+    database.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    database.commit()
+    database.close()
+    with RunReader(tmp_path) as run:
+        assert run.attempt(1).trajectory == make_trajectory()
+        assert (run.checkpoints(), run.pool(0)) == ([], [])
+    writer = RunWriter.reopen(tmp_path, max_size_mb=8)
+    branched = replace(make_trajectory(), branch=Branch(turn=1, seed=5))
+    writer.attempts(2, "train", [Attempt(trajectory=branched, outcome="trained")])
+    writer.commit(2)
+    writer.close()
+    with RunReader(tmp_path) as run:
+        assert run.meta("schema_version") == str(SCHEMA_VERSION)
+        assert [run.attempt(i).trajectory.branch for i in (1, 2)] == [None, Branch(turn=1, seed=5)]
