@@ -6,6 +6,7 @@
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
 #   make bench                     speed figures, as JSON
+#   make campaign                  a long test of the service: NAME=service_load, service_faults or service_abuse
 #   make sandbox                   install bubblewrap, which worlds that run code need (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
 
@@ -13,6 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 MODEL ?= smollm2
+NAME ?= service_load
 PRESET ?= $(if $(filter tiny,$(MODEL)),guess_number_tiny,text_to_sql)
 QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=200 train.steps=60 eval.every=30)
 
@@ -20,11 +22,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox train test check format bench clean
+.PHONY: help setup sandbox train test check format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 11
 
 setup: $(STAMP)
 
@@ -64,6 +66,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+campaign: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.$(NAME) $(ARGS)
+
 bench: $(STAMP)
 	$(BIN)/turnwise bench sample --json $(ARGS)
 	$(BIN)/turnwise bench train --json $(ARGS)
@@ -72,6 +77,6 @@ bench: $(STAMP)
 	$(BIN)/turnwise bench sandbox --json $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -191,7 +191,7 @@ def _build_parser() -> argparse.ArgumentParser:
     retriever_cli.add_parser(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure speed on this machine: sample, train, tree, branch",
+        help="measure speed on this machine: sample, train, tree, branch, async, ...",
         description="Measure speed on this machine; `turnwise bench NAME --help` shows the options of one.",
     )
     bench.set_defaults(parser=bench)

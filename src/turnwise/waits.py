@@ -22,7 +22,7 @@ class Wait:
     """One call that has not come back yet."""
 
     party: str
-    """env, tool, sampler, judge, trainer, disk."""
+    """env, tool, sampler, judge, trainer, critic."""
     what: str
     who: str
     since_s: float
@@ -65,7 +65,8 @@ class Waits:
 
     def oldest(self, count: int = 1) -> list[Wait]:
         """The longest waits first."""
-        return sorted(list(self._open.values()), key=lambda wait: wait.since_s)[:count]
+        open_now = list(self._open.values())  # copied in one go: the event loop may be changing it
+        return sorted(open_now, key=lambda wait: wait.since_s)[:count]
 
 
 WAITS = Waits()

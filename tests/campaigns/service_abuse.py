@@ -31,7 +31,7 @@ from service_process import ROOT, ServerProcess, sdk_python
 from turnwise.service import proto_schema as pb
 
 SCHEMATHESIS = ("schemathesis", "4.32.5")
-FUZZER = Path(__file__).parent / "fuzz_client.py"
+FUZZER = Path(__file__).parents[1] / "contract" / "sdk" / "fuzz_client.py"
 FUZZ_S = 1800.0
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
@@ -45,6 +45,7 @@ class AbuseReport:
     problems: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
     operations: int = 0
+    log: str = ""
 
 
 class Victim:
@@ -229,9 +230,9 @@ class Abuse:
                 bad = self._random.choice([np.nan, np.inf, -np.inf, 3e38])
                 datum.loss_fn_inputs["weights"].dense = np.full(6, bad, dtype="<f4").tobytes()
             case 6:
-                datum.model_input[0].encoded_text.tokens = np.full(6, self._random.choice([-1, 2**31 - 1])).astype(
-                    "<i4"
-                ).tobytes()
+                datum.model_input[0].encoded_text.tokens = (
+                    np.full(6, self._random.choice([-1, 2**31 - 1])).astype("<i4").tobytes()
+                )
             case 7:
                 datum.loss_fn_inputs["target_tokens"].dense = np.full(6, -(2**63)).astype("<i8").tobytes()
             case 8:
@@ -290,7 +291,9 @@ class Abuse:
         return "POST", self._random.choice(self._posts), {"content-type": kind}, self._random.randbytes(100)
 
     def _odd_path(self) -> Request:
-        odd = self._random.choice(["%00", "..%2f..%2fetc%2fpasswd", "%2e%2e/", "a" * 8000, "%ff%fe", "\\", "%0d%0aX: y"])
+        odd = self._random.choice(
+            ["%00", "..%2f..%2fetc%2fpasswd", "%2e%2e/", "a" * 8000, "%ff%fe", "\\", "%0d%0aX: y"]
+        )
         method, path = self._random.choice(self._all)
         head, brace, tail = path.partition("{")
         return method, f"{head}{odd}{tail.partition('}')[2] if brace else ''}", JSON, b"{}"
@@ -313,7 +316,9 @@ class Abuse:
         return method, path.replace("{", "").replace("}", ""), {**JSON, name: value}, b"{}"
 
     def _model(self) -> str:
-        return self._random.choice([self._victim.model, self._victim.model, "nobody:train:0", "", "x" * 300, "\U0001f4a5"])
+        return self._random.choice(
+            [self._victim.model, self._victim.model, "nobody:train:0", "", "x" * 300, "\U0001f4a5"]
+        )
 
     def _seq(self) -> int:
         return self._random.choice([0, 1, 5, self._random.randrange(2, 100_000), 2**31 - 1])
@@ -410,10 +415,8 @@ def run_abuse(data_dir: Path, *, num_requests: int, seed: int) -> AbuseReport:
         fuzz_by_schema(victim, report, num_requests - report.num_sent, seed)
         victim.check_works()
         victim.http.close()
-    log = "".join(server.log)
-    report.problems += [
-        f"the server's log: {line}" for line in log.splitlines() if "ERROR" in line or "Traceback" in line
-    ]
+    report.log = "".join(server.log)
+    report.problems += [f"the server's log: {line}" for line in report.log.splitlines() if "ERROR" in line]
     return report
 
 
@@ -421,9 +424,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="write the server's log to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         report = run_abuse(Path(directory) / "data", num_requests=options.requests, seed=options.seed)
+    if options.log is not None:
+        options.log.write_text(report.log)
     summary = {
         "requests": report.num_sent,
         "operations": report.operations,

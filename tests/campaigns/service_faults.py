@@ -85,7 +85,17 @@ class KillReport:
         return [*damaged, *lost, *self.load.problems()]
 
 
-def run_kills(data_dir: Path, *, kills: int, clients: int, processes: int, seed: int, autosave: int = 3) -> KillReport:
+def run_kills(
+    data_dir: Path,
+    *,
+    kills: int,
+    clients: int,
+    processes: int,
+    seed: int,
+    autosave: int = 3,
+    settle_s: float = SETTLE_S,
+    max_reference: int = 1000,
+) -> KillReport:
     """Kill a server under load `kills` times; returns what was on disk each time, and what the clients saw."""
     moments = random.Random(seed)
     python = sdk_python(*SDK)
@@ -103,11 +113,11 @@ def run_kills(data_dir: Path, *, kills: int, clients: int, processes: int, seed:
             server.kill()
             disks.append(check_disk(data_dir))
             server.start()
-        time.sleep(SETTLE_S)
+        time.sleep(settle_s)
         for process in running:
             tell(process, "stop")
         found = [report for process in running for report in reports(process, END_S)]
-        most = max(len(report["losses"]) for report in found)
+        most = min(max(len(report["losses"]) for report in found), max_reference)
         alone = run_alone(python, server.url, clients, most)
         unreadable = _count_unreadable(server.url, found)
         load = LoadReport(clients=found, alone=alone, log="".join(server.log))

@@ -21,7 +21,7 @@ from typing import Any
 from service_process import ServerProcess, sdk_python
 
 SDK = ("tinker", "0.36.0")
-CLIENT = Path(__file__).parent / "sdk_load_client.py"
+CLIENT = Path(__file__).parents[1] / "contract" / "sdk" / "load_client.py"
 LOSS_TOLERANCE = 1e-4
 """Shared passes round differently from lone ones, and training carries the difference on."""
 SLACK_S = 120.0

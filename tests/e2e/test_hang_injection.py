@@ -25,7 +25,7 @@ from turnwise.client.futures import ApiFuture
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
 from turnwise.renderers import Renderer, get_renderer
-from turnwise.runlog.reader import RunReader
+from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
 from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints
@@ -42,6 +42,7 @@ from turnwise.types import ModelInput, SampleResponse
 from turnwise.waits import WAITS
 
 DEADLINE_S = 0.2
+TOOL_DEADLINE_S = 0.1
 ENV_CALLS = ("start", "step", "close", "tool")
 TRAINER_CALLS = ("forward_backward", "optim_step", "save_state", "save_weights_and_get_sampling_client_async")
 
@@ -85,7 +86,7 @@ class HangingEnv:
         if self._hang == "step":
             await _never()
         if self._hang == "tool":
-            await Toolbox([_search]).call(ToolCall(name="search", arguments={}))
+            await Toolbox(_search).call(ToolCall(name="search", arguments={}))
         return EnvStep(reward=float(self._is_right), terminated=True, is_success=self._is_right)
 
     async def close(self) -> None:
@@ -93,7 +94,7 @@ class HangingEnv:
             await _never()
 
 
-@tool(name="search", timeout_s=DEADLINE_S)
+@tool(name="search", timeout_s=TOOL_DEADLINE_S)
 async def _search() -> str:
     """Search."""
     return await _never()
@@ -270,12 +271,19 @@ def test_an_env_that_blocks_the_event_loop_is_shown_with_its_line_and_stopped(tm
     assert "blocking.py:7 step" in out
 
 
+def _has_checkpoint(directory: Path) -> bool:
+    if not is_run(directory):
+        return False
+    with RunReader(directory) as run:
+        return bool(run.checkpoints())
+
+
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     quick = ("env.options.median_s=0.05", "env.options.p99_s=0.2", "train.steps=400")
     process = _command(directory, "turnwise.bench.slow_world:SlowWorld", *quick)
-    while not (directory / "checkpoints").is_dir():
+    while not _has_checkpoint(directory):
         assert process.poll() is None
         time.sleep(0.05)
     lock = sqlite3.connect(directory / "run.db", timeout=30)

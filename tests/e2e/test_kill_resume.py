@@ -99,14 +99,15 @@ def _train_through_kills(directory: Path, num_kills: int, shortest_s: float, lon
         killed += _kill_after(_start(*arguments), moments.uniform(shortest_s, longest_s))
         if (directory / "run.db").is_file():
             arguments = ("--resume", str(directory))
-    out, _ = (process := _start(*arguments)).communicate(timeout=300)
+    out, _ = (process := _start(*arguments)).communicate(timeout=100 + 10 * num_kills)
     assert process.returncode == 0, out
     return killed
 
 
+@pytest.mark.timeout(120 + 20 * NUM_KILLS)
 @pytest.mark.usefixtures("tiny_dir")
 def test_an_async_run_that_is_killed_again_and_again_consumes_every_task_exactly_once(tmp_path: Path) -> None:
-    steps = 8 * NUM_KILLS
+    steps = 6 * NUM_KILLS
     delays = ("env.options.median_s=0.05", "env.options.p99_s=0.5")
     options = (*delays, "train.max_staleness=2", f"train.steps={steps}", f"train.num_tasks={2 * steps}")
     killed = _train_through_kills(tmp_path / "run", NUM_KILLS, 1.0, 7.0, *options)

@@ -55,10 +55,9 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
     angles = rand(200, 32, dtype=torch.float32)
     positions = torch.randint(0, 200, (N,), generator=torch.Generator().manual_seed(0)).cuda()
     rotation = Rotation(angles.cos(), angles.sin(), positions)
-    caches = [
-        CacheSlots(*(torch.zeros(99, 3, 64, dtype=dtype, device="cuda") for _ in range(2)), torch.arange(N).cuda() * 2)
-        for _ in range(2)
-    ]
+    slots = 2 * torch.arange(N, device="cuda")
+    empty = torch.zeros(99, 3, 64, dtype=dtype, device="cuda")
+    caches = [CacheSlots(empty.clone(), empty.clone(), slots) for _ in range(2)]
     want = layer_ops.rotate(qkv, heads, rotation, caches[0])
     got = triton_layers.rotate(qkv, heads, rotation, caches[1])
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

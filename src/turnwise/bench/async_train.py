@@ -29,7 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--p99-s", type=float, default=5.0)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--held-out", type=int, default=64, help="held-out tasks, answered without delay")
-    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +56,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "bench": "async",
         "model": args.model,
         "machine": machine(device),
-        "load": f"{args.steps} steps of {args.tasks} x {args.group_size} attempts of {args.turns} turns; env log-normal, "
-        f"median {args.median_s:g} s, p99 {args.p99_s:g} s; lag {args.lag} against 0; {args.seeds} seeds",
+        "load": f"{args.steps} steps of {args.tasks} x {args.group_size} attempts of {args.turns} turns; "
+        f"env log-normal, median {args.median_s:g} s, p99 {args.p99_s:g} s; lag {args.lag} against 0; "
+        f"{args.seeds} seeds",
         "env_steps_per_s": statistics.fmean(one.env_steps_per_s for one in ahead),
         "sync_env_steps_per_s": statistics.fmean(one.env_steps_per_s for one in waiting),
-        "speedup": statistics.fmean(
-            a.env_steps_per_s / b.env_steps_per_s for a, b in zip(ahead, waiting, strict=True)
-        ),
+        "speedup": statistics.fmean(a.env_steps_per_s / b.env_steps_per_s for a, b in zip(ahead, waiting, strict=True)),
         "held_out_success": statistics.fmean(one.success for one in ahead),
         "sync_held_out_success": statistics.fmean(one.success for one in waiting),
         "held_out_by_seed": [round(one.success, 3) for one in ahead],

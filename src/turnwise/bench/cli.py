@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from turnwise.bench import async_train, branch, report, rollout, sample, sandbox, tenants, train, tree
+from turnwise.bench import async_train, branch, report, rollout, sample, sandbox, service, tenants, train, tree
 
 BENCHES = {
     "sample": sample,
@@ -15,6 +15,7 @@ BENCHES = {
     "branch": branch,
     "rollout": rollout,
     "sandbox": sandbox,
+    "service": service,
     "async": async_train,
 }
 

@@ -5,6 +5,7 @@ Every function here takes heads-first tensors [1, heads, tokens, D] and returns 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,8 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
     logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
-    if cpu_attention.fits(query):
-        for run in plan.equal_runs():
-            cpu_attention.attend(*(_rows(side, run) for side in (query, key, value, out, logsumexp)), scale, is_causal=True)
-        for q, k in plan.ancestors():
-            sides = (query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
-            cpu_attention.attend(*sides, scale, is_causal=False, is_added=True)
+    if cpu_attention.fits(query, key, value):
+        _attend_forest((query, key, value, out, logsumexp), plan, scale)
         return out.transpose(1, 2), logsumexp
     for run in plan.equal_runs():
         part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
@@ -45,17 +42,10 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
 def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
     query, key, value, out, logsumexp = saved
-    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    grad_out, out = grad_out.contiguous().transpose(1, 2), out.transpose(1, 2)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    if cpu_attention.fits(query):
-        for run in plan.equal_runs():
-            sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
-            dq, dk, dv = (_rows(grad, run) for grad in grads)
-            cpu_attention.attend_backward(*sides, (dq, dk, dv), scale, is_causal=True)
-        for q, k in plan.ancestors():
-            sides = (grad_out[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
-            parts = grads[0][:, :, q], grads[1][:, :, k], grads[2][:, :, k]
-            cpu_attention.attend_backward(*sides, parts, scale, is_causal=False, is_added=True)
+    if cpu_attention.fits(query, key, value):
+        _attend_forest_backward((grad_out, query, key, value, out, logsumexp), grads, plan, scale)
         return grads
     for run in plan.equal_runs():
         sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
@@ -67,6 +57,31 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) 
         for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
             grad[:, :, where] += piece
     return grads
+
+
+def _attend_forest(sides: Sequence[Tensor], plan: TreePlan, scale: float) -> None:
+    """Our kernel writes output and log-sum-exp in place, own node first, then adds each ancestor to the softmax."""
+    query, key, value, out, logsumexp = sides
+    for run in plan.equal_runs():
+        q, k, v, o, lse = (_rows(side, run) for side in sides)
+        cpu_attention.attend(q, k, v, o, lse, scale, is_causal=True)
+    for rows, keys in plan.ancestors():
+        q, o, lse = (side[:, :, rows] for side in (query, out, logsumexp))
+        cpu_attention.attend(q, key[:, :, keys], value[:, :, keys], o, lse, scale, is_causal=False, is_added=True)
+
+
+def _attend_forest_backward(
+    sides: Sequence[Tensor], grads: tuple[Tensor, Tensor, Tensor], plan: TreePlan, scale: float
+) -> None:
+    grad_out, query, key, value, out, logsumexp = sides
+    for run in plan.equal_runs():
+        do, q, k, v, o, lse = (_rows(side, run) for side in sides)
+        dq, dk, dv = (_rows(grad, run) for grad in grads)
+        cpu_attention.attend_backward(do, q, k, v, o, lse, (dq, dk, dv), scale, is_causal=True)
+    for rows, keys in plan.ancestors():
+        do, q, o, lse, dq = (side[:, :, rows] for side in (grad_out, query, out, logsumexp, grads[0]))
+        k, v, dk, dv = (side[:, :, keys] for side in (key, value, grads[1], grads[2]))
+        cpu_attention.attend_backward(do, q, k, v, o, lse, (dq, dk, dv), scale, is_causal=False, is_added=True)
 
 
 def _rows(side: Tensor, run: Run) -> Tensor:

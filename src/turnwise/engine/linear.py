@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from turnwise.engine.kernels import cpu, cpu_products
 
-MAX_FEW_ROWS = 512
+MAX_FEW_ROWS = 384
 """Above this many rows the kernel for few rows brings nothing."""
 
 

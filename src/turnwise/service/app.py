@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise import __version__
@@ -40,7 +41,8 @@ def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedMod
             await service.close()
 
     app = FastAPI(title="turnwise", version=__version__, lifespan=lifespan, redoc_url=None)
-    for router in (sessions.router, training.router, sampling.router, rest.router, mint.router, openai.router):
+    # In the order of how often they are asked: a request is compared with every route before its own.
+    for router in (sampling.router, training.router, sessions.router, rest.router, mint.router, openai.router):
         app.include_router(router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -76,6 +78,8 @@ class Gate:
             await self._app(scope, self._bounded(receive), watched_send)
         except _BodyTooLargeError:
             await self._too_large()(scope, receive, send)
+        except ClientDisconnect:
+            return  # nobody is left to answer
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - our bug: the client learns its name, the log the rest

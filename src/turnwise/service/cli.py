@@ -40,6 +40,13 @@ def add_commands(commands: Any) -> None:
     serve.add_argument("--kv-cache-gib", type=float, default=0.0, metavar="GIB", help="KV cache (default: chosen)")
     serve.add_argument("--max-adapters", type=int, default=32, metavar="N", help="training adapters on the device")
     serve.add_argument("--max-policies", type=int, default=64, metavar="N", help="published weights on the device")
+    serve.add_argument(
+        "--max-resident-gib",
+        type=float,
+        default=8.0,
+        metavar="GIB",
+        help="device memory of the adapters, and again of the published weights (default 8)",
+    )
 
     keys = commands.add_parser("keys", help="make, list and revoke the service's API keys")
     keys.set_defaults(parser=keys)
@@ -85,6 +92,7 @@ def run_command(options: argparse.Namespace) -> int:
         autosave=options.autosave,
         max_resident_adapters=options.max_adapters,
         max_resident_policies=options.max_policies,
+        max_resident_bytes=int(options.max_resident_gib * 2**30),
         engine=engine,
     )
     return commands.serve(config)

@@ -34,6 +34,8 @@ class ServeConfig:
     """Training adapters kept on the device; the longest idle are parked on disk."""
     max_resident_policies: int = 64
     """Published weights kept on the device for sampling."""
+    max_resident_bytes: int = 8192 * MIB
+    """Device memory of training adapters (with gradient and optimizer), and again of published weights."""
     park_after_s: float = 900.0
     """An adapter that nobody used for this long is parked."""
     max_rank: int = 256
@@ -52,7 +54,7 @@ class ServeConfig:
             raise ConfigError("no model to serve; name one: turnwise serve --model smollm2")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port}; expected 0 (any free one) to 65535")
-        for name in ("autosave", "max_rank", "max_resident_adapters", "max_resident_policies"):
+        for name in ("autosave", "max_rank", "max_resident_adapters", "max_resident_policies", "max_resident_bytes"):
             low = 0 if name == "autosave" else 1
             if getattr(self, name) < low:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least {low}")

@@ -31,6 +31,15 @@ class ServedModel:
     def max_context_length(self) -> int:
         return self.loaded.worker.engine.max_context_length
 
+    def check_alive(self) -> None:
+        """Refuse work that an engine which stopped would never do; after a restart the same request is welcome."""
+        if self.loaded.worker.is_stopped:
+            raise HttpFailure(
+                503,
+                f"the engine of {self.name} has stopped and the server must be restarted; nothing was changed",
+                headers={"retry-after": "5"},
+            )
+
     def tokenizer_name(self, *, is_local: bool) -> str:
         """What a client can load the tokenizer from: the directory on this machine, else the hub's name."""
         is_hub_name = self.name.count("/") == 1 and not Path(self.name).is_dir()

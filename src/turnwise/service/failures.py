@@ -48,6 +48,11 @@ def not_found(what: str) -> HttpFailure:
     return HttpFailure(404, f"{what} not found")
 
 
+def session_finished() -> HttpFailure:
+    """For requests that come after their session's end; SDKs do not send those again."""
+    return HttpFailure(400, "this session is finished; nothing more is accepted for it, create another")
+
+
 def to_failure(error: BaseException) -> Failure:
     """What the client of a failed request is told."""
     if isinstance(error, HttpFailure):
@@ -77,4 +82,13 @@ def without_paths(text: str) -> str:
     return _PATH.sub(lambda found: found.group().rstrip("/").rpartition("/")[2], text)
 
 
-__all__ = ["CheckpointError", "Failure", "HttpFailure", "log_internal", "not_found", "to_failure", "without_paths"]
+__all__ = [
+    "CheckpointError",
+    "Failure",
+    "HttpFailure",
+    "log_internal",
+    "not_found",
+    "session_finished",
+    "to_failure",
+    "without_paths",
+]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from turnwise.service import schemas, wire
 
@@ -74,7 +73,7 @@ def place_of(kind: RequestKind, body: bytes) -> tuple[str, int] | None:
     if kind == "forward_backward.proto":
         return wire.read_place(body)
     try:
-        values = json.loads(body)
-        return str(values["model_id"]), int(values["seq_id"])
-    except (ValueError, KeyError, TypeError):
+        place = schemas.PlaceBody.model_validate_json(body)
+    except ValidationError:
         return None
+    return place.model_id, place.seq_id

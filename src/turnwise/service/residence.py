@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.service.checkpoints import put_in_place, verify
 from turnwise.types import LoraConfig
@@ -16,6 +18,30 @@ from turnwise.types import LoraConfig
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
     from turnwise.engine.lora import Adapter, AnyPolicy, Policy
+
+
+Resident = TypeVar("Resident")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much may be on the device, in pieces and in bytes."""
+
+    max_count: int
+    max_bytes: int
+
+    def to_leave(
+        self, resident: Sequence[Resident], idle: Sequence[Resident], size_of: Callable[[Resident], int]
+    ) -> list[Resident]:
+        """Which of `idle`, first ones first, must go until the rest fits; what is in use may stay beyond the bounds."""
+        count, size = len(resident), sum(map(size_of, resident))
+        leaving: list[Resident] = []
+        for each in idle:
+            if count <= self.max_count and size <= self.max_bytes:
+                break
+            leaving.append(each)
+            count, size = count - 1, size - size_of(each)
+        return leaving
 
 
 class AdapterPlace:
@@ -32,6 +58,14 @@ class AdapterPlace:
     @property
     def is_resident(self) -> bool:
         return self._adapter is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the device: weights, gradient and the optimizer's moments."""
+        adapter = self._adapter
+        if adapter is None:
+            return 0
+        return sum(tensor.nbytes for tensor in (adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq))
 
     def bring(self, engine: Engine) -> Adapter:
         """The adapter, on the device."""
@@ -88,6 +122,11 @@ class PolicyPlace:
     def is_resident(self) -> bool:
         """Whether it takes room that could be freed."""
         return self._policy is not None
+
+    @property
+    def num_bytes(self) -> int:
+        policy = self._policy
+        return 0 if policy is None else policy.flat.nbytes
 
     @property
     def is_written(self) -> bool:

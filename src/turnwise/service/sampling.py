@@ -23,10 +23,10 @@ from turnwise.service.access import Caller
 from turnwise.service.checkpoints import Checkpoints, flat, remove_directory
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModel, ServedModels
-from turnwise.service.failures import Failure, HttpFailure, not_found, to_failure
+from turnwise.service.failures import Failure, HttpFailure, not_found, session_finished, to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
 from turnwise.service.queue import FairShare
-from turnwise.service.residence import PolicyPlace
+from turnwise.service.residence import PolicyPlace, Room
 from turnwise.service.store import RunRow, SamplerRow, Store
 from turnwise.types import Datum, ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -101,6 +101,8 @@ class Sampling:
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if self._store.sampler(sampler_id, caller.owner) is not None:
             return sampler_id
+        if self._store.is_finished(body.session_id):
+            raise session_finished()
         row = SamplerRow(
             sampler_id=sampler_id,
             session_id=body.session_id,
@@ -216,6 +218,9 @@ class Sampling:
     ) -> Promise:
         """Put a request in line; `on_token` hears of each token as it is drawn, on the engine's thread."""
         owner = sampler.row.owner
+        if self._store.is_finished(sampler.row.session_id):
+            raise session_finished()
+        sampler.served.check_alive()
         self._promises.check_room(owner, num_bytes)
         promise = self._promises.create(owner, "Sample", num_bytes)
         sampler.last_used = self._loop.time()
@@ -353,9 +358,9 @@ class Sampling:
     def _make_room(self) -> None:
         """Let go of the longest unused weights while too many are on the device; unwritten ones are written first."""
         resident = [sampler for sampler in self._live.values() if sampler.place.is_resident]
-        excess = len(resident) - self._config.max_resident_policies
         idle = sorted((s for s in resident if not s.num_running), key=lambda s: s.last_used)
-        for sampler in idle[: max(excess, 0)]:
+        room = Room(self._config.max_resident_policies, self._config.max_resident_bytes)
+        for sampler in room.to_leave(resident, idle, lambda sampler: sampler.place.num_bytes):
             self._release(sampler)
 
     def _release(self, sampler: Sampler) -> None:

@@ -95,6 +95,13 @@ class ModelBody(Body):
     model_id: Id
 
 
+class PlaceBody(Body):
+    """What says whose request it is, of a body that may be wrong in everything else."""
+
+    model_id: Id
+    seq_id: Seq
+
+
 class LoadWeightsBody(Body):
     model_id: Id | None = None
     seq_id: Seq | None = None

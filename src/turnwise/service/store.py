@@ -274,6 +274,10 @@ class Store:
         count, size = self._db.execute(query, (session_id,)).fetchone()
         return int(count), int(size)
 
+    def is_finished(self, session_id: str) -> bool:
+        query = "SELECT 1 FROM sessions WHERE session_id = ? AND finished IS NOT NULL"
+        return self._db.execute(query, (session_id,)).fetchone() is not None
+
     def run(self, model_id: str, owner: str) -> RunRow | None:
         return self._one(RunRow, "SELECT * FROM runs WHERE model_id = ? AND owner = ?", model_id, owner)
 

@@ -24,12 +24,12 @@ from turnwise.service.access import Caller
 from turnwise.service.checkpoints import Checkpoints, flat, remove_directory
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModels
-from turnwise.service.failures import Failure, HttpFailure, not_found
+from turnwise.service.failures import Failure, HttpFailure, not_found, session_finished
 from turnwise.service.futures import Promise, Promises
 from turnwise.service.operations import OperationBuilder, TrainingModel
 from turnwise.service.queue import Operation, Steps
 from turnwise.service.requests import TrainingRequest, parse_request
-from turnwise.service.residence import AdapterPlace
+from turnwise.service.residence import AdapterPlace, Room
 from turnwise.service.sampling import Sampling
 from turnwise.service.store import CRITIC, KIND_KEY, JournalRow, RunRow, Store
 from turnwise.types import ForwardBackwardOutput, LoraConfig
@@ -80,7 +80,10 @@ class Training:
         if there is not None:
             self._restore_created(there)
             return there.request_id, model_id
+        if self._store.is_finished(body.session_id):
+            raise session_finished()
         served = self._models.find(body.base_model)
+        served.check_alive()
         if body.optimizer_config.type not in OPTIMIZERS:
             raise HttpFailure(
                 400, f"the optimizer {body.optimizer_config.type[:50]!r} is not supported; expected adamw"
@@ -166,9 +169,7 @@ class Training:
         lane = served.queue.lane(run.model_id, run.session_id)
         lane.next_seq = run.next_seq
         lane.max_seen = run.next_seq - 1
-        place = AdapterPlace(
-            run.lora, self._state / flat(run.model_id), run.snapshot, is_critic=run.is_critic
-        )
+        place = AdapterPlace(run.lora, self._state / flat(run.model_id), run.snapshot, is_critic=run.is_critic)
         model = self._live[run.model_id] = TrainingModel(run, served, place, lane)
         return model
 
@@ -178,6 +179,9 @@ class Training:
         known = self._known(model, request, retry_key)
         if known is not None:
             return known
+        if self._store.is_finished(model.run.session_id):
+            raise session_finished()
+        model.served.check_alive()
         self._promises.check_room(caller.owner, len(request.body))
         request_id = self._promises.new_id()
         operation = self._builder.build(model, request, None, request_id)  # refuses what cannot work
@@ -285,12 +289,12 @@ class Training:
     def _make_room(self, keep: TrainingModel | None = None) -> None:
         """Park the longest idle adapters while there are too many on the device."""
         resident = [model for model in self._live.values() if model.place.is_resident]
-        excess = len(resident) - self._config.max_resident_adapters
         idle = sorted(
             (model for model in resident if model.lane.is_idle and model is not keep and not model.is_saving),
             key=lambda model: model.lane.last_used,
         )
-        for model in idle[: max(excess, 0)]:
+        room = Room(self._config.max_resident_adapters, self._config.max_resident_bytes)
+        for model in room.to_leave(resident, idle, lambda model: model.place.num_bytes):
             self.snapshot(model, park=True)
 
     def sweep(self, now: float) -> None:

@@ -117,7 +117,7 @@ def make_rollout(generator: GeneratorConfig, limits: RolloutLimits) -> RolloutCo
     return RolloutConfig(
         limits=limits,
         group_size=generator.n_samples_per_prompt,
-        min_group_size=generator.min_group_size,
+        min_group_size=min(generator.min_group_size, generator.n_samples_per_prompt),
         max_retries=generator.max_retries,
         max_concurrency=generator.max_concurrency,
         temperature=generator.sampling_params.temperature,

@@ -22,6 +22,8 @@ from turnwise.train.alarms import AlarmConfig
 from turnwise.train.critic_config import CRITIC_METHODS, CriticConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]
+LONE_METHODS = ("ppo", "reinforce_pp", "rft")
+"""Methods that can learn from a single attempt at a task."""
 LAGGING_LOSS: LossFn = "cispo"
 """What takes the place of plain importance sampling when attempts are older than the weights."""
 
@@ -119,7 +121,10 @@ class GeneratorConfig(Section):
         default=0, ge=0, description="Most tokens of one attempt, prompts included; 0 takes the model's context."
     )
     n_samples_per_prompt: int = Field(
-        default=8, ge=2, description="Attempts per task: the group that advantages are centred in."
+        default=8,
+        ge=1,
+        description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
+        "attempts, such as ppo.",
     )
     min_group_size: int = Field(
         default=2, ge=2, description="A group with fewer attempts left is dropped, and counted."
@@ -172,7 +177,7 @@ class GeneratorConfig(Section):
             )
         if self.strip_thinking and (self.renderer == "template" or not self.use_conversation_multi_turn):
             raise ValueError("strip_thinking is read by the ChatML renderer with one message per turn only")
-        if self.min_group_size > self.n_samples_per_prompt:
+        if self.min_group_size > max(2, self.n_samples_per_prompt):
             raise ValueError(
                 f"min_group_size={self.min_group_size} is more than n_samples_per_prompt={self.n_samples_per_prompt}; "
                 "every group would be dropped"
@@ -380,6 +385,12 @@ class Config(Section):
         if self.model.base_url:
             self._check_service()
         self._check_lag()
+        alone = self.method.name in LONE_METHODS and not self.method.group_baseline
+        if self.generator.n_samples_per_prompt == 1 and not alone:
+            raise ValueError(
+                f"generator.n_samples_per_prompt=1, and method={self.method.name} compares the attempts at a task; "
+                "expected 2 or more"
+            )
         return self
 
     @property

@@ -26,8 +26,9 @@ train:
 ```
 
 `model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, and `base_url=URL` for `model.base_url`
-(docs/service_openai.md). Values are read as YAML. An option that is unknown, or that nothing would read in the given combination, is refused before anything is spent. The whole
-config, defaults included, is the first thing that a run writes down.
+(docs/service_openai.md). Values are read as YAML. An option that is unknown, or that nothing would read in the given
+combination, is refused before anything is spent. The whole config, defaults included, is the first thing that a run
+writes down.
 
 This page is made from the fields of `turnwise.train.config` (`python -m turnwise.train.config_reference`).
 """

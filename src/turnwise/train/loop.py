@@ -165,8 +165,7 @@ class Loop:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
         self.supply.learned(self._sampler, self.num_steps)
         self.done_step = step + 1
-        with self._watchdog.busy("disk", f"write down step {self.done_step}"):
-            self._recorder.step(self.done_step, batch, learned, metrics, certificate)
+        self._recorder.step(self.done_step, batch, learned, metrics, certificate)
         for alarm in self.alarms.check(metrics):
             self._recorder.alarm(self.done_step, alarm)
         self._check_progress(batch.kept, is_empty=not learned)

@@ -6,9 +6,10 @@
 
 Bookkeeping only: nothing is awaited here. `admit` keeps AReaL's capacity rule (arXiv:2505.24298): no more groups are
 started than the next `max_staleness + 1` updates learn from. An update takes what is done, oldest first, but a group
-that cannot wait any longer (`max_wait` updates) is waited for, however long it is. While `max_wait` is at most `max_staleness`,
-as it is unless a run says otherwise, both together keep every token within `max_staleness` and no group is lost. With
-`max_staleness` 0 a batch is admitted when the one before is learned, and waited for as a whole: that is synchronous.
+that cannot wait any longer (`max_wait` updates) is waited for, however long it is. While `max_wait` is at most
+`max_staleness`, as it is unless a run says otherwise, both together keep every token within `max_staleness` and no
+group is lost. With `max_staleness` 0 a batch is admitted when the one before is learned, and waited for as a whole:
+that is synchronous training.
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ def _place(row: PoolRow, deal: Deal) -> Place:
     assert row.failed is not None, "and those that failed"
     fields = json.loads(row.outcome)
     stats = fields.pop("stats")
-    attempts = {"trajectories": unpack_trajectories(row.trajectories), "failed": unpack_trajectories(row.failed)}
+    trajectories, failed = unpack_trajectories(row.trajectories), unpack_trajectories(row.failed)
     is_dropped = "why" in fields
-    outcome: Outcome = DroppedGroup(**fields, **attempts) if is_dropped else TrajectoryGroup(**fields, **attempts)
+    kind = DroppedGroup if is_dropped else TrajectoryGroup
+    outcome: Outcome = kind(**fields, trajectories=trajectories, failed=failed)
     kept = () if is_dropped else outcome.trajectories
     return Place(
         deal=deal,

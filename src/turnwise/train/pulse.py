@@ -14,18 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from turnwise.waits import WAITS
-from turnwise.train.interrupt import Interrupt
+from turnwise.runlog import writer
+from turnwise.runlog.schema import DATABASE
+from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.loop import Loop
 from turnwise.train.record import Recorder
 from turnwise.train.status import SHOWN_WAITS, ShownWait, Status, memory_mb, write_status
 from turnwise.train.steer import Order, Steering, take_orders
 from turnwise.train.watchdog import EXIT_STALLED, Watchdog
+from turnwise.waits import WAITS
 
 BEAT_S = 0.25
 STATUS_EVERY_S = 1.0
 BLOCKED_TOLD_S = 10.0
 """An event loop that did not come round for so long is told about."""
+WRITER_FILE = Path(writer.__file__)
 HARD_STOP_S = 10.0
 """A hard stop that has not ended the process by then ends it without asking."""
 
@@ -71,7 +74,8 @@ class Pulse:
         self._is_over.set()
         self._ticker.cancel()
         self._thread.join(timeout=STATUS_EVERY_S)
-        phase = "finished" if kind is None else "stopped" if kind.__name__ == "Interrupted" else "failed"
+        is_stopped = kind is not None and issubclass(kind, Interrupted | asyncio.CancelledError | KeyboardInterrupt)
+        phase = "finished" if kind is None else "stopped" if is_stopped else "failed"
         write_status(self._directory, self._status(phase))
 
     async def _tick(self) -> None:
@@ -125,12 +129,12 @@ class Pulse:
             os._exit(EXIT_STALLED)
 
     def _where(self) -> str:
-        """What blocks the event loop: who is waited for, and the innermost lines of its stack."""
+        """What blocks the event loop: the disk, where the run is being written down, and the innermost lines."""
         frame = sys._current_frames().get(self._main_id)  # there is no other way to ask
-        stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
-        lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack)
-        disk = [wait for wait in WAITS.oldest(SHOWN_WAITS) if wait.party == "disk"]
-        return f"{disk[0]}; in {lines}" if disk else f"in {lines}"
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack[-3:])
+        is_writing = any(Path(line.filename) == WRITER_FILE for line in stack)
+        return f"disk: {self._directory / DATABASE} does not take what is written; in {lines}" if is_writing else lines
 
     def _say(self, line: str) -> None:
         print(f"turnwise: {line}", file=sys.stderr, flush=True)

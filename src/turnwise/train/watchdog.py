@@ -1,16 +1,16 @@
 """Nothing stands still in silence.
 
-Every await of the loop goes through here: on the trainer and the disk with a deadline (`call`), on the attempts that
-are played (`any_of`), which have deadlines of their own and are expected to end one after the other. What does not
-come back in time raises `StalledError` with the name of the party, what it was asked, and since when.
+Every await of the loop goes through here: on the trainer with a deadline (`call`), on the attempts that are played
+(`any_of`), which have deadlines of their own and are expected to end one after the other. What does not come back in
+time raises `StalledError` with the name of the party, what it was asked, and since when. What blocks the event loop
+itself, such as a disk, is seen by `pulse.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from turnwise.errors import TurnwiseError
@@ -54,9 +54,10 @@ class Watchdog:
     async def call(self, party: str, what: str, work: Awaitable[T]) -> T:
         """Await one answer; `StalledError` when it does not come."""
         self.reason = f"{party}: {what}"
+        limit = asyncio.timeout(self._call_deadline_s)
         try:
             with self._waits.listed(party, what, self._call_deadline_s):
-                async with asyncio.timeout(self._call_deadline_s) as limit:
+                async with limit:
                     return await work
         except TimeoutError:
             if not limit.expired():
@@ -64,12 +65,6 @@ class Watchdog:
             raise StalledError(party, f"{what} gave no answer within {self._call_deadline_s:.3g} s") from None
         finally:
             self.reason = ""
-
-    @contextmanager
-    def busy(self, party: str, what: str) -> Iterator[None]:
-        """Work that holds up the event loop itself, such as writing to the disk; `pulse` watches how long."""
-        with self._waits.listed(party, what, self._call_deadline_s):
-            yield
 
     async def any_of(self, tasks: Sequence[asyncio.Task[Any]], waits_for: Callable[[], str]) -> None:
         """Wait until one of the tasks is done, as long as calls of any party come back meanwhile."""

@@ -593,6 +593,27 @@ def a_closed_session_is_finished():
     assert (found.status.type, found.status.reason.type) == ("client_finished", "success")
 
 
+def a_critic_is_asked_for_in_the_metadata():
+    """An extension of ours that needs nothing but what the SDK passes through."""
+    critic = _client(rank=4, user_metadata={"turnwise.kind": "critic"})
+    returns = [0.0, 0.5, 1.0, -0.5, 0.25, 2.0]
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:6]),
+        loss_fn_inputs={
+            key: types.TensorData(data=data, dtype="float32", shape=[6])
+            for key, data in (("mask", [1.0] * 6), ("returns", returns))
+        },
+    )
+    losses = []
+    for _ in range(10):
+        output = critic.forward_backward([datum], "value").result()
+        critic.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        losses.append(output.metrics["loss:sum"])
+    assert math.isclose(losses[0], sum(r * r for r in returns) / 2, rel_tol=1e-5)
+    assert losses[-1] < losses[0]
+    assert len(output.loss_fn_outputs[0]["values"].tolist()) == 6
+
+
 def no_public_method_was_left_out():
     CALLED["ServiceClient"].add("holder")
     internal = {"create", "on_queue_state_change"}  # called by the SDK itself, on the way of others

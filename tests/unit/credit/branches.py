@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
@@ -39,6 +40,6 @@ def make_continuation(
     )
 
 
-def make_branches(rewards: Sequence[float], *, turn: int, probability: float = 1.0, **fields: int) -> TrajectoryGroup:
+def make_branches(rewards: Sequence[float], *, turn: int, probability: float = 1.0, **fields: Any) -> TrajectoryGroup:
     attempts = tuple(make_continuation(attempt, reward, turn=turn, **fields) for attempt, reward in enumerate(rewards))
     return TrajectoryGroup(task_id="t", trajectories=attempts, branch_turn=turn, branch_probability=probability)

@@ -30,7 +30,7 @@ class GateWorld:
 
     def __init__(self) -> None:
         self.gates: dict[str, asyncio.Event] = {}
-        self.open_envs = 0
+        self.open_envs: set[GateEnv] = set()
         self.num_first_turns = 0
 
     def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:  # noqa: ARG002
@@ -49,9 +49,9 @@ class GateEnv:
         self._gate = gate
         self._seed = seed
         self._num_steps = 0
+        world.open_envs.add(self)
 
     async def start(self) -> Sequence[Message]:
-        self._world.open_envs += 1
         return [user("go")]
 
     async def step(self, reply: Message) -> EnvStep:  # noqa: ARG002
@@ -63,8 +63,7 @@ class GateEnv:
         return EnvStep(reward=float(self._seed % 2), terminated=True, is_success=bool(self._seed % 2))
 
     async def close(self) -> None:
-        self._world.open_envs -= self._num_steps >= 0
-        self._num_steps = -1
+        self._world.open_envs.discard(self)
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
     assert batch.taken is not None
     assert batch.taken.staleness == [1]
     await supply.close()
-    assert world.open_envs == 0
+    assert not world.open_envs
     assert third in world.gates
 
 
@@ -126,6 +125,7 @@ async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_tas
     await again.close()
     resumed = Supply(again._parts, again._renderer, Watchdog())
     resumed.open(sampler, 0, state, 5)
+    assert resumed.stream is not None
     seeds = [place.deal.seed for place in resumed.stream.pool.places.values()]
     assert seeds == [place.deal.seed for place in supply.stream.pool.places.values()]
     assert resumed.stream.pool.num_dealt == 3, "nothing is dealt beyond what was in the pool"

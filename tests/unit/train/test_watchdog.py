@@ -8,8 +8,8 @@ import pytest
 
 from turnwise.errors import Party
 from turnwise.rollout.call import DeadlinePassed, call
-from turnwise.waits import WAITS, Waits, caller
 from turnwise.train.watchdog import StalledError, Watchdog
+from turnwise.waits import WAITS, Waits, caller
 
 
 async def test_a_call_is_listed_with_party_question_caller_and_deadline_while_it_lasts() -> None:

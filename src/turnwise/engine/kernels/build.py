@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch  # noqa: F401 - its OpenMP runtime has to be there before the library asks for one
@@ -93,8 +94,9 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = [Path(temporary) / f"{source.stem}.o" for source in sources]
         shared = Path(temporary) / "cpu.so"
-        for source, target in zip(sources, objects, strict=True):
-            _run([*compiler, *compile_flags, "-c", str(source), "-o", str(target)])
+        pairs = zip(sources, objects, strict=True)
+        with ThreadPoolExecutor(len(sources)) as pool:
+            list(pool.map(_run, [[*compiler, *compile_flags, "-c", str(c), "-o", str(o)] for c, o in pairs]))
         _run([*compiler, *map(str, objects), *link_flags, "-lm", "-o", str(shared)])
         shared.replace(path)
     return path

@@ -18,10 +18,10 @@ from turnwise.errors import DataError
 _MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
 
 
-def fits(query: Tensor) -> bool:
-    """Whether these functions can run such a tensor here."""
-    is_read = query.is_cpu and query.dtype is torch.float32 and query.shape[-1] <= _MAX_HEAD_SIZE
-    return is_read and build.library() is not None
+def fits(*sides: Tensor) -> bool:
+    """Whether these functions can run on such tensors here."""
+    is_read = all(side.is_cpu and side.dtype is torch.float32 and side.stride(-1) == 1 for side in sides)
+    return is_read and sides[0].shape[-1] <= _MAX_HEAD_SIZE and build.library() is not None
 
 
 class AttentionKernels:
@@ -60,6 +60,8 @@ def attend(
     With `is_added`, `out` and `logsumexp` hold the attention of the same queries over other keys, and become those of
     one softmax over all of them.
     """
+    if query.numel() == 0:
+        return
     sides = [query, key, value, out, logsumexp]
     failed = _kernels().forward(*_arguments(sides, is_causal), scale, is_causal, is_added, torch.get_num_threads())
     _check_memory(failed)
@@ -82,6 +84,10 @@ def attend_backward(
 
     `out` and `logsumexp` are those of whole rows, also where these keys are only some of what the queries saw.
     """
+    if query.numel() == 0:
+        for grad in () if is_added else grads:
+            grad.zero_()
+        return
     sides = [query, key, value, out, logsumexp, grad_out, *grads]
     failed = _kernels().backward(*_arguments(sides, is_causal), scale, is_causal, is_added, torch.get_num_threads())
     _check_memory(failed)

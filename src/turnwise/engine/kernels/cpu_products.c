@@ -84,7 +84,7 @@ static void multiply_block(const Product *p, int64_t row, int64_t rows, int64_t 
 }
 
 /* c = alpha a b, or added to c. Strides are (row, column) in floats; scratch holds MAX_DEPTH * (MAX_COLS + NR) floats
- * for each thread. K > 0. */
+ * for each thread. No size is 0. */
 void tw_product(float *a, int64_t a_row, int64_t a_col, float *b, int64_t b_row, int64_t b_col, float *c, int64_t c_row,
                 int64_t c_col, int64_t M, int64_t N, int64_t K, float alpha, int is_added, float *scratch,
                 int threads) {

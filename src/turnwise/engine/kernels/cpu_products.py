@@ -44,8 +44,9 @@ class ProductKernel:
                     f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} in the product of {rows} x {depth} "
                     f"and {depth} x {cols}; expected float32 {shape} on the CPU"
                 )
-        if depth == 0:
-            out_MN.zero_() if not is_added else None
+        if 0 in (rows, depth, cols):
+            if not is_added:
+                out_MN.zero_()
             return
         threads = torch.get_num_threads()
         self._product(

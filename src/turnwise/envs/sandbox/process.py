@@ -186,12 +186,12 @@ class Running:
         deadline = time.monotonic() + START_S
         poll = select.poll()
         poll.register(self._launch.status_fd, select.POLLIN)
-        while self._init is None:
+        while self._init is None and self._exit_code is None:  # a quick program may be gone before it could be seen
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise SandboxError(f"the sandbox was not up after {START_S:g} s")
             poll.poll(left_s * 1000)
-            if not self._read_status():
+            if not self._read_status() and self._init is None and self._exit_code is None:
                 raise SandboxError(f"the sandbox did not come up: {self._complaint()}")
 
     def pump(self, timeout_s: float, cancel: Cancel | None = None) -> bool:

@@ -8,6 +8,7 @@ import zstandard
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
+from turnwise.service import schemas, wire
 from turnwise.service.access import Caller
 from turnwise.service.config import is_loopback
 from turnwise.service.failures import HttpFailure
@@ -45,6 +46,30 @@ async def read_body(request: Request, limit: int) -> bytes:
     if len(data) > limit:
         raise HttpFailure(413, f"the body is larger than {limit} bytes once decompressed")
     return data
+
+
+def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
+    """A model's JSON schema with nothing to look up elsewhere."""
+
+    def resolve(node: Any, definitions: dict[str, Any]) -> Any:
+        if isinstance(node, list):
+            return [resolve(item, definitions) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {key: resolve(value, definitions) for key, value in node.items() if key != "$defs"}
+
+    schema = body.model_json_schema()
+    return resolve(schema, schema.get("$defs", {}))
+
+
+def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict[str, Any]:
+    """How a body that is read by hand appears in the OpenAPI document."""
+    content: dict[str, Any] = {wire.JSON: {"schema": inline_schema(body)}}
+    if protobuf is not None:
+        content[wire.PROTOBUF] = {"schema": {"type": "string", "format": "binary", "title": protobuf}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def promised(request_id: str, **more: Any) -> JSONResponse:

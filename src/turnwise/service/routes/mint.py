@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from turnwise.service import schemas
-from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep, promised
-from turnwise.service.routes.training import documented, submit
+from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep, documented, promised
+from turnwise.service.routes.training import submit
 
 router = APIRouter(prefix=f"{PREFIX}/mint", tags=["mint"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -15,7 +14,15 @@ from turnwise.service import schemas, wire
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.requests import RequestKind, TrainingRequest, parse_request, place_of
-from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep, is_local, promised, read_body
+from turnwise.service.routes.common import (
+    PREFIX,
+    CallerDep,
+    ServiceDep,
+    documented,
+    is_local,
+    promised,
+    read_body,
+)
 from turnwise.service.service import Service
 from turnwise.service.store import KIND_KEY, CheckpointRow
 
@@ -23,30 +30,6 @@ router = APIRouter(prefix=PREFIX, tags=["training"])
 
 BIG_BODY = 1 << 16
 """Bodies from this size on are parsed beside the event loop."""
-
-
-def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
-    """A model's JSON schema with nothing to look up elsewhere."""
-
-    def resolve(node: Any, definitions: dict[str, Any]) -> Any:
-        if isinstance(node, list):
-            return [resolve(item, definitions) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return resolve(definitions[node["$ref"].rpartition("/")[2]], definitions)
-        return {key: resolve(value, definitions) for key, value in node.items() if key != "$defs"}
-
-    schema = body.model_json_schema()
-    return resolve(schema, schema.get("$defs", {}))
-
-
-def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict[str, Any]:
-    """How a body that is read by hand appears in the OpenAPI document."""
-    content: dict[str, Any] = {wire.JSON: {"schema": inline_schema(body)}}
-    if protobuf is not None:
-        content[wire.PROTOBUF] = {"schema": {"type": "string", "format": "binary", "title": protobuf}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 async def submit(service: Service, caller: Caller, request: Request, kind: RequestKind) -> JSONResponse:

@@ -16,11 +16,6 @@ from torch import Tensor
 from turnwise.engine.kernels import build, cpu
 from turnwise.errors import DataError
 
-# The C file has a branch for AVX-512, one for AVX2 and a portable one; an older target takes the lower branches.
-_TARGETS = {"native": ("-march=native",)}
-if platform.machine() in ("x86_64", "AMD64"):
-    _TARGETS |= {"avx2": ("-march=native", "-mno-avx512f"), "portable": ("-march=x86-64",)}
-
 _PRINT_THREADS = """
 from turnwise.engine.kernels import cpu
 kernels = cpu.load()
@@ -28,13 +23,9 @@ print("none" if kernels is None else kernels.num_threads())
 """
 
 
-@pytest.fixture(scope="module", params=list(_TARGETS))
-def kernels(request: pytest.FixtureRequest) -> cpu.CpuKernels:
-    compiler = build.find_compiler()
-    assert compiler is not None, "these tests need a C compiler"
-    flags = (*build.COMPILE_FLAGS, *_TARGETS[request.param])
-    openmp = ("-fopenmp",) if platform.system() == "Linux" else ()
-    return cpu.CpuKernels(ctypes.CDLL(str(build.build(compiler, (*flags, *openmp), build.LINK_FLAGS))))
+@pytest.fixture
+def kernels(library: ctypes.CDLL) -> cpu.CpuKernels:
+    return cpu.CpuKernels(library)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

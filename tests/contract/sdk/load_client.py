@@ -1,7 +1,7 @@
 """Clients of the real tinker SDK under load; runs in the SDK's own environment, driven by `service_load.py`.
 
-Each client has a session, an adapter and a thread of its own, trains the same datums in the same order, and samples from
-what it trained every few steps. It prints one JSON line per client with everything it was told by the server. The
+Each client has a session, an adapter and a thread of its own, trains the same datums in the same order, and samples
+from what it trained every few steps. It prints one JSON line per client with everything it was told by the server. The
 process says `ready` when every client has its adapter, starts when it is sent a line, and stops after its time, after
 its steps, or when it is sent `stop`.
 """
@@ -50,7 +50,7 @@ class Client:
             until = time.monotonic() + self.options.seconds
             while time.monotonic() < until and len(self.losses) < self.options.max_steps and not STOP.is_set():
                 self.step()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever a client ends with is reported
             self.error = traceback.format_exc()
 
     def step(self):
