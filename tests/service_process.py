@@ -116,7 +116,11 @@ def sdk_python(package: str, version: str, needs: tuple[str, ...] | None = None)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if needs is None:
-            subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), f"{package}=={version}"], check=True)
+            # The SDKs ask for different releases of tinker, so the one that our own client was tested with stays out.
+            pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+            constraints = venv / "constraints.txt"
+            constraints.write_text("".join(pin for pin in pins if not pin.startswith("tinker==")), encoding="utf-8")
+            subprocess.run([*pip, "-c", str(constraints), f"{package}=={version}"], check=True)
         else:
             subprocess.run([*pip, *needs], check=True)
             subprocess.run([*pip, "--no-deps", f"{package}=={version}"], check=True)
