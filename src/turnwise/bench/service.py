@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from turnwise.types import SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=64, help="at once")
+    parser.add_argument("--requests", type=int, default=64, help="in flight at any time")
+    parser.add_argument("--waves", type=int, default=4, help="requests that each sends, one after the other")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--client", choices=("http", "tinker"), default="http", help="bare HTTP, or the tinker SDK")
@@ -44,9 +45,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         asyncio.run(_serve_rounds(args))
         return {"bench": "service", "model": args.model, "machine": "client"}
     engine = make_engine(args)
+    args.vocab_size = engine.vocab_size
     worker = EngineWorker(lambda: engine, name=args.model)
     try:
-        with _server(args) as (url, pid), _client(args, url, engine.vocab_size) as client:
+        with _server(args) as (url, pid), _client(args, url) as client:
             numbers = range(args.warmups + args.repeats)
             rounds = [_one_round(worker, client, pid, args, index) for index in numbers]
     finally:
@@ -54,18 +56,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kept = rounds[args.warmups :]
     local, remote = Timing([each.local_s for each in kept]), Timing([each.remote_s for each in kept])
     local_cpu, server_cpu = Timing([each.local_cpu_s for each in kept]), Timing([each.server_cpu_s for each in kept])
-    tokens = args.requests * args.new_tokens
+    num_requests = args.requests * args.waves
+    tokens = num_requests * args.new_tokens
     return {
         "bench": "service",
         "model": args.model,
         "machine": machine(engine.device),
         "client": args.client,
-        "load": f"{args.requests} requests at once, {args.prompt_tokens} + {args.new_tokens} tokens",
+        "load": f"{args.requests} in flight x {args.waves}, {args.prompt_tokens} + {args.new_tokens} tokens each",
         "http_tokens_per_s": tokens / remote.median,
         "in_process_tokens_per_s": tokens / local.median,
         "share_of_in_process": local.median / remote.median,
         "share_of_in_process_cpu": local_cpu.median / server_cpu.median,
-        "http_cpu_ms_per_request": 1000 * (server_cpu.median - local_cpu.median) / args.requests,
+        "http_cpu_ms_per_request": 1000 * (server_cpu.median - local_cpu.median) / num_requests,
         "peak_gib": peak_gib(engine.device),
     }
 
@@ -95,19 +98,28 @@ def _cpu_of(pid: int) -> float:
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _prompts(args: argparse.Namespace, vocab_size: int, index: int) -> list[list[int]]:
-    """New ones in every round, so that no side finds them in its cache."""
-    return np.random.default_rng(index).integers(100, vocab_size, (args.requests, args.prompt_tokens)).tolist()
+async def _round_of(sample: Callable[[list[int]], Awaitable[int]], args: argparse.Namespace, index: int) -> float:
+    """Seconds until every request is answered; whoever has an answer sends the next request."""
+    shape = (args.requests, args.waves, args.prompt_tokens)  # new prompts in every round: no side finds them cached
+    prompts = np.random.default_rng(index).integers(100, args.vocab_size, shape).tolist()
+
+    async def one_after_the_other(mine: list[list[int]]) -> None:
+        for prompt in mine:
+            assert await sample(prompt) == args.new_tokens
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one_after_the_other(mine) for mine in prompts))
+    return time.perf_counter() - start
 
 
 def _in_process(worker: EngineWorker, args: argparse.Namespace, index: int) -> float:
-    prompts = _prompts(args, worker.engine.vocab_size, index)
     params = SamplingParams(max_tokens=args.new_tokens, stop=[])
-    start = time.perf_counter()
-    futures = [worker.sample(prompt, params, worker.engine.base_policy) for prompt in prompts]
-    for future in futures:
-        assert len(future.result().sequences[0].tokens) == args.new_tokens
-    return time.perf_counter() - start
+
+    async def sample(prompt: list[int]) -> int:
+        reply = await asyncio.wrap_future(worker.sample(prompt, params, worker.engine.base_policy))
+        return len(reply.sequences[0].tokens)
+
+    return asyncio.run(_round_of(sample, args, index))
 
 
 @contextlib.contextmanager
@@ -148,10 +160,10 @@ class _Client:
 
 
 @contextlib.contextmanager
-def _client(args: argparse.Namespace, url: str, vocab_size: int) -> Iterator[_Client]:
-    passed = ("model", "requests", "prompt_tokens", "new_tokens", "client")
+def _client(args: argparse.Namespace, url: str) -> Iterator[_Client]:
+    passed = ("model", "requests", "waves", "prompt_tokens", "new_tokens", "client", "vocab_size")
     options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in passed]
-    command = [sys.executable, "-m", "turnwise.bench.cli", "service", f"--url={url}", f"--vocab-size={vocab_size}"]
+    command = [sys.executable, "-m", "turnwise.bench.cli", "service", f"--url={url}"]
     process = subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield _Client(process)
@@ -167,12 +179,7 @@ async def _serve_rounds(args: argparse.Namespace) -> None:
     """The client's own process: a round for every number that arrives."""
     sampler = await (_SdkSampler if args.client == "tinker" else _HttpSampler).create(args)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        prompts = _prompts(args, args.vocab_size, int(line))
-        start = time.perf_counter()
-        lengths = await asyncio.gather(*(sampler.sample(prompt) for prompt in prompts))
-        seconds = time.perf_counter() - start
-        assert lengths == [args.new_tokens] * args.requests, lengths
-        print(seconds, flush=True)
+        print(await _round_of(sampler.sample, args, int(line)), flush=True)
 
 
 class _HttpSampler:

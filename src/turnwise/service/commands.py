@@ -15,9 +15,6 @@ from turnwise.service.config import ServeConfig
 from turnwise.service.store import Store
 
 CLOSE_S = 5
-SWITCH_S = 0.005
-"""How long the engine's thread may keep the interpreter while the event loop waits for it; Python's own 5 ms would be
-added to every request."""
 
 
 def serve(config: ServeConfig) -> int:
@@ -60,7 +57,6 @@ def serve(config: ServeConfig) -> int:
     _say(f"serving {', '.join(config.models)} at http://{host}:{port} ({key}); data in {config.data_dir}")
     address = f"http://{host}:{port}"
     _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
-    sys.setswitchinterval(SWITCH_S)
     Server(options).run(sockets=[listener])
     return 0
 
