@@ -16,7 +16,7 @@ ARGS ?=
 MODEL ?= smollm2
 NAME ?= service_load
 PRESET ?= $(if $(filter tiny,$(MODEL)),guess_number_tiny,text_to_sql)
-QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=200 train.steps=60 eval.every=30)
+QUICK := $(if $(filter guess_number_tiny,$(PRESET)),env.options.demonstration_skill=0.7 warmup.steps=300 train.steps=80 eval.every=40)
 
 VENV := .venv
 BIN := $(VENV)/bin
