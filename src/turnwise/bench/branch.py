@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.bench.report import Timing, machine, make_engine, peak_gib, timed
+from turnwise.bench.report import machine, make_engine, peak_gib
+from turnwise.bench.tree import time_sharing
 from turnwise.credit.advantages import center_by_group
-from turnwise.engine.pack import NO_SHARING
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.sources import PlayBranches
 from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
-from turnwise.types import Datum, LoraConfig
+from turnwise.types import Datum
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,21 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(args, kv_cache_gib=0.05)
-    adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
     datums = make_datums(args, engine.vocab_size)
-
-    def step() -> None:
-        for _ in engine.forward_backward(adapter, datums, "importance_sampling", None):
-            pass
-        adapter.grad.zero_()
-
-    def timed_sharing(min_shared: int) -> Timing:
-        engine.trainer.min_shared = min_shared
-        return timed(step, args, engine.device)
-
-    shared_min = engine.trainer.min_shared
-    alone = timed_sharing(NO_SHARING)
-    shared = timed_sharing(shared_min)
+    alone, shared = time_sharing(engine, datums, args)
     total = sum(datum.model_input.length for datum in datums)
     prefix = args.turns * (args.observation + args.reply) + args.observation
     unique = args.groups * (prefix + args.group_size * (args.reply - 1))

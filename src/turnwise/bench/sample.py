@@ -72,13 +72,13 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
 
     def batch() -> None:
         engine.sampler.drop_cache()
-        sample_all(engine, prompts, args.new_tokens, policy)
+        sample_all(engine, prompts, args.new_tokens, [policy] * len(prompts))
 
     def dialogues() -> None:
         engine.sampler.drop_cache()
         histories = [list(start) for start in starts]
         for turn in range(args.turns):
-            replies = sample_all(engine, histories, args.sampled, policy)
+            replies = sample_all(engine, histories, args.sampled, [policy] * len(histories))
             histories = [h + r + o for h, r, o in zip(histories, replies, seen[turn], strict=True)]
 
     return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch, dialogues)}
@@ -128,10 +128,12 @@ def _policy(engine: Engine, rank: int) -> AnyPolicy:
     return engine.publish(engine.create_adapter(LoraConfig(rank=rank, seed=0))) if rank else engine.base_policy
 
 
-def sample_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policy: AnyPolicy) -> list[list[int]]:
-    """The sampled tokens of every prompt, run together to the end."""
+def sample_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policies: Sequence[AnyPolicy]
+) -> list[list[int]]:
+    """The sampled tokens of every prompt, each under its own policy, run together to the end."""
     replies: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
 
         def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
             if isinstance(reply, BaseException):

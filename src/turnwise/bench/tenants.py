@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
+from turnwise.bench.sample import sample_all
 from turnwise.engine.engine import Engine
 from turnwise.engine.lora import AnyPolicy
-from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+from turnwise.types import LoraConfig
 
 RANKS = (4, 8, 16, 32)
 
@@ -28,8 +30,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     prompts = np.random.default_rng(0).integers(100, engine.vocab_size, (total, args.prompt_tokens)).tolist()
     policies = [_policy(engine, RANKS[i % len(RANKS)], i) for i in range(args.tenants)]
     of_tenants = [policies[i // args.requests] for i in range(total)]
-    one = timed(lambda: _sample(engine, prompts, policies[:1] * total, args.new_tokens), args, engine.device)
-    many = timed(lambda: _sample(engine, prompts, of_tenants, args.new_tokens), args, engine.device)
+
+    def sample(owners: Sequence[AnyPolicy]) -> None:
+        engine.sampler.drop_cache()
+        sample_all(engine, prompts, args.new_tokens, owners)
+
+    one = timed(lambda: sample(policies[:1] * total), args, engine.device)
+    many = timed(lambda: sample(of_tenants), args, engine.device)
     return {
         "bench": "tenants",
         "model": args.model,
@@ -46,19 +53,3 @@ def _policy(engine: Engine, rank: int, seed: int) -> AnyPolicy:
     adapter = engine.create_adapter(LoraConfig(rank=rank, seed=seed))
     adapter.flat.normal_(0.0, 0.01)
     return engine.publish(adapter)
-
-
-def _sample(engine: Engine, prompts: list[list[int]], policies: list[AnyPolicy], new_tokens: int) -> None:
-    engine.sampler.drop_cache()
-    replies: list[SampleResponse] = []
-
-    def keep(reply: SampleResponse | BaseException) -> None:
-        if isinstance(reply, BaseException):
-            raise reply
-        replies.append(reply)
-
-    for prompt, policy in zip(prompts, policies, strict=True):
-        engine.sampler.submit(prompt, SamplingParams(max_tokens=new_tokens, stop=[]), policy, on_done=keep)
-    while engine.sampler.has_work:
-        engine.sampler.step()
-    assert len(replies) == len(prompts), "every request was answered"

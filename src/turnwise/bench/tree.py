@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from turnwise.bench.report import Timing, machine, make_engine, peak_gib, timed
+from turnwise.engine.engine import Engine
 from turnwise.engine.pack import NO_SHARING
 from turnwise.types import Datum, LoraConfig, ModelInput
 
@@ -21,25 +23,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(args, kv_cache_gib=0.05)
-    adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
     rng = np.random.default_rng(0)
     datums = []
     for _ in range(args.groups):
         prefix = rng.integers(100, engine.vocab_size, args.prefix)
         datums += [_branch(prefix, rng, args, engine.vocab_size) for _ in range(args.group_size)]
-
-    def step() -> None:
-        for _ in engine.forward_backward(adapter, datums, "importance_sampling", None):
-            pass
-        adapter.grad.zero_()
-
-    def timed_sharing(min_shared: int) -> Timing:
-        engine.trainer.min_shared = min_shared
-        return timed(step, args, engine.device)
-
-    shared_min = engine.trainer.min_shared
-    alone = timed_sharing(NO_SHARING)
-    shared = timed_sharing(shared_min)
+    alone, shared = time_sharing(engine, datums, args)
     total = args.groups * args.group_size * (args.prefix + args.branch)
     unique = args.groups * (args.prefix + args.group_size * args.branch)
     return {
@@ -53,6 +42,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "ideal_speedup": total / unique,
         "peak_gib": peak_gib(engine.device),
     }
+
+
+def time_sharing(engine: Engine, datums: Sequence[Datum], args: argparse.Namespace) -> tuple[Timing, Timing]:
+    """A training step on the datums as rows of their own, and with their prefixes shared."""
+    adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
+
+    def step() -> None:
+        for _ in engine.forward_backward(adapter, datums, "importance_sampling", None):
+            pass
+        adapter.grad.zero_()
+
+    def timed_sharing(min_shared: int) -> Timing:
+        engine.trainer.min_shared = min_shared
+        return timed(step, args, engine.device)
+
+    shared_min = engine.trainer.min_shared
+    return timed_sharing(NO_SHARING), timed_sharing(shared_min)
 
 
 def _branch(prefix: np.ndarray, rng: np.random.Generator, args: argparse.Namespace, vocab_size: int) -> Datum:

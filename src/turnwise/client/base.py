@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from turnwise.client.futures import ApiFuture, Submission
+from turnwise.errors import ConfigError
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -31,6 +32,14 @@ LossFnConfig = Mapping[str, float | str]
 
 CustomLossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
 """`(datums, logprobs)`, one torch tensor of logprobs per datum, to `(loss, metrics)`."""
+
+
+def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | None) -> AdamParams:
+    """The settings of `optim_step`, under whichever of its two names they came."""
+    params = optim_params if adam_params is None else adam_params
+    if params is None or (optim_params is not None and adam_params is not None):
+        raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
+    return params
 
 
 class SamplingClient(Protocol):

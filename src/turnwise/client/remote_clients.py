@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.client.base import CustomLossFn, LossFnConfig
+from turnwise.client.base import CustomLossFn, LossFnConfig, one_optim_params
 from turnwise.client.futures import ApiFuture, Submission
 from turnwise.client.remote_connection import Connection, Sdk
 from turnwise.client.remote_wire import Dialect, mask_of, to_columns, to_seed, to_stop
@@ -32,6 +34,8 @@ from turnwise.types import (
 )
 
 _DEFAULT_PARAMS = SamplingParams()
+VALUE_LOSS = "value"
+"""The one loss of a critic."""
 
 
 class RemoteSamplingClient:
@@ -183,9 +187,7 @@ class RemoteTrainingClient:
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
-        params = optim_params if adam_params is None else adam_params
-        if params is None or (optim_params is not None and adam_params is not None):
-            raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
+        params = one_optim_params(optim_params, adam_params)
         names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
         sent = self._connection.sdk.types.AdamParams(**{name: getattr(params, name) for name in names})
         source = self._sdk_client.optim_step(sent)
@@ -205,7 +207,8 @@ class RemoteTrainingClient:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> ApiFuture[SaveWeightsResponse]:
-        source = self._sdk_client.save_state(name, ttl_seconds, overwrite, **_metadata(user_metadata))
+        save = self._sdk_client.save_state
+        source = save(name, ttl_seconds, overwrite, **_metadata(save, user_metadata))
         return self._connection.future(source, lambda done: SaveWeightsResponse(path=done.path), f"save_state {name}")
 
     def save_state_async(
@@ -234,7 +237,8 @@ class RemoteTrainingClient:
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> ApiFuture[SaveWeightsForSamplerResponse]:
-        source = self._sdk_client.save_weights_for_sampler(name, ttl_seconds, **_metadata(user_metadata))
+        save = self._sdk_client.save_weights_for_sampler
+        source = save(name, ttl_seconds, **_metadata(save, user_metadata))
         what = f"save_weights_for_sampler {name}"
         return self._connection.future(source, lambda done: SaveWeightsForSamplerResponse(path=done.path), what)
 
@@ -293,9 +297,8 @@ class RemoteTrainingClient:
             raise DataError("data is empty; expected at least one Datum")
         columns, settings = to_columns(datums, loss_fn, dict(config or {}), self._connection.dialect)
         source = submit(self._to_sdk(datums, columns), loss_fn, settings or None)
-        return self._connection.future(
-            source, partial(_to_output, datums, self._connection.dialect), f"{verb} of {len(datums)} datums"
-        )
+        translate = _to_values if loss_fn == VALUE_LOSS else partial(_to_output, datums, self._connection.dialect)
+        return self._connection.future(source, translate, f"{verb} of {len(datums)} datums")
 
     def _to_sdk(self, datums: Sequence[Datum], columns: Sequence[Mapping[str, Any]]) -> list[Sdk]:
         types = self._connection.sdk.types
@@ -308,15 +311,27 @@ class RemoteTrainingClient:
 
 
 def _without_advice(load: Callable[[str], Any], path: str) -> Any:
-    """SDKs from 0.36 on advise to create a client from the checkpoint instead; that one would have another id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return load(path)
+    """SDKs from 0.36 on warn and log that one should create a client from the checkpoint instead; that one would have
+    another id.
+    """
+    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
+    logger.addFilter(_is_no_advice)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return load(path)
+    finally:
+        logger.removeFilter(_is_no_advice)
 
 
-def _metadata(user_metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """SDKs before 0.36 have no metadata of checkpoints; it is sent only where there is some."""
-    return {"user_metadata": dict(user_metadata)} if user_metadata else {}
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("DEPRECATED")
+
+
+def _metadata(save: Callable[..., Any], user_metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """SDKs before 0.36 have no metadata of checkpoints: with those it is left out."""
+    is_taken = bool(user_metadata) and "user_metadata" in inspect.signature(save).parameters
+    return {"user_metadata": dict(user_metadata or {})} if is_taken else {}
 
 
 def _to_output(datums: Sequence[Datum], dialect: Dialect, output: Sdk) -> ForwardBackwardOutput:
@@ -342,6 +357,21 @@ def _to_output(datums: Sequence[Datum], dialect: Dialect, output: Sdk) -> Forwar
         loss_fn_output_type=str(output.loss_fn_output_type),
         loss_fn_outputs=outputs,
         metrics={**metrics, "num_trained_tokens:sum": float(num_trained)},
+    )
+
+
+def _to_values(output: Sdk) -> ForwardBackwardOutput:
+    """What a critic said: values and their mask, one per input position."""
+    outputs = [
+        {str(key): TensorData.from_numpy(np.asarray(value.to_numpy())) for key, value in entry.items()}
+        for entry in output.loss_fn_outputs
+    ]
+    if not outputs or any("values" not in entry for entry in outputs):
+        raise ServiceError("no values came back; this service does not train critics")
+    return ForwardBackwardOutput(
+        loss_fn_output_type=str(output.loss_fn_output_type),
+        loss_fn_outputs=outputs,
+        metrics={str(key): float(value) for key, value in output.metrics.items()},
     )
 
 

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from turnwise.client.base import CustomLossFn, LossFnConfig
+from turnwise.client.base import CustomLossFn, LossFnConfig, one_optim_params
 from turnwise.client.checkpoints import Checkpoint, CheckpointInfo, CheckpointPath, CheckpointStore, Kind, expiry
 from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import ApiFuture, Submission
 from turnwise.client.sampling import SamplingClient
 from turnwise.engine.worker import EngineWorker
-from turnwise.errors import CheckpointError, ConfigError, DataError
+from turnwise.errors import CheckpointError, DataError
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -119,9 +119,7 @@ class TrainingClient:
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
         """One AdamW step on the gradients collected so far. The two names are Tinker's newer and older spelling."""
-        params = optim_params if adam_params is None else adam_params
-        if params is None or (optim_params is not None and adam_params is not None):
-            raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
+        params = one_optim_params(optim_params, adam_params)
         adapter = self._adapter
         return self._run(lambda engine: OptimStepResponse(metrics=engine.optim_step(adapter, params)), "optim_step")
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from turnwise.envs.base import Task
+from turnwise.envs.base import EnvStep, Task
 from turnwise.trajectory import Message
 
 
@@ -28,6 +28,16 @@ class SeatOutcome:
     is_success: bool
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to log."""
+
+    def to_env_step(self, *, is_unparsable: bool) -> EnvStep:
+        """The answer to the seat's last move."""
+        return EnvStep(
+            reward=self.reward,
+            terminated=True,
+            is_success=self.is_success,
+            is_unparsable=is_unparsable,
+            info=self.info,
+        )
 
 
 class Game(Protocol):

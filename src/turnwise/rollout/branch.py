@@ -17,11 +17,10 @@ its share of the probability (reservoir sampling), so that no more than one spar
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +36,6 @@ from turnwise.rollout.group import (
     OnEvent,
     Rollout,
     RolloutResult,
-    cancel_all,
 )
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.rollout.play import (
@@ -74,9 +72,7 @@ async def play_branches(
     rollout = branch_rollout(
         world, sampler, renderer, config, plan=plan, seed=seed, on_event=on_event, quarantine=quarantine
     )
-    async with aclosing(rollout.run(tasks)) as finished:
-        outcomes = {index: outcome async for index, outcome in finished}
-    return rollout.result([outcomes[index] for index in range(len(tasks))])
+    return await rollout.play(tasks)
 
 
 def branch_rollout(
@@ -148,14 +144,7 @@ class _BranchRollout(Rollout):
         if point is None:
             detail = f"the dialogue ended ({trunk.stop_reason}) before the turn that it was to branch at"
             return self.drop(task, "ended_before_branch", detail, lost=self._plan.continuations)
-        attempts = [
-            asyncio.create_task(self._play_continuation(task, index, seed, trunk, point))
-            for index in range(self._plan.continuations)
-        ]
-        try:
-            trajectories = await asyncio.gather(*attempts)
-        finally:
-            await cancel_all(attempts)
+        trajectories = await self.play_all(partial(self._try_continuation, task, seed, trunk, point), task)
         return self.finish_group(task, trajectories, branch_turn=len(point.turns), branch_probability=trunk.probability)
 
     async def _play_trunk(self, task: Task, group_seed: int) -> _Trunk | Trajectory:
@@ -216,29 +205,19 @@ class _BranchRollout(Rollout):
         if before is not None and before.parked is not None:
             await close_in_any_case(before.parked.close())
 
-    async def _play_continuation(
-        self, task: Task, index: int, group_seed: int, trunk: _Trunk, point: Savepoint
+    async def _try_continuation(
+        self, task: Task, group_seed: int, trunk: _Trunk, point: Savepoint, index: int, retry: int
     ) -> Trajectory:
-        retry = 0
-        while True:
-            branch = Branch(turn=len(point.turns), seed=derive_seed(group_seed, index, retry), reseeds_env=True)
-            attempt = Attempt(
-                task_id=task.id,
-                index=index,
-                seed=trunk.seed,
-                make_env=lambda: self.world.make_env(task, trunk.seed),
-                branch=branch,
-            )
-            async with self.room:
-                player = Player(attempt, self.sampler, self.renderer, self.config, self.stats, point)
-                trajectory = await play_to_the_end(player)
-            self.stats.add_try(trajectory)
-            self.quarantine.record_try(trajectory.failure)
-            if trajectory.failure is None:
-                self.emit("attempt_done", task, trajectory)
-            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
-                return trajectory
-            retry += 1
+        branch = Branch(turn=len(point.turns), seed=derive_seed(group_seed, index, retry), reseeds_env=True)
+        attempt = Attempt(
+            task_id=task.id,
+            index=index,
+            seed=trunk.seed,
+            make_env=lambda: self.world.make_env(task, trunk.seed),
+            branch=branch,
+        )
+        player = Player(attempt, self.sampler, self.renderer, self.config, self.stats, point)
+        return await play_to_the_end(player)
 
 
 async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0) -> str:

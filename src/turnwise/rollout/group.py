@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from turnwise.client.base import SamplingClient
@@ -64,6 +65,8 @@ class RolloutResult:
 
 
 OnEvent = Callable[[RolloutEvent], None]
+TryAttempt = Callable[[int, int], Awaitable[Trajectory]]
+"""(index in the group, how often it was tried before) -> one try."""
 
 
 async def play_groups(
@@ -84,10 +87,7 @@ async def play_groups(
         on_event: called on the event loop as things happen.
         quarantine: kept by a run over all its rollouts; without it, this call has one of its own.
     """
-    rollout = Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
-    async with aclosing(rollout.run(tasks)) as finished:
-        outcomes = {index: outcome async for index, outcome in finished}
-    return rollout.result([outcomes[index] for index in range(len(tasks))])
+    return await Rollout(world, sampler, renderer, config, seed, on_event, quarantine).play(tasks)
 
 
 async def stream_groups(
@@ -154,6 +154,12 @@ class Rollout:
             stats=self.stats,
         )
 
+    async def play(self, tasks: Sequence[Task]) -> RolloutResult:
+        """All groups, in the order of their tasks."""
+        async with aclosing(self.run(tasks)) as finished:
+            outcomes = {index: outcome async for index, outcome in finished}
+        return self.result([outcomes[index] for index in range(len(tasks))])
+
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[tuple[int, TrajectoryGroup | DroppedGroup], None]:
         times_seen: Counter[str] = Counter()
         running: dict[asyncio.Task[TrajectoryGroup | DroppedGroup], int] = {}
@@ -175,14 +181,40 @@ class Rollout:
         reason = self.quarantine.reason(task.id)
         if reason is not None:
             return self.drop(task, "quarantined", reason, lost=self.config.group_size)
-        attempts = [
-            asyncio.create_task(self._play_attempt(task, index, seed)) for index in range(self.config.group_size)
-        ]
+        return self.finish_group(task, await self.play_all(partial(self._try_attempt, task, seed), task))
+
+    async def play_all(self, attempt: TryAttempt, task: Task) -> list[Trajectory]:
+        """The attempts of a group side by side, each tried again while it fails and may be."""
+        attempts = [asyncio.create_task(self._play_attempt(attempt, task, i)) for i in range(self.config.group_size)]
         try:
-            trajectories = await asyncio.gather(*attempts)
+            return await asyncio.gather(*attempts)
         finally:
             await cancel_all(attempts)
-        return self.finish_group(task, trajectories)
+
+    async def _play_attempt(self, attempt: TryAttempt, task: Task, index: int) -> Trajectory:
+        retry = 0
+        while True:
+            async with self.room:
+                trajectory = await attempt(index, retry)
+            self.stats.add_try(trajectory)
+            self.quarantine.record_try(trajectory.failure)
+            if trajectory.failure is None:
+                self.emit("attempt_done", task, trajectory)
+            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
+                return trajectory
+            retry += 1
+
+    async def _try_attempt(self, task: Task, group_seed: int, index: int, retry: int) -> Trajectory:
+        seed = derive_seed(group_seed, index, retry)
+        env_seed = derive_seed(group_seed, "env") if self.config.same_env_seed else seed
+        attempt = Attempt(
+            task_id=task.id,
+            index=index,
+            seed=env_seed,
+            make_env=lambda: self.world.make_env(task, env_seed),
+            branch=Branch(turn=0, seed=seed) if self.config.same_env_seed else None,
+        )
+        return await play(attempt, self.sampler, self.renderer, self.config, self.stats)
 
     def finish_group(
         self,
@@ -220,28 +252,6 @@ class Rollout:
         self.emit("attempt_retried", task, failed, failed.failure.detail)
         self.stats.add_retry()
         return True
-
-    async def _play_attempt(self, task: Task, index: int, group_seed: int) -> Trajectory:
-        retry = 0
-        while True:
-            seed = derive_seed(group_seed, index, retry)
-            env_seed = derive_seed(group_seed, "env") if self.config.same_env_seed else seed
-            attempt = Attempt(
-                task_id=task.id,
-                index=index,
-                seed=env_seed,
-                make_env=lambda env_seed=env_seed: self.world.make_env(task, env_seed),
-                branch=Branch(turn=0, seed=seed) if self.config.same_env_seed else None,
-            )
-            async with self.room:
-                trajectory = await play(attempt, self.sampler, self.renderer, self.config, self.stats)
-            self.stats.add_try(trajectory)
-            self.quarantine.record_try(trajectory.failure)
-            if trajectory.failure is None:
-                self.emit("attempt_done", task, trajectory)
-            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
-                return trajectory
-            retry += 1
 
     def drop(
         self,

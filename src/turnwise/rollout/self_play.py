@@ -216,14 +216,7 @@ class _SeatEnv:
             return EnvStep(messages=self._table.game.view(self._seat), is_unparsable=not is_read)
         if self._table.game.to_move is not None:
             return EnvStep(truncated=True, is_unparsable=not is_read)  # another seat reached a limit of the run
-        outcome = self._table.game.outcome(self._seat)
-        return EnvStep(
-            reward=outcome.reward,
-            terminated=True,
-            is_success=outcome.is_success,
-            is_unparsable=not is_read,
-            info=outcome.info,
-        )
+        return self._table.game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
 
     async def close(self) -> None:
         self._table.leave()

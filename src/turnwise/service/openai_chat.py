@@ -192,17 +192,7 @@ async def _answer_stream(gateway: Gateway, call: Call) -> Response:
     promise = gateway.draw(
         *(call.talker, call.prompt, call.params), num_samples=call.num_choices, on_token=feed.on_token
     )
-    feed.end_with(promise)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await feed.begin()
-        if promise.is_done:
-            outcome_of(promise)
-    except TimeoutError as cause:
-        raise HttpFailure(504, f"no token within {DEADLINE_S:g} s") from cause
-    except asyncio.CancelledError:
-        cancel(promise)
-        raise
+    await feed.follow(promise)
     return EventStream(_events(call, feed, promise), promise)
 
 

@@ -146,17 +146,7 @@ def _choice(job: _Job, at: int, outcome: SampleReply, index: int) -> dict[str, A
 async def _answer_stream(gateway: Gateway, job: _Job) -> Response:
     feed = TokenFeed()
     promise = job.draw(gateway, on_token=feed.on_token)
-    feed.end_with(promise)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await feed.begin()
-        if promise.is_done:
-            outcome_of(promise)
-    except TimeoutError as cause:
-        raise HttpFailure(504, f"no token within {DEADLINE_S:g} s") from cause
-    except asyncio.CancelledError:
-        cancel(promise)
-        raise
+    await feed.follow(promise)
     return EventStream(_events(job, feed, promise), promise)
 
 

@@ -189,15 +189,22 @@ class TokenFeed:
         with suppress(RuntimeError):  # the server's loop is closed, and nobody listens any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, token, logprob))
 
-    def end_with(self, promise: Promise) -> None:
+    async def follow(self, promise: Promise) -> None:
+        """Wait for the first token, or for the end; a request that is refused, or comes to nothing, is told here."""
         if promise.is_done:
             self._queue.put_nowait(None)
         else:
             promise.on_done.append(lambda _: self._queue.put_nowait(None))
-
-    async def begin(self) -> None:
-        """Wait for the first token, or for the end; a request that is refused is known after this."""
-        self._ahead.append(await self._queue.get())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                self._ahead.append(await self._queue.get())
+            if promise.is_done:
+                outcome_of(promise)
+        except TimeoutError as cause:
+            raise HttpFailure(504, f"no token within {DEADLINE_S:g} s") from cause
+        except asyncio.CancelledError:
+            cancel(promise)
+            raise
 
     async def tokens(self) -> AsyncIterator[DrawnToken]:
         while True:

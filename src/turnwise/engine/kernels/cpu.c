@@ -28,31 +28,6 @@ enum { WIDE_ROWS = 8 }; /* 8 x 2 accumulators of 32 registers */
 enum { WIDE_ROWS = 4 }; /* 4 x 2 accumulators of 16 registers */
 #endif
 
-/* dst[j][i] = src[i][j] + bias[i], 8 x 8: x goes into panels this way (without bias) and tiles into `out`. */
-INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
-#if defined(__AVX2__)
-    __m256 a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(src + i * src_stride);
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
-        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        store8(dst + i * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20) + bias);
-        store8(dst + (i + 4) * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31) + bias);
-    }
-#else
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 8; i++) dst[j * dst_stride + i] = src[i * src_stride + j] + bias[i];
-#endif
-}
-
 /* Width of the next panel when `left` columns remain: two vectors, one, or half of one where that wastes less. */
 INLINE int64_t panel_width(int64_t left) {
     if (left > 3 * LANES / 2) return 2 * LANES;

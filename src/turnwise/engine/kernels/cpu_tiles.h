@@ -76,31 +76,6 @@ typedef void Tile(const float *, const float *, int64_t, float, float *, int64_t
 
 INLINE int64_t panel_width(int64_t left) { return left > LANES ? NR : LANES; }
 
-/* dst[j][i] = src[i][j], 8 x 8. */
-INLINE void turn8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride) {
-#if defined(__AVX2__)
-    __m256 a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(src + i * src_stride);
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
-        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        store8(dst + i * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        store8(dst + (i + 4) * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    }
-#else
-    for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 8; j++) dst[j * dst_stride + i] = src[i * src_stride + j];
-#endif
-}
-
 /* Rows [k, k + 8) or fewer of b into the panels; columns that do not exist become zeros. */
 INLINE void pack_rows(const Matrix *b, int64_t k, int64_t rows, int64_t depth, int64_t cols, float *panels) {
     for (int64_t start = 0, width; start < cols; start += width) {
@@ -115,7 +90,7 @@ INLINE void pack_rows(const Matrix *b, int64_t k, int64_t rows, int64_t depth, i
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < width; j += LANES) store(panel + i * width + j, load(from + i * b->row + j));
         } else if (b->row == 1 && rows == 8) {
-            for (int64_t j = 0; j < width; j += 8) turn8(from + j * b->col, b->col, panel + j, width);
+            for (int64_t j = 0; j < width; j += 8) transpose8(from + j * b->col, b->col, panel + j, width, splat8(0));
         } else {
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < width; j++) panel[i * width + j] = from[i * b->row + j * b->col];

@@ -139,4 +139,29 @@ DEFINE_EXP(exp_vec, vec, bits, max_vec)
 INLINE vec exp_vec(vec x) { return exp8(x); }
 #endif
 
+/* dst[j][i] = src[i][j] + bias[i], 8 x 8 (zeros for none). */
+INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
+#if defined(__AVX2__)
+    __m256 a[8], b[8];
+    UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(src + i * src_stride);
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        store8(dst + i * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20) + bias);
+        store8(dst + (i + 4) * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31) + bias);
+    }
+#else
+    for (int j = 0; j < 8; j++)
+        for (int i = 0; i < 8; i++) dst[j * dst_stride + i] = src[i * src_stride + j] + bias[i];
+#endif
+}
+
 #endif

@@ -223,14 +223,7 @@ class TicTacToeEnv:
             self._game.move(Message(role="assistant", content=str(square + 1)))
         if self._game.to_move is not None:
             return EnvStep(messages=self._game.view(self._seat), is_unparsable=not is_read)
-        outcome = self._game.outcome(self._seat)
-        return EnvStep(
-            reward=outcome.reward,
-            terminated=True,
-            is_success=outcome.is_success,
-            is_unparsable=not is_read,
-            info=outcome.info,
-        )
+        return self._game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
 
     async def close(self) -> None:
         pass
