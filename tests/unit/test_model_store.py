@@ -287,7 +287,7 @@ def test_silent_hub_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
         started = time.monotonic()
         with pytest.raises(ModelNotFoundError, match="hub: cannot be reached"):
             resolve_model("lab/model")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.usefixtures("online")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from concurrent.futures import CancelledError, Future
 
 import pytest
@@ -143,6 +142,4 @@ def test_a_request_may_outlive_the_loop_that_waited_for_it() -> None:
 
 
 def test_a_completed_future_is_done_at_once() -> None:
-    started_s = time.perf_counter()
     assert completed(7, "nothing").result(timeout=1) == 7
-    assert time.perf_counter() - started_s < 0.5

@@ -158,8 +158,10 @@ class Session:
         """Write the command to the shell's input; the mark that its end will be told by."""
         mark = f"turnwise-{secrets.token_hex(8)}"
         shell.outputs[shell.stdout_fd].clear()
-        # All in the namespace but us; waiting for them here keeps bash from telling of their death in the next command.
-        sweep = "{ builtin kill -9 -1; builtin wait; } 2>/dev/null; " if self._backend.has_own_pids else ""
+        # All in the namespace but us. Bash would tell of their death in the next command, so it waits for them here and
+        # then forgets them: waiting alone leaves the last one in its table, to be told of or not as timing has it.
+        kill_all = "{ builtin kill -9 -1; builtin wait; builtin disown -a; } 2>/dev/null; "
+        sweep = kill_all if self._backend.has_own_pids else ""
         tell = f"builtin printf '\\n%s %s %s\\n' {mark} $__code \"$PWD\" >&{_MARK_FD}"
         script = f"eval {shlex.quote(command)} </dev/null >&{_MARK_FD} 2>&1 {_MARK_FD}>&-\n__code=$?; {sweep}{tell}\n"
         with contextlib.suppress(BrokenPipeError):  # then the shell is dead, which is noticed at once

@@ -71,6 +71,19 @@ async def test_background_processes_end_with_their_command(session: Session) -> 
     assert await output(session, "jobs; echo fine") == "fine"
 
 
+async def test_the_death_of_background_processes_is_never_told_later(pool: SandboxPool) -> None:
+    async def told_in_the_next_command() -> str:
+        session = Sandbox(limits=LIMITS, pool=pool).open()
+        try:
+            await session.run("sleep 60 & setsid sleep 60 &")
+            return await output(session, "jobs; echo fine")
+        finally:
+            await session.close()
+
+    for _ in range(10):  # side by side, because it is a matter of timing
+        assert await asyncio.gather(*(told_in_the_next_command() for _ in range(8))) == ["fine"] * 8
+
+
 async def test_a_late_command_is_stopped_and_the_shell_goes_on(session: Session) -> None:
     await session.run("X=7")
     result = await session.run("echo before; sleep 60", 0.3)
