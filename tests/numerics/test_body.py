@@ -55,6 +55,30 @@ def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engi
     torch.testing.assert_close(fused, plain, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [[0, 3, 29, 30, 39, 40, 69], [5, 5, 6, 50, 50, 50], [69], []])
+def test_some_rows_are_those_of_all_forward_and_backward(
+    arch_dir: Path, make_engine: MakeEngine, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two adapters, rows of both, of one and of none; a row may be asked for twice."""
+    engine = make_engine(arch_dir)
+    where = engine.model.device
+    adapters = [displaced_adapter(engine, rank=rank) for rank in (4, 8)]
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
+    route = Route(spans=[Span(0, 30, adapters[0]), Span(40, 70, adapters[1])])
+    wanted = torch.tensor(rows, dtype=torch.int64, device=where)
+    found: list[list[torch.Tensor]] = []
+    for most in (0.75, -1.0):  # the last layer on these rows, and on all
+        monkeypatch.setattr("turnwise.engine.body.MOST_ROWS", most)
+        hidden = engine.model.hidden(ids, positions, batch.plan, route, wanted)
+        hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
+        found.append([hidden.detach(), *(adapter.grad.clone() for adapter in adapters)])
+        for adapter in adapters:
+            adapter.grad.zero_()
+    for some, full in zip(*found, strict=True):
+        torch.testing.assert_close(some, full, atol=2e-5, rtol=2e-5)
+
+
 def test_an_architecture_outside_the_family_runs_its_own_code(
     arch_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

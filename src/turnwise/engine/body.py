@@ -10,7 +10,8 @@ keeps only what it needs. Other architectures run transformers' own modelling co
     from the layer = swiglu(x Wgate_up') Wdown'
 
 Every product adds its adapters' low-rank parts, span by span (`lora.py`). The base is frozen, so backward forms
-gradients of activations and adapters alone, adapters' in place in `Adapter.grad_pairs`.
+gradients of activations and adapters alone, adapters' in place in `Adapter.grad_pairs`. After its attention, the last
+layer runs on the rows that are asked for alone: in a dialogue, those that a trained token follows.
 
 Shape legend: N packed tokens, I inputs, O outputs, r rank.
 """
@@ -18,7 +19,7 @@ Shape legend: N packed tokens, I inputs, O outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,10 @@ from turnwise.engine.lora import Adapter, LinearGroup, Route
 FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotations whose angles do not depend on the length of the sequence."""
+MOST_ROWS = 0.75
+"""When more than this share of the rows is asked for, the last layer runs on all."""
+CPU_ROWS = 256
+"""Rows of a gradient that two products read one after the other: few enough to stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,14 @@ class _SpanWeights:
     scale: float
     pairs: dict[str, tuple[Tensor, Tensor]]
     grads: dict[str, tuple[Tensor, Tensor]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The rows that leave the stack, and the adapters' places among them."""
+
+    rows: Tensor
+    spans: list[_SpanWeights]
 
 
 @dataclass(slots=True)
@@ -134,17 +147,25 @@ class FusedBody:
             down=LinearGroup.join([mlp.down_proj]),
         )
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route) -> Tensor:
-        """Last hidden states [N, H]; with gradients on and adapters in the route, one that backward starts from."""
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route, rows: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states [N, H], or those of `rows` (sorted) alone.
+
+        With gradients on and adapters in the route, backward can start from them.
+        """
+        if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
+            return self.hidden(input_ids, position_ids, plan, route)[rows]
         embedded = self._model.embed_tokens(input_ids)
         rotation = Rotation(*self._angles, position_ids)
         spans = _span_weights(route, embedded.dtype)
+        wanted = None if rows is None else _Wanted(rows, _spans_of_rows(spans, rows))
         first = self._first_trained(spans)
         if torch.is_grad_enabled() and first is not None:
             assert isinstance(plan, TreePlan), "training runs over a prefix tree"
-            return _Stack.apply(self._anchor, self, embedded, rotation, plan, spans, first)
+            return _Stack.apply(self._anchor, self, embedded, rotation, plan, spans, first, wanted)
         with torch.no_grad():
-            return self._forward(embedded, rotation, plan, route, spans, None, 0)[0]
+            return self._forward(embedded, rotation, plan, route, spans, wanted)[0]
 
     def _first_trained(self, spans: Sequence[_SpanWeights]) -> int | None:
         """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
@@ -161,10 +182,11 @@ class FusedBody:
         plan: AttentionPlan,
         route: Route,
         spans: Sequence[_SpanWeights],
-        saved: list[_LayerSaved] | None,
-        first_saved: int,
+        wanted: _Wanted | None,
+        saved: list[_LayerSaved] | None = None,
+        first_saved: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed hidden states, the residual stream before the last norm, and its 1 / rms."""
+        """Normed hidden states of the wanted rows, the residual stream before the last norm, and its 1 / rms."""
         ops, delta = self.ops, None
         for index, layer in enumerate(self.layers):
             is_saved = saved is not None and index >= first_saved
@@ -173,8 +195,11 @@ class FusedBody:
             cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
             q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
             attention = self._attend(index, q, k, v, plan)
-            attended, low_out = _project(layer.out, attention.out[0].flatten(1), route, spans)
-            inner_h, inner_x, inner_rstd = ops.add_norm(h, attended, layer.inner_norm, self.eps)
+            mixed, kept_h = attention.out[0].flatten(1), h
+            if wanted is not None and layer is self.layers[-1]:
+                mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
+            attended, low_out = _project(layer.out, mixed, route, spans)
+            inner_h, inner_x, inner_rstd = ops.add_norm(kept_h, attended, layer.inner_norm, self.eps)
             gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
             delta, low_down = _project(layer.down, ops.swiglu(gate_up), route, spans)
             if is_saved and saved is not None:
@@ -201,25 +226,31 @@ class FusedBody:
         spans: Sequence[_SpanWeights],
         saved: list[_LayerSaved],
         first: int,
+        wanted: _Wanted | None,
     ) -> None:
-        """From the gradient of the residual stream after the last layer down to layer `first`."""
+        """From the gradient of the residual stream after the last layer, at the wanted rows, down to layer `first`."""
         ops = self.ops
         for index in range(len(self.layers) - 1, first - 1, -1):
             layer, kept = self.layers[index], saved.pop()
-            dact, dlow = _input_gradient(layer.down, dh, spans)
+            only = wanted if layer is self.layers[-1] else None
+            own = spans if only is None else only.spans
+            dact, dlow = _input_gradient(layer.down, dh, kept.low_down, own)
             dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
-            _add_gradients(layer.down, dh, act, kept.low_down, dlow, spans)
-            dx, dlow = _input_gradient(layer.gate_up, dgate_up, spans)
-            _add_gradients(layer.gate_up, dgate_up, kept.inner_x, kept.low_gate_up, dlow, spans)
+            _add_a_gradients(layer.down, act, dlow, own)
+            dx, dlow = _input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
+            _add_a_gradients(layer.gate_up, kept.inner_x, dlow, own)
             dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
-            dattended, dlow = _input_gradient(layer.out, dh, spans)
+            dmixed, dlow = _input_gradient(layer.out, dh, kept.low_out, own)
             out = kept.attention.out
-            _add_gradients(layer.out, dh, out[0].flatten(1), kept.low_out, dlow, spans)
-            grads = attention_kernels(dh).tree_backward(dattended.view(out.shape), kept.attention, plan, self.scale)
+            mixed = out[0].flatten(1)
+            _add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
+            if only is not None:
+                dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
+            grads = attention_kernels(dh).tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
             turned = tuple(grad[0].transpose(0, 1) for grad in grads)
             dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
-            dx, dlow = _input_gradient(layer.qkv, dqkv, spans, need_input=index > first)
-            _add_gradients(layer.qkv, dqkv, kept.x, kept.low_qkv, dlow, spans)
+            dx, dlow = _input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
+            _add_a_gradients(layer.qkv, kept.x, dlow, spans)
             if dx is not None:
                 dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
 
@@ -228,19 +259,19 @@ class _Stack(torch.autograd.Function):
     """All layers as one step of autograd; the adapters' gradients are added where they belong, not returned."""
 
     @staticmethod
-    def forward(ctx, anchor, body, embedded, rotation, plan, spans, first):  # noqa: ARG004 - the anchor asks for a gradient
+    def forward(ctx, anchor, body, embedded, rotation, plan, spans, first, wanted):  # noqa: ARG004 - the anchor asks for a gradient
         saved: list[_LayerSaved] = []
-        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, saved, first)
-        ctx.kept = (body, rotation, plan, spans, first, saved, h, rstd)
+        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, wanted, saved, first)
+        ctx.kept = (body, rotation, plan, spans, first, wanted, saved, h, rstd)
         return x
 
     @staticmethod
     def backward(ctx, dx):
-        body, rotation, plan, spans, first, saved, h, rstd = ctx.kept
+        body, rotation, plan, spans, first, wanted, saved, h, rstd = ctx.kept
         ctx.kept = None
         dh = body.ops.norm_backward(dx.contiguous(), h, rstd, body._model.norm.weight.detach(), None)
-        body._backward(dh, rotation, plan, spans, saved, first)
-        return (torch.zeros(1, device=dx.device),) + (None,) * 6
+        body._backward(dh, rotation, plan, spans, saved, first, wanted)
+        return (torch.zeros(1, device=dx.device),) + (None,) * 7
 
 
 def _span_weights(route: Route, dtype: torch.dtype) -> list[_SpanWeights]:
@@ -278,48 +309,67 @@ def _project(
 
 
 def _input_gradient(
-    group: LinearGroup, dy_NO: Tensor, spans: Sequence[_SpanWeights], *, need_input: bool = True
+    group: LinearGroup,
+    dy_NO: Tensor,
+    lows: Sequence[Tensor],
+    spans: Sequence[_SpanWeights],
+    *,
+    need_input: bool = True,
 ) -> tuple[Any, list[Tensor]]:
-    """d loss / d x [N, I] (None when nobody needs it) and, per span, d loss / d (x A')."""
-    dx_NI = multiply(dy_NO, group.weight) if need_input else None
+    """d loss / d x [N, I] (None when nobody needs it) and, per span, d loss / d (x A'); dB += scale dy' low."""
     dlows: list[Tensor] = []
-    for span in spans:
-        members = group.members(span.pairs)
-        if not members:
-            continue
-        dy = dy_NO[span.start : span.stop]
-        rank = members[0][1][0].shape[0]
-        dlow = torch.empty(len(dy), len(members) * rank, dtype=dy.dtype, device=dy.device)
-        for i, (bounds, (_, b)) in enumerate(members):
-            multiply(dy[:, bounds], b, out=dlow[:, i * rank : (i + 1) * rank], alpha=span.scale)
-        if dx_NI is not None:
-            multiply(dlow, _stacked(members), out=dx_NI[span.start : span.stop], is_added=True)
-        dlows.append(dlow)
+    present = [span for span in spans if group.members(span.pairs)]
+    for span, low in zip(present, lows, strict=True):
+        dlows.append(_low_gradient(group, dy_NO[span.start : span.stop], low, span))
+    if not need_input:
+        return None, dlows
+    dx_NI = multiply(dy_NO, group.weight)
+    for span, dlow in zip(present, dlows, strict=True):
+        stacked = _stacked(group.members(span.pairs))
+        multiply(dlow, stacked, out=dx_NI[span.start : span.stop], is_added=True)
     return dx_NI, dlows
 
 
-def _add_gradients(
-    group: LinearGroup,
-    dy_NO: Tensor,
-    x_NI: Tensor,
-    lows: Sequence[Tensor],
-    dlows: Sequence[Tensor],
-    spans: Sequence[_SpanWeights],
-) -> None:
-    """dA += dlow' x and dB += scale dy' low, for every span that trains."""
+def _spans_of_rows(spans: Sequence[_SpanWeights], rows: Tensor) -> list[_SpanWeights]:
+    """The same adapters, at the places that their rows have among `rows`."""
+    edges = torch.tensor([[span.start, span.stop] for span in spans], device=rows.device).view(-1, 2)
+    places = torch.searchsorted(rows, edges).tolist()
+    return [replace(span, start=start, stop=stop) for span, (start, stop) in zip(spans, places, strict=True)]
+
+
+def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """The gradient of all rows, when only `rows` were read."""
+    return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
+
+
+def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: _SpanWeights) -> Tensor:
+    """d loss / d (x A') [n, members * r] of one span; adds to its dB what the same rows say."""
+    rank = low.shape[1] // len(group.members(span.pairs))
+    dlow = torch.empty_like(low)
+    step = CPU_ROWS if dy_NO.is_cpu else len(dy_NO)
+    for start in range(0, len(dy_NO), max(step, 1)):
+        rows = slice(start, start + step)
+        for i, name in enumerate(name for name in group.names if name in span.pairs):
+            own = slice(i * rank, (i + 1) * rank)
+            dy = dy_NO[rows, group.bounds[name]]
+            multiply(dy, span.pairs[name][1], out=dlow[rows, own], alpha=span.scale)
+            if span.grads is not None and name in span.grads:
+                multiply(dy.t(), low[rows, own], out=span.grads[name][1], alpha=span.scale, is_added=True)
+    return dlow
+
+
+def _add_a_gradients(group: LinearGroup, x_NI: Tensor, dlows: Sequence[Tensor], spans: Sequence[_SpanWeights]) -> None:
+    """dA += dlow' x, for every span that trains."""
     present = [span for span in spans if group.members(span.pairs)]
-    for span, low, dlow in zip(present, lows, dlows, strict=True):
+    for span, dlow in zip(present, dlows, strict=True):
         if span.grads is None:
             continue
-        rows = slice(span.start, span.stop)
-        rank = next(iter(span.pairs.values()))[0].shape[0]
-        grad_a = multiply(dlow.t(), x_NI[rows])
-        for i, name in enumerate(name for name in group.names if name in span.grads):
-            own = slice(i * rank, (i + 1) * rank)
-            to_a, to_b = span.grads[name]
-            to_a.add_(grad_a[own])
-            dy = dy_NO[rows, group.bounds[name]]
-            multiply(dy.t(), low[:, own], out=to_b, alpha=span.scale, is_added=True)
+        names = [name for name in group.names if name in span.pairs]
+        rank = dlow.shape[1] // len(names)
+        grad_a = multiply(dlow.t(), x_NI[span.start : span.stop])
+        for i, name in enumerate(names):
+            if name in span.grads:
+                span.grads[name][0].add_(grad_a[i * rank : (i + 1) * rank])
 
 
 def _stacked(members: Sequence[tuple[slice, tuple[Tensor, Tensor]]]) -> Tensor:

@@ -61,15 +61,18 @@ class CausalModel:
         """Linears whose weights stand side by side, where the body joins any."""
         return self.fused.groups if self.fused is not None else ()
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route) -> Tensor:
-        """Last hidden states [N, H] of packed tokens [N]."""
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route, rows: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states [N, H] of packed tokens [N], or those of `rows` (sorted) alone."""
         if self.fused is not None:
-            return self.fused.hidden(input_ids, position_ids, plan, route)
+            return self.fused.hidden(input_ids, position_ids, plan, route, rows)
         with self.routed(route):
             out = self.body(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, return_dict=True
             )
-        return out.last_hidden_state[0]
+        hidden = out.last_hidden_state[0]
+        return hidden if rows is None else hidden[rows]
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:

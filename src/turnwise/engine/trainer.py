@@ -61,7 +61,7 @@ class Trainer:
                 batch = pack([d.input_ids for d in job.datums], members, min_shared=self.min_shared)
                 route = Route(spans=[Span(0, batch.num_tokens, job.weights)])
                 entries = self._entries(job, result, batch, 0, only_trained)
-                hidden = self._hidden(batch, route)[entries.row_tokens]
+                hidden = self._hidden(batch, route, entries.row_tokens)
                 head = TargetHead(self.model.head, route, entries, with_entropy=with_entropy)
                 self._store(result, entries.columns, *head.logprobs(hidden))
             yield
@@ -133,11 +133,11 @@ class Trainer:
         parts = (np.concatenate(x) if x else np.zeros(0) for x in (tokens, temperatures, targets, columns))
         return make_entries(*parts, device=self.model.device)
 
-    def _hidden(self, batch: PackedBatch, route: Route) -> Tensor:
+    def _hidden(self, batch: PackedBatch, route: Route, rows: Tensor) -> Tensor:
         device = self.model.device
         input_ids = torch.from_numpy(batch.input_ids).to(device)
         position_ids = torch.from_numpy(batch.position_ids).to(device)
-        return self.model.hidden(input_ids, position_ids, batch.plan, route)
+        return self.model.hidden(input_ids, position_ids, batch.plan, route, rows)
 
     def _backward_pass(
         self, jobs: Sequence[Job], results: Sequence[_Result], members: Sequence[list[int]], loss: AnyLoss
@@ -158,7 +158,7 @@ class Trainer:
             return
         batch, route, entries = self._packed([job], [result], [members])
         with torch.enable_grad():
-            rows = self._hidden(batch, route)[entries.row_tokens]
+            rows = self._hidden(batch, route, entries.row_tokens)
         head = TargetHead(self.model.head, route, entries, with_entropy=loss.needs_entropy)
         with torch.no_grad():
             logprobs, entropies = head.logprobs(rows.detach())
@@ -192,7 +192,7 @@ class Trainer:
         """One packed pass for all jobs; entry columns of job j are shifted by the T of the jobs before it."""
         batch, route, entries = self._packed(jobs, results, members)
         with torch.enable_grad():
-            rows = self._hidden(batch, route)[entries.row_tokens]
+            rows = self._hidden(batch, route, entries.row_tokens)
         starts = np.cumsum([0, *(len(r.logprobs) for r in results)])
 
         def by_job(logprobs: Tensor, entropies: Tensor | None, columns: Tensor) -> tuple[Tensor, Tensor | None]:
