@@ -6,8 +6,8 @@
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
 #   make bench                     speed figures, as JSON
-#   make campaign                  a long test of the service: NAME=service_load, service_faults or service_abuse
-#   make sandbox                   install bubblewrap, which worlds that run code need (as root)
+#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse or train_kills
+#   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ ARGS ?=
 MODEL ?= smollm2
 NAME ?= service_load
 PRESET ?= $(if $(filter tiny,$(MODEL)),guess_number_tiny,text_to_sql)
-QUICK := $(if $(filter guess_number_tiny,$(PRESET)),env.options.demonstration_skill=0.7 warmup.steps=300 train.steps=80 eval.every=40)
+QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=300 train.steps=80 eval.every=40)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,15 +43,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
-train: $(STAMP)
+train: $(STAMP) $(if $(filter code swe text_to_sql,$(PRESET)),sandbox)
 	@case '$(MODEL)' in smollm2|tiny) $(BIN)/turnwise model fetch $(MODEL);; esac
 	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(QUICK) $(ARGS)
 
-# Bubblewrap walls off the code that a policy writes. Root on a Debian gets it here; anyone else is told how.
+# Bubblewrap walls off what a policy writes: code, SQL, commands. Root on a Debian gets it here; anyone else is told how.
 sandbox:
-	@command -v bwrap > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-		echo 'installing bubblewrap ...'; apt-get update -qq && apt-get install -y -qq bubblewrap > /dev/null; \
-	else echo 'bubblewrap is missing, so tests of the sandbox will fail: apt-get install bubblewrap' >&2; fi
+	@command -v bwrap > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo 'installing bubblewrap ...'; apt-get update -qq && apt-get install -y -qq bubblewrap > /dev/null; \
+		fi; command -v bwrap > /dev/null || echo 'bubblewrap is missing; worlds that run code or SQL will not start' \
+			'and tests of the sandbox will fail: apt-get install bubblewrap' >&2; }
 
 test: $(STAMP) sandbox
 	$(BIN)/python -m pytest -q $(ARGS)

@@ -121,8 +121,9 @@ class Datum:
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, TensorData]
-    """`target_tokens` and, by loss: `weights`, `mask`, `logprobs`, `advantages`, `old_logprobs`, `ref_logprobs`,
-    `temperature`, `clip_low_threshold`, `clip_high_threshold`, `sequence_ratio_mask` (docs/training_api.md)."""
+    """`target_tokens` and, by loss: `weights`, `mask`, `logprobs`, `advantages`, `old_logprobs`, `old_share`,
+    `ref_logprobs`, `temperature`, `clip_low_threshold`, `clip_high_threshold`, `sequence_ratio_mask`
+    (docs/training_api.md)."""
 
     def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any]) -> None:
         """Inputs may be lists, numpy arrays, torch tensors or `TensorData`."""

@@ -64,6 +64,14 @@ def test_the_training_api_page_has_code() -> None:
     assert ROOT / "docs" / "training_api.md" in PAGES_WITH_CODE
 
 
+def test_an_env_of_your_own_takes_30_lines() -> None:
+    text = (ROOT / "docs" / "envs.md").read_text(encoding="utf-8")
+    first = next(BLOCK.finditer(text))
+    assert text[: first.start()].count("## ") == 1, "it is the first thing on the page"
+    assert "## Your own env in 30 lines" in text[: first.start()]
+    assert len(first[1].splitlines()) <= 30
+
+
 def test_a_block_that_fails_is_named_by_its_line_in_the_page() -> None:
     text = "# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\n\nraise ValueError(x)\n```\n"
     namespace: dict[str, object] = {}

@@ -6,17 +6,24 @@ The SDK's threads and sockets live in processes of their own: they outlast a tes
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
+from local_server import serving
 from service_process import ROOT, ServerProcess, check_names, run_checks, sdk_python
+from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
-from turnwise.runlog.reader import RunReader
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.train.watchdog import EXIT_STALLED
 
 CHECKS = Path(__file__).parent / "sdk" / "remote_checks.py"
 MINT_CHECKS = Path(__file__).parent / "sdk" / "remote_mint_checks.py"
@@ -115,7 +122,6 @@ def test_a_remote_run_does_what_a_local_one_does(server: ServerProcess, tmp_path
     ("options", "word"),
     [
         (["model.device=cpu"], "model.device is not read with model.base_url"),
-        (["method=ppo"], "critic"),
         (["generator.stop=x"], "generator.stop"),
         (["base_url=localhost:1"], "expected http://"),
     ],
@@ -126,7 +132,70 @@ def test_what_a_service_would_not_read_is_refused_before_anything_is_spent(optio
     assert word in done.stderr
 
 
+def test_ppo_is_refused_at_a_service_without_critics_before_anything_but_its_name_is_asked(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tiny_dir.is_dir()
+    asked: list[str] = []
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def note(request: Request, _: Any) -> JSONResponse:
+        asked.append(request.url.path)
+        return JSONResponse({"detail": "Not Found"}, status_code=404)
+
+    with serving(app) as url:
+        code = main(
+            ["train", "guess_number", "model=tiny", "method=ppo", f"base_url={url}", f"run.dir={tmp_path / 'x'}"]
+        )
+    assert code == 2
+    assert "has no critics" in capsys.readouterr().err
+    assert asked == ["/healthz"]
+
+
 def test_an_address_where_nobody_is_fails_at_once_with_one_line(tmp_path: Path) -> None:
     done = run_cli("train", "guess_number", "model=tiny", "base_url=http://127.0.0.1:9", f"run.dir={tmp_path / 'x'}")
     assert done.returncode == 2
     assert done.stderr.strip().startswith("turnwise: no service answers at http://127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    limits = ["train.call_deadline_s=6", "generator.sample_deadline_s=6", "generator.max_retries=0"]
+    options = [*SMALL, *limits, "warmup.steps=0", "eval.tasks=0", "train.save_every=1", "train.max_empty_steps=50"]
+    train = ["train", "guess_number", "model=tiny", *options, f"base_url={server.url}", "train.steps=1000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnwise.cli", *train, f"run.dir={run_dir}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        ends_s = time.monotonic() + 90
+        while not has_checkpoint(run_dir):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < ends_s
+            time.sleep(0.05)
+        os.kill(server.pid, signal.SIGSTOP)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        process.kill()
+        process.wait()
+    assert process.returncode == EXIT_STALLED, out
+    assert "gave no answer within 6 s" in out
+    with RunReader(run_dir) as run:
+        done = run.checkpoints()[-1].step
+    again = run_cli("train", "--resume", str(run_dir), f"train.steps={done + 1}", "train.call_deadline_s=60")
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def has_checkpoint(directory: Path) -> bool:
+    if not is_run(directory):
+        return False
+    with RunReader(directory) as run:
+        return bool(run.checkpoints())

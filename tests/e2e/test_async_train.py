@@ -43,6 +43,7 @@ DELAYS = ("env.options.median_s=0.02", "env.options.p99_s=0.2")
         ("method=la_grpo",),
         ("method=ppo", "critic.pretrain_steps=1", "generator.n_samples_per_prompt=1", "train.min_batch=1"),
         ("method=grpo", "method.loss_fn=ppo", "method.old_policy=true", "method.correction=token_tis"),
+        ("method=grpo", "method.loss_fn=ppo", "method.old_policy=true", "method.old_policy_from=loglinear"),
         ("method=grpo", "train.max_wait=4", "train.substeps=2"),
     ],
     ids=" ".join,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +25,8 @@ from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
+from turnwise.methods.config import MethodConfig
+from turnwise.methods.ppo import make_gae
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
@@ -31,12 +34,15 @@ from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_
 from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints
 from turnwise.train.config import Config
 from turnwise.train.config_files import config_to_yaml
+from turnwise.train.critic import Critic
+from turnwise.train.critic_config import CriticConfig
 from turnwise.train.deck import Deck
 from turnwise.train.interrupt import Interrupt
 from turnwise.train.loop import Loop
+from turnwise.train.pretrain import pretrain
 from turnwise.train.record import Recorder
 from turnwise.train.view import LineView
-from turnwise.train.watchdog import EXIT_STALLED, StalledError
+from turnwise.train.watchdog import EXIT_STALLED, StalledError, Watchdog
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
 from turnwise.waits import WAITS
@@ -208,29 +214,60 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
-async def test_a_hundred_runs_with_hanging_parties_leave_no_thread_file_or_task_behind(
+async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_path: Path, renderer: Renderer) -> None:
+    class Silent:
+        def forward(self, *_: Any) -> ApiFuture[Any]:
+            return _no_answer()
+
+    client: Any = Silent()
+    parts = _loop(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer)))._parts
+    gae = make_gae(MethodConfig(name="ppo"))
+    critic = Critic(client, CriticConfig(pretrain_steps=1), gae, parts.optim, renderer, max_tokens=64)
+    arguments = (parts, renderer, _sampler(renderer), Interrupt(), Watchdog(call_deadline_s=DEADLINE_S))
+    with pytest.raises(StalledError, match=r"critic: .* gave no answer within 0\.2 s"):
+        async for _ in pretrain(critic, *arguments):
+            pass
+    assert len(WAITS) == 0
+
+
+async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_or_task_behind(
     tmp_path: Path, renderer: Renderer
 ) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    def children() -> set[str]:
+        return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+    parties = (*ENV_CALLS, "sampler", *TRAINER_CALLS, "")
+    stalled: Counter[str] = Counter()
+
     async def run_once(number: int) -> None:
-        where = (*ENV_CALLS, "")[number % 5]
-        trainer = RecordingTrainer(_sampler(renderer))
+        where = parties[number % len(parties)]
+        sampler = _sampler(renderer, HangingSampler if where == "sampler" else ScriptedSampler)
+        trainer = HangingTrainer(sampler, where)
         world = HangingWorld(where, every=9)
-        loop = _loop(tmp_path / str(number), renderer, world, trainer, steps=1, max_staleness=number % 3)
-        await loop.run(NOTHING_DONE, set())
+        limits: dict[str, Any] = {"steps": 2, "max_staleness": number % 3}
+        if where in TRAINER_CALLS:
+            limits["call_deadline_s"] = DEADLINE_S
+        loop = _loop(tmp_path / str(number), renderer, world, trainer, **limits)
+        try:
+            await loop.run(NOTHING_DONE, set())
+        except StalledError:
+            stalled[where] += 1
         loop._recorder.close()
 
     await run_once(1000)
     gc.collect()
-    threads, files = set(threading.enumerate()), open_files()
+    threads, files, processes = set(threading.enumerate()), open_files(), children()
     for first in range(0, 100, 20):
         await asyncio.gather(*(run_once(number) for number in range(first, first + 20)))
     gc.collect()
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert set(threading.enumerate()) <= threads
+    assert set(stalled) == set(TRAINER_CALLS), "only without its trainer does a run end"
     assert open_files() <= files
+    assert children() <= processes
     assert len(WAITS) == 0
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from turnwise.cli import main
@@ -62,13 +63,14 @@ def test_a_comparison_gives_every_method_the_same_sampled_tokens(
 ) -> None:
     out = tmp_path / "compare"
     small = [*SMALL, "eval.every=1"]
-    command = ["compare", "methods=grpo,la_grpo", f"env={WORLD}", "seeds=1", *small, f"--out={out}"]
+    command = ["compare", "methods=sft,grpo,la_grpo", f"env={WORLD}", "seeds=1", *small, f"--out={out}"]
     assert main(command) == 0
     results = {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]}
     budget = results["grpo"]["sampled_tokens"]
     assert results["grpo"]["steps"] == 2
     assert budget <= results["la_grpo"]["sampled_tokens"] < 2 * budget
     assert results["la_grpo"]["trained_tokens"] < results["grpo"]["trained_tokens"] == budget
+    assert (results["sft"]["sampled_tokens"], results["sft"]["steps"]) == (0, 2), "it reads, and ends by its steps"
     assert (out / "compare.svg").read_text().startswith("<svg")
     table = capsys.readouterr().out
     assert "held-out success" in table
@@ -77,6 +79,22 @@ def test_a_comparison_gives_every_method_the_same_sampled_tokens(
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")} == before
     assert main([*command, "train.learning_rate=0.01"]) == 2
     assert "choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_kl_in_the_advantages_makes_the_tokens_of_a_turn_differ(tmp_path: Path) -> None:
+    with run_train(tmp_path / "run", "method.kl_coef=0.5", "train.learning_rate=0.05") as run:
+        kl = [value for _, value in run.metric("train/kl_reference")]
+        assert kl[0] == pytest.approx(0, abs=1e-9), "the first step samples from the base model itself"
+        assert kl[1] > 1e-4
+        rows = [row for row in run.attempts(phase="train") if row.outcome == "trained"]
+        stored = {step: [run.attempt(row.id) for row in rows if row.step == step] for step in (1, 2)}
+        spread = {
+            step: max(float(np.ptp(own)) for one in attempts for own in one.advantages if own is not None)
+            for step, attempts in stored.items()
+        }
+        assert spread[1] == pytest.approx(0, abs=1e-6)
+        assert spread[2] > 1e-3
 
 
 @pytest.mark.usefixtures("tiny_dir")

@@ -101,7 +101,7 @@ def test_any_world_trains_with_a_judge_from_the_command_line(tmp_path: Path) -> 
     with serving(app) as address:
         _turnwise(
             "train",
-            "turnwise.judges:judged_by_address",
+            "turnwise.judges:judged_by_model",
             *SMALL,
             "env.options.world=search",
             "env.options.world_options={max_turns: 2}",

@@ -222,3 +222,16 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
         return [[(s.stop_reason, list(s.tokens)) for s in replies[i].sequences] for i in range(14)]
 
     assert play(is_async=True) == play(is_async=False)
+
+
+def test_one_sequence_at_a_time_without_prefixes_gives_each_prompt_the_same_bits_whatever_else_is_asked(
+    make_engine: MakeEngine,
+) -> None:
+    """What `generator.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
+    engine = make_engine(max_num_seqs=1, prefix_cache=False)
+    policy = engine.publish(displaced_adapter(engine))
+    prompts = [random_ids(40, 1) + random_ids(3 + 5 * index, 2 + index) for index in range(8)]
+    alone = [sample(engine, prompt, policy, max_tokens=20, seed=7) for prompt in prompts]
+    together = sample_many(engine, [(prompt, policy) for prompt in reversed(prompts)], max_tokens=20, seed=7)
+    for one, other in zip(alone, reversed(together), strict=True):
+        assert one.sequences == other.sequences

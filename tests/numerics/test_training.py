@@ -197,6 +197,21 @@ def test_kl_to_a_saved_adapter_is_zero_at_that_adapter(make_engine, tmp_path: Pa
     assert base.metrics["kl_reference:mean"] > 1e-4
 
 
+def test_a_forward_with_a_reference_gives_the_references_logprobs(make_engine, tmp_path: Path) -> None:
+    engine = make_engine()
+    adapter, fresh = displaced_adapter(engine), engine.create_adapter(LoraConfig(rank=4))
+    engine.save_adapter(adapter, tmp_path / "reference", with_optimizer=False)
+
+    def logprobs(of, config: dict[str, str] | None) -> list[float]:
+        output = run(engine.forward(of, DEEP, "cross_entropy", config))
+        return [value for one in output.loss_fn_outputs for value in one["logprobs"].tolist()]
+
+    base, moved = logprobs(fresh, None), logprobs(adapter, None)
+    assert base != pytest.approx(moved, abs=1e-3)
+    assert logprobs(adapter, {"kl_reference": "base"}) == pytest.approx(base, abs=1e-5)
+    assert logprobs(fresh, {"kl_reference": str(tmp_path / "reference")}) == pytest.approx(moved, abs=1e-5)
+
+
 def test_a_custom_loss_equals_the_built_in_one(make_engine) -> None:
     engine = make_engine()
     built_in, custom = displaced_adapter(engine), displaced_adapter(engine)

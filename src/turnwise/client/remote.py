@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from turnwise.client.remote_clients import RemoteSamplingClient, RemoteTrainingClient
 from turnwise.client.remote_connection import Connection, Sdk
-from turnwise.client.remote_wire import Dialect, to_seed
+from turnwise.client.remote_wire import CRITIC_METADATA, Dialect, to_seed
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.types import GetServerCapabilitiesResponse, SupportedModel
 
@@ -42,6 +43,7 @@ class RemoteServiceClient:
         dialect: Dialect | None = None,
         deadline_s: float = DEADLINE_S,
         user_metadata: Mapping[str, str] | None = None,
+        needs_critics: bool = False,
     ) -> None:
         """Find out who answers at `base_url`.
 
@@ -50,10 +52,13 @@ class RemoteServiceClient:
             tokenizer: Name or directory of the model whose tokenizer is used; default: the base model's own name.
             dialect: What may be sent; default: everything to a service of ours, Tinker's columns to any other.
             deadline_s: The longest wait for one answer.
+            needs_critics: Refuse a service without critics, before a session is opened.
         """
         self._connection = Connection(
             base_url, api_key=api_key, tokenizer=tokenizer, dialect=dialect, deadline_s=deadline_s
         )
+        if needs_critics:
+            self.check_critics()
         create = partial(
             self._connection.sdk.ServiceClient,
             user_metadata=dict(user_metadata or {}) or None,
@@ -113,16 +118,45 @@ class RemoteServiceClient:
         arguments = (base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata)
         return await asyncio.to_thread(self.create_lora_training_client, *arguments)
 
-    async def create_critic_training_client_async(self, base_model: str, **_: object) -> RemoteTrainingClient:
-        raise ConfigError(
-            f"a critic on {base_model} at {self.base_url}: Tinker's wire has none; use a method without a critic "
-            "(grpo, rloo, gigpo, ...), or train in this process"
-        )
+    def create_critic_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> RemoteTrainingClient:
+        """A client that trains a new critic, at a service of ours; its one loss is `value`, as in this process."""
+        self.check_critics()
+        metadata = {**(user_metadata or {}), **CRITIC_METADATA}
+        return self.create_lora_training_client(base_model, rank, seed, train_mlp, train_attn, False, metadata)
+
+    async def create_critic_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> RemoteTrainingClient:
+        arguments = (base_model, rank, seed, train_mlp, train_attn, user_metadata)
+        return await asyncio.to_thread(self.create_critic_training_client, *arguments)
+
+    def check_critics(self) -> None:
+        """Refuse a service that has no critics: Tinker's API does not know them."""
+        if self.dialect != "turnwise":
+            raise ConfigError(
+                f"the service at {self.base_url} has no critics: they are an extension of services that `turnwise "
+                "serve` runs, and this one does not say at /healthz that it is one; use a method without a critic "
+                "(grpo, rloo, gigpo, ...), or train in this process"
+            )
 
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> RemoteTrainingClient:
-        """Train on from a checkpoint's weights, with a fresh optimizer."""
+        """Train on from a checkpoint's weights, a critic's too, with a fresh optimizer."""
         return self._from_state(self._sdk_client.create_training_client_from_state, path, user_metadata, base_model)
 
     async def create_training_client_from_state_async(
@@ -200,9 +234,30 @@ class RemoteServiceClient:
     def _from_state(
         self, create: Callable[..., Any], path: str, metadata: Mapping[str, str] | None, base_model: str | None
     ) -> RemoteTrainingClient:
-        created = self._connection.call(partial(create, path, dict(metadata or {}) or None), f"load of {path}").result()
+        sent = {**self._kind_of(path), **(metadata or {})} or None
+        created = self._connection.call(partial(create, path, user_metadata=sent), f"load of {path}").result()
         name = base_model or self._connection.call(created.get_info, "get_info").result().model_data.model_name
         return RemoteTrainingClient(self._connection, created, base_model=str(name))
+
+    def _kind_of(self, path: str) -> Mapping[str, str]:
+        """A critic's checkpoint makes a critic: at a service of ours, the run that made it says what it is.
+
+        Somebody else's run cannot be asked; for a critic that its owner published, say it in `user_metadata`.
+        """
+        if self.dialect != "turnwise":
+            return {}
+        run = self._rest.get_training_run_by_tinker_path(path)
+        try:
+            known = self._connection.future(run, _metadata_of, f"the run of {path}").result()
+        except ServiceError as error:
+            if getattr(error.__cause__, "status_code", None) == HTTPStatus.NOT_FOUND:
+                return {}
+            raise
+        return CRITIC_METADATA if CRITIC_METADATA.items() <= known.items() else {}
+
+
+def _metadata_of(run: Sdk) -> dict[str, str]:
+    return dict(run.user_metadata or {})
 
 
 def _nothing(_: object) -> None:

@@ -31,9 +31,12 @@ CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
     "gspo": (1 - 3e-4, 1 + 4e-4),
 }
 """Our losses' own bounds; always sent, because services differ in theirs."""
+CRITIC_METADATA: Mapping[str, str] = {"turnwise.kind": "critic"}
+"""What tells a service of ours to train a critic: metadata is the one thing that the SDKs pass through."""
 _CONFIG_KEYS = ("clip_low_threshold", "clip_high_threshold")
 _COLUMNS_LEFT_OUT: Mapping[str, str] = {
     "old_logprobs": "an old policy (method.old_policy)",
+    "old_share": "an old policy (method.old_policy)",
     "ref_logprobs": "a reference policy",
     "turn_weights": "weights of turns",
     "pair": "pairs",

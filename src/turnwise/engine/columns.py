@@ -32,6 +32,7 @@ KNOWN_INPUTS: Mapping[str, str] = {
     "logprobs": "the logprob that the sampler returned with each target, 0.0 on targets that it did not draw",
     "advantages": "one number per target, 0.0 where nothing is to be learned",
     "old_logprobs": "what forward returned for these targets when the batch began",
+    "old_share": "in place of old_logprobs: 0 where the old policy is the sampler, 1 where it is the trainer",
     "ref_logprobs": "what the reference model gives these targets",
     "temperature": "the temperature that each target was sampled at",
     "clip_low_threshold": "the lowest ratio per target, such as 0.8",
@@ -59,6 +60,7 @@ class DatumColumns:
     target_start: int
     """The caller's `target_tokens[0]` belongs to this position."""
     old_logprobs: FloatArray | None = None
+    old_share: FloatArray | None = None
     ref_logprobs: FloatArray | None = None
     clip_low: FloatArray | None = None
     clip_high: FloatArray | None = None
@@ -107,6 +109,7 @@ def datum_to_columns(datum: Datum, *, loss: AnyLoss | str, vocab_size: int, max_
         temperature=_temperature(reader),
         target_start=reader.target_start,
         old_logprobs=reader.optional("old_logprobs"),
+        old_share=_old_share(reader),
         ref_logprobs=reader.optional("ref_logprobs"),
         clip_low=clip_low,
         clip_high=clip_high,
@@ -137,6 +140,7 @@ def collate_columns(datums: Sequence[DatumColumns]) -> LossColumns:
         advantages_T=every([d.advantages for d in datums]),
         sampler_logprobs_T=every([d.sampler_logprobs for d in datums]),
         old_logprobs_T=laid([d.old_logprobs for d in datums]),
+        old_share_T=laid([d.old_share for d in datums]),
         ref_logprobs_T=laid([d.ref_logprobs for d in datums]),
         clip_low_T=laid([d.clip_low for d in datums]),
         clip_high_T=laid([d.clip_high for d in datums]),
@@ -199,7 +203,7 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
             raise DataError(f"loss_fn_inputs has no key {key!r}{near}; expected some of {', '.join(KNOWN_INPUTS)}")
     came = ", ".join(inputs) or "nothing"
     for key in ("target_tokens", *loss.required_inputs):
-        if key not in inputs:
+        if key not in inputs and not (key == "old_logprobs" and "old_share" in inputs):
             who = loss.name
             if key == "old_logprobs" and isinstance(loss, Loss):
                 who = f"{who} with correction={loss.config.correction!r}"
@@ -285,6 +289,16 @@ def _sequence_ratio_mask(reader: _Reader, mask: NDArray[np.bool_]) -> NDArray[np
     return column != 0
 
 
+def _old_share(reader: _Reader) -> FloatArray | None:
+    share = reader.optional("old_share")
+    if share is None:
+        return None
+    if "old_logprobs" in reader.inputs:
+        raise DataError("both old_logprobs and old_share came; expected one of them: they tell the same policy")
+    reader.refuse("old_share", (share < 0) | (share > 1), "expected 0 (the sampler) to 1 (the trainer)")
+    return share
+
+
 def _temperature(reader: _Reader) -> FloatArray:
     temperature = reader.column("temperature", 1.0)
     reader.refuse("temperature", temperature <= 0, "expected more than 0; 1.0 where the target was not sampled")
@@ -311,7 +325,7 @@ def _check_clip(
 
 
 def _check_alike(columns: Sequence[DatumColumns]) -> None:
-    for name in ("old_logprobs", "ref_logprobs", "clip_low", "clip_high", "pair", "turn_weights"):
+    for name in ("old_logprobs", "old_share", "ref_logprobs", "clip_low", "clip_high", "pair", "turn_weights"):
         present = [getattr(datum, name) is not None for datum in columns]
         if any(present) and not all(present):
             key = f"{name}_threshold" if name.startswith("clip") else name

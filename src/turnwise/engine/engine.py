@@ -84,12 +84,17 @@ class Engine:
     def forward(
         self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Logprobs of every target, and the loss they give; no gradient. Of a critic: its values."""
+        """Logprobs of every target, and the loss they give; no gradient. Of a critic: its values.
+
+        `cross_entropy` with a `kl_reference` asks that reference in place of the adapter.
+        """
         if isinstance(adapter, CriticAdapter):
             loss = make_value_loss(loss_fn, loss_fn_config, is_learning=False)
             return (yield from self.critics.forward(adapter, self._value_columns(datums, loss, is_learning=False)))
         loss = _make_loss(loss_fn, loss_fn_config)
-        job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], loss))
+        is_reference = loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {})
+        weights = self._reference(loss_fn_config) if is_reference else adapter
+        job = Job(weights=weights, datums=self._columns([_with_weights(d) for d in datums], loss))
         result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
@@ -213,6 +218,9 @@ class Engine:
         """The policy that a KL term is measured against: the base, or an adapter's directory; None: no need of one."""
         if not loss.needs_reference or all(d.ref_logprobs is not None for job in jobs for d in job.datums):
             return None
+        return self._reference(config)
+
+    def _reference(self, config: LossConfig) -> AnyPolicy:
         where = str((config or {}).get("kl_reference", "base"))
         if where == "base":
             return self.base_policy

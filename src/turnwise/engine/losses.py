@@ -5,6 +5,7 @@ leave the gradient alone. Up to three policies meet in it: the sampler that drew
 weights frozen when the batch began, optional) and the trainer, the only one that is differentiated.
 
     anchor   = old where it is given, else the sampler ("bypass": no third policy)
+    old_i    = sampler_i^(1 - share_i) * trainer_i^share_i, a constant, where a share is given in its place
     ratio_i  = trainer_i / anchor_i
     factor_i = old_i / sampler_i, reshaped by the correction; 1 in bypass, where the ratio already holds it
     loss_i   = weight_i * (factor_i * policy_i + kl_coef * kl_i - entropy_coef * entropy_i)
@@ -55,6 +56,8 @@ class LossColumns:
     """int64; which datum a token belongs to, 0 to num_datums - 1."""
     num_datums: int
     old_logprobs_T: Tensor | None = None
+    old_share_T: Tensor | None = None
+    """In place of `old_logprobs_T`: where the old policy lies from the sampler (0) to the trainer (1), in logprobs."""
     ref_logprobs_T: Tensor | None = None
     clip_low_T: Tensor | None = None
     """Absolute ratio bounds per token; they take the place of the config's."""
@@ -227,6 +230,8 @@ def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossConfig) -
 
     p_T, sampler_T = masked(logprobs_T), masked(columns.sampler_logprobs_T)
     old_T = None if columns.old_logprobs_T is None else masked(columns.old_logprobs_T)
+    if columns.old_share_T is not None:
+        old_T = sampler_T + masked(columns.old_share_T) * (p_T.detach() - sampler_T)
     sequence_mask_T = columns.sequence_ratio_mask_T
     return _Tokens(
         mask_T=columns.mask_T,

@@ -55,6 +55,8 @@ def _load_file(path: Path) -> ModuleType:
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up by name
+    if str(path.parent) not in sys.path:  # it may import the files beside it, as `python file.py` lets it
+        sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:

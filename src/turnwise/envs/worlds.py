@@ -142,7 +142,10 @@ def _untyped(parameter: Parameter) -> Parameter:
 
 def _base_environment_world(env_class: type[BaseEnvironment], given: dict[str, Any], label: str) -> World:
     if "dataset" not in given:
-        raise ConfigError(f"world {label}: option 'dataset' is missing; expected rows with prompt and ground_truth")
+        raise ConfigError(
+            f"world {label}: option 'dataset' is missing; expected a file of rows with prompt and ground_truth: "
+            "dataset=rows.jsonl for check-env, env.options.dataset=rows.jsonl for train"
+        )
     checked = check_options(label, world_parameters(env_class), given)
     own = {parameter.name for parameter in _own_parameters(BaseEnvironmentWorld)}
     env_options = {name: value for name, value in checked.items() if name not in own}

@@ -93,9 +93,9 @@ class Judge:
     def __init__(
         self, model: JudgeModel, rubric: Rubric, *, cache: AnswerCache | None = None, limits: JudgeLimits | None = None
     ) -> None:
+        self.model = model
         self.rubric = rubric
         self.limits = limits or JudgeLimits()
-        self._model = model
         self._cache = cache if cache is not None else MemoryCache()
         self._pace = _Pace(self.limits.requests_per_minute)
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = WeakKeyDictionary()
@@ -123,7 +123,7 @@ class Judge:
         return Verdict(score=self.rubric.read(answer), answer=answer)
 
     async def _answer(self, prompt: Sequence[Message]) -> str:
-        key = make_key(self._model.name, prompt)
+        key = make_key(self.model.name, prompt)
         kept = self._cache.get(key)
         if kept is not None and self.rubric.read(kept) is not None:
             self._counts["cache_hits"] += 1
@@ -175,7 +175,7 @@ class Judge:
         await self._pace.wait()
         async with state.slots:
             self._counts["requests"] += 1
-            return await self._model.answer(prompt)
+            return await self.model.answer(prompt)
 
     def _fall_back(self, problem: str) -> Verdict:
         self._counts["fallbacks"] += 1

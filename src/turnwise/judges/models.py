@@ -1,6 +1,6 @@
-"""Who is asked for a verdict: a model behind an OpenAI-compatible address, or a sampler of ours.
+"""Who is asked for a verdict: a model behind an OpenAI-compatible address, a sampler of ours, or a model by its name.
 
-Both answer one prompt with text, or raise: `JudgeBusyError` when asking again later may help, `JudgeFailedError` when
+All answer one prompt with text, or raise: `JudgeBusyError` when asking again later may help, `JudgeFailedError` when
 it will not.
 """
 
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.renderers.base import Renderer
+from turnwise.renderers.choose import get_renderer
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
@@ -138,6 +140,58 @@ class SamplerModel:
         except TurnwiseError as cause:  # a prompt that does not fit, an engine that was closed
             raise JudgeFailedError(str(cause)) from cause
         return self.renderer.parse(response.sequences[0].tokens).content
+
+
+class SamplerSource(Protocol):
+    """Makes sampling clients; a service does."""
+
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient: ...
+
+
+class EmbeddedModel:
+    """A model or an adapter by name, in whatever service the run uses: known when it is attached, and loaded then.
+
+    Of the policy's own base model there is no second copy of the weights.
+    """
+
+    def __init__(self, model: str, *, temperature: float = 0.0, max_tokens: int = 512) -> None:
+        """Load nothing yet.
+
+        Args:
+            model: A base model, or a checkpoint: its `tinker://` path, or its folder.
+        """
+        if not model:
+            raise ConfigError("model is empty; expected a model's name or a checkpoint")
+        folder = Path(model).expanduser()
+        files = [file.stat().st_mtime_ns for file in folder.iterdir()] if folder.is_dir() else []
+        self.name = json.dumps([model, max(files, default=0), temperature, max_tokens])
+        """The files' age is in it: a folder that was trained into again holds another judge."""
+        self._model = str(folder) if folder.is_dir() else model
+        self._is_checkpoint = "://" in model or (folder / "adapter_config.json").is_file()
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        self._asked: SamplerModel | None = None
+
+    def attach(self, service: SamplerSource) -> None:
+        """Load the model; whoever makes the clients of a run calls it, before the run begins."""
+        if self._is_checkpoint:
+            sampler = service.create_sampling_client(model_path=self._model)
+        else:
+            sampler = service.create_sampling_client(base_model=self._model)
+        self._asked = SamplerModel(
+            sampler=sampler,
+            renderer=get_renderer(sampler.get_tokenizer()),
+            name=self.name,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+        )
+
+    async def answer(self, prompt: Sequence[Message]) -> str:
+        if self._asked is None:
+            raise JudgeFailedError(f"the model {self._model} is not loaded; call attach_judge(world, service) first")
+        return await self._asked.answer(prompt)
 
 
 def _read_content(text: str) -> str:

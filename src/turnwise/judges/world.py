@@ -21,7 +21,7 @@ from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
 from turnwise.judges.cache import FileCache, MemoryCache
 from turnwise.judges.judge import Fallback, Judge, JudgeLimits
-from turnwise.judges.models import AddressModel
+from turnwise.judges.models import AddressModel, EmbeddedModel, JudgeModel, SamplerSource
 from turnwise.judges.rubric import Rubric
 from turnwise.trajectory import Message
 
@@ -135,12 +135,12 @@ def judged(
     return JudgedWorld(inner=world, judge=judge, gate=gate, weight=weight, reference_key=reference_key)
 
 
-def judged_by_address(
+def judged_by_model(
     world: str,
     rubric: str,
-    base_url: str,
     model: str,
     *,
+    base_url: str = "",
     world_options: dict[str, Any] | None = None,
     api_key_variable: str = "",
     gate: Gate = "success",
@@ -157,23 +157,31 @@ def judged_by_address(
     fallback: Fallback = "fail",
     fallback_value: float | None = None,
 ) -> JudgedWorld:
-    """A world with a judge behind an OpenAI-compatible address: what the command line names.
+    """A world with a judge: what the command line names.
 
     Args:
         rubric: What a good attempt does, or `@file` to read it from a file.
+        model: With `base_url` the name that the address knows its model by. Without it a model or a checkpoint of
+            ours, which is loaded beside the policy.
+        base_url: An OpenAI-compatible address.
         api_key_variable: The environment variable that holds the key; the key itself is written nowhere.
         highest: The scale is 0 to this.
         cache: An SQLite file that keeps answers; empty keeps them in memory.
     """
-    judge = Judge(
-        AddressModel(
+    if api_key_variable and not base_url:
+        raise ConfigError(f"api_key_variable={api_key_variable} without base_url; a judge in this process needs no key")
+    asked: JudgeModel = EmbeddedModel(model, temperature=temperature, max_tokens=max_tokens)
+    if base_url:
+        asked = AddressModel(
             base_url=base_url,
             model=model,
             api_key=_read_key(api_key_variable, os.environ),
             temperature=temperature,
             max_tokens=max_tokens,
             timeout_s=deadline_s,
-        ),
+        )
+    judge = Judge(
+        asked,
         Rubric(criteria=_read_rubric(rubric), highest=highest),
         cache=FileCache(cache) if cache else MemoryCache(),
         limits=JudgeLimits(
@@ -187,6 +195,17 @@ def judged_by_address(
     )
     inner = get_world(world, **(world_options or {}))
     return judged(inner, judge, gate=gate, weight=weight, reference_key=reference_key)
+
+
+def needs_service(world: World) -> bool:
+    """Whether the world's judge is a model that somebody has to load."""
+    return isinstance(world, JudgedWorld) and isinstance(world.judge.model, EmbeddedModel)
+
+
+def attach_judge(world: World, service: SamplerSource) -> None:
+    """Load the model of a world's judge where the run's own models are; other worlds are left as they are."""
+    if isinstance(world, JudgedWorld) and isinstance(world.judge.model, EmbeddedModel):
+        world.judge.model.attach(service)
 
 
 def _read_key(variable: str, environment: Mapping[str, str]) -> str:

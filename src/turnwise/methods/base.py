@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.credit.datums import TurnAdvantage, trajectory_to_datums
+from turnwise.credit.datums import TurnAdvantage, trained_mask, trajectory_to_datums
 from turnwise.credit.values import TrajectoryValues, Values
 from turnwise.credit.weights import Weighting, share_of, weigh
 from turnwise.methods.config import DataConfig, MethodConfig
@@ -45,6 +45,7 @@ __all__ = [
     "why_no_signal",
     "why_unusable",
     "with_old_logprobs",
+    "with_old_share",
 ]
 
 
@@ -185,6 +186,29 @@ def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData])
         )
         for lesson in lessons
     ]
+
+
+def with_old_share(lessons: Sequence[Lesson], version: int) -> list[Lesson]:
+    """The same lessons, the old policy told by versions instead of a forward pass.
+
+    Its logprob is taken to lie on the line from the sampler's to the trainer's. The weights of `version` are the old
+    ones and the step makes the next, so a token that lags n updates has it n / (n + 1) of the way (arXiv:2512.06547).
+    """
+    return [replace(lesson, datums=_with_share(lesson, version)) for lesson in lessons]
+
+
+def _with_share(lesson: Lesson, version: int) -> tuple[Datum, ...]:
+    """A lesson's datums hold its trained tokens in the order of turns, so a running count finds each one's version."""
+    assert lesson.trajectory is not None, "what was not played has no version"
+    trained = [turn for turn in lesson.trajectory.turns if turn.is_trained]
+    lags = iter([max(0, version - turn.policy_version) for turn in trained for _ in turn.sampled_ids])
+    found: list[Datum] = []
+    for datum in lesson.datums:
+        own = [next(lags) if is_trained else 0 for is_trained in trained_mask(datum)]
+        share = TensorData([lag / (lag + 1) for lag in own])
+        found.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "old_share": share}))
+    assert next(lags, None) is None, "datums train fewer tokens than their turns sampled"
+    return tuple(found)
 
 
 def credit_groups(groups: Sequence[TrajectoryGroup], advantages: GroupAdvantages) -> list[list[Credited]]:

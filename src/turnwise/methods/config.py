@@ -33,8 +33,17 @@ LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """The options of `method` that only some losses read."""
 CORRECTION_OPTIONS = ("correction", "correction_low", "correction_high", "outlier_rejection", "opsm_threshold")
-RL_OPTIONS = ("kl_coef", "kl_estimator", "kl_importance", "entropy_coef", "old_policy", *CORRECTION_OPTIONS)
+OLD_POLICY_OPTIONS = ("old_policy", "old_policy_from")
+KL_OPTIONS: Mapping[str, tuple[str, ...]] = {"advantages": ("kl_gamma",), "loss": ("kl_estimator", "kl_importance")}
+"""What is read besides `kl_coef`, by where the KL stands."""
+RL_OPTIONS = (
+    *("kl_coef", "kl_place", "kl_gamma", "kl_estimator", "kl_importance", "entropy_coef"),
+    *OLD_POLICY_OPTIONS,
+    *CORRECTION_OPTIONS,
+)
 """What every loss that compares policies reads besides."""
+LOOP_OPTIONS = (*OLD_POLICY_OPTIONS, "kl_place", "kl_gamma")
+"""Those of them that the loop reads, and the loss does not."""
 RL_LOSSES = get_args(LossFn)
 CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
     "ppo": (0.8, 1.2),
@@ -207,10 +216,21 @@ class MethodConfig(Section):
     beta: float | None = Field(
         default=None, ge=0, description="Pull towards the reference: of dro (0.05), of dpo (0.1)."
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of KL(policy || base model) in the loss.")
-    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="How that KL is estimated.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of KL(policy || base model).")
+    kl_place: Literal["advantages", "loss"] = Field(
+        default="advantages",
+        description="Where that KL stands: taken off each token's advantage (one more forward pass), or a term of the "
+        "loss.",
+    )
+    kl_gamma: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="In advantages: how much of the next token's KL a token answers for; 0 is its own alone.",
+    )
+    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="In the loss: how that KL is estimated.")
     kl_importance: bool = Field(
-        default=False, description="Weigh that KL by policy / sampler, which is right off-policy."
+        default=False, description="In the loss: weigh that KL by policy / sampler, which is right off-policy."
     )
     entropy_coef: float = Field(
         default=0.0, ge=0, description="Bonus on the entropy of each trained token's distribution."
@@ -219,6 +239,11 @@ class MethodConfig(Section):
         default=False,
         description="Ratios against the weights at the start of the batch (one more forward pass), times their ratio "
         "to the sampler; false takes ratios against the sampler.",
+    )
+    old_policy_from: Literal["forward", "loglinear"] = Field(
+        default="forward",
+        description="With old_policy and train.max_staleness: that forward pass, or `loglinear`, which saves it: each "
+        "token's logprob between the sampler's and the trainer's, by their versions.",
     )
     correction: Correction = Field(
         default="none",
@@ -277,13 +302,27 @@ class MethodConfig(Section):
             for name in RL_OPTIONS:
                 if getattr(self, name) != MethodConfig.model_fields[name].default:
                     raise ValueError(f"{name} is not read by {self.loss}, the loss of method={self.name}; leave it out")
-        for name, is_set in (("kl_estimator", self.kl_estimator != "k2"), ("kl_importance", self.kl_importance)):
-            if is_set and self.kl_coef == 0:
-                raise ValueError(f"{name}={getattr(self, name)} is not read while kl_coef is 0; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _kl_options_are_read(self) -> Self:
+        for name in ("kl_place", *(option for options in KL_OPTIONS.values() for option in options)):
+            value = getattr(self, name)
+            if value == MethodConfig.model_fields[name].default:
+                continue
+            if self.kl_coef == 0:
+                raise ValueError(f"{name}={value} is not read while kl_coef is 0; leave it out")
+            if name != "kl_place" and name not in KL_OPTIONS[self.kl_place]:
+                other = "loss" if self.kl_place == "advantages" else "advantages"
+                raise ValueError(f"{name}={value} is not read by kl_place={self.kl_place}; set kl_place: {other}")
         return self
 
     @model_validator(mode="after")
     def _correction_fits(self) -> Self:
+        if self.old_policy_from != "forward" and not self.old_policy:
+            raise ValueError(
+                f"old_policy_from={self.old_policy_from} is not read while old_policy is false; set old_policy: true"
+            )
         if self.correction.endswith("tis") and not self.old_policy:
             raise ValueError(
                 f"correction={self.correction} truncates old / sampler, and there is no old policy: the ratio would "
@@ -312,9 +351,10 @@ class MethodConfig(Section):
     def loss_config(self) -> Mapping[str, float | str]:
         """What `forward_backward` is given beside the loss's name; options at rest are left to the loss."""
         given = {name: getattr(self, name) for name in LOSS_OPTIONS[self.loss] if getattr(self, name) is not None}
+        left_out = LOOP_OPTIONS if self.kl_place == "loss" else (*LOOP_OPTIONS, "kl_coef")
         for name in RL_OPTIONS:
             value = getattr(self, name)
-            if name != "old_policy" and value != MethodConfig.model_fields[name].default:
+            if name not in left_out and value != MethodConfig.model_fields[name].default:
                 given[name] = float(value) if isinstance(value, bool) else value
         return given
 

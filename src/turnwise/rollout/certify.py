@@ -68,6 +68,15 @@ class TurnCheck:
     mean_k2: float
     is_drifting: bool
 
+    def line(self) -> str:
+        """For printing."""
+        ids = "ids equal" if self.has_same_ids else "ids DIFFER"
+        gaps = (
+            f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e}" if self.num_tokens else "no logprobs compared"
+        )
+        verdict = "  DRIFTS" if self.is_drifting else ""
+        return f"  {self.task_id} attempt {self.attempt}, turn {self.turn} ({self.link}): {ids}, {gaps}{verdict}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
@@ -122,6 +131,10 @@ class Certificate:
             )
         hidden = self.num_drifting_turns - len(self.drifts)
         return [*lines, f"  and {hidden} more drifting turns"] if hidden > 0 else lines
+
+    def turn_lines(self) -> list[str]:
+        """Every turn, for printing."""
+        return [turn.line() for turn in self.turns]
 
 
 def certify(

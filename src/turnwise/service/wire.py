@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from turnwise.errors import DataError
+from turnwise.errors import ConfigError, DataError
 from turnwise.service import proto_schema as pb
 from turnwise.service import schemas
 from turnwise.types import (
@@ -41,6 +41,19 @@ MAX_WIDTH = 128
 
 TINKER_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """The losses of the SDKs; the engine's further ones get their inputs as they come."""
+REFUSED_LOSSES: Mapping[str, str] = {
+    "stable_reinforce": (
+        "the SDK does not define it: it has the name, a setting (kl_coeff) and a flag that makes the server record "
+        "something while sampling, but says neither what is recorded nor what the loss is, so any stand-in would train "
+        "something else under that name; use importance_sampling, ppo, cispo, dro or gspo (with kl_coef for a KL "
+        "term), or a loss of your own with forward_backward_custom"
+    ),
+    "custom": (
+        "losses that run on the server are not supported; forward_backward_custom runs yours on the client, be it a "
+        "function or a handle from create_custom_loss"
+    ),
+}
+"""Names of the SDKs that are no losses here, and why."""
 
 JsonObject = dict[str, Any]
 
@@ -144,6 +157,8 @@ def read_place(body: bytes) -> tuple[str, int] | None:
 
 def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> TrainingBatch:
     """Fill in what Tinker leaves out, and cut [N, K] targets into columns."""
+    if loss_fn in REFUSED_LOSSES:
+        raise ConfigError(f"loss {loss_fn!r} is refused: {REFUSED_LOSSES[loss_fn]}")
     flat: list[Datum] = []
     widths: list[int] = []
     for index, datum in enumerate(datums):

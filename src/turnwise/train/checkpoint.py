@@ -3,16 +3,18 @@
 They live in the run's directory (`checkpoints/<model id>/weights/<name>`), so a run can be moved as a whole. Tasks and
 seeds follow from their number; with the state beside the row (`run_state.py`) a resumed run does what an uninterrupted
 one would have done.
-A run with a critic saves it under the same name, and the policy's `checkpoint.json` says where.
+A run with a critic saves it under the same name; the state beside the row says where, and so does the policy's
+`checkpoint.json` where the files are here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from turnwise.client.base import TrainingClient
@@ -58,8 +60,11 @@ class Checkpoints:
         pool in one transaction, and only then does the oldest go.
         """
         name = self._free_name(f"step-{step:06d}" if step or not warmup_steps else f"warmup-{warmup_steps:06d}")
-        metadata = await self._save_critic(name)
+        critic = await self._save_critic(name)
+        metadata = None if critic is None else {CRITIC_PATH: critic.path, CRITIC_BATCHES: str(critic.num_pretrained)}
         saved = await self._trainer.save_state(name, overwrite=True, user_metadata=metadata)
+        if state is not None and critic is not None:
+            state = replace(state, critic_path=critic.path, critic_pretrained=critic.num_pretrained)
         text = None if state is None else state.to_json()
         row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path, state=text)
         self._kept.append(row)
@@ -67,9 +72,11 @@ class Checkpoints:
         self._writer.pool(step, () if state is None else state.pool)
         self._writer.commit(step)
         for old in self._kept[: -self._max_kept]:
-            self._remove(old)
+            critic = saved_critic(self._writer.directory, old)
+            self._remove(old, critic)
             if self._delete is not None:
-                await asyncio.to_thread(self._delete, old.path)
+                for path in (old.path,) if critic is None else (old.path, critic.path):
+                    await asyncio.to_thread(self._delete, path)
         self._kept = self._kept[-self._max_kept :]
         self._writer.commit(step)
         return row
@@ -88,15 +95,14 @@ class Checkpoints:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(free for free in names if free not in taken)
 
-    async def _save_critic(self, name: str) -> dict[str, str] | None:
+    async def _save_critic(self, name: str) -> SavedCritic | None:
         """Write the critic first: a policy's checkpoint never names one that is not there."""
         if self._critic is None:
             return None
         saved = await self._critic.client.save_state(name, overwrite=True)
-        return {CRITIC_PATH: saved.path, CRITIC_BATCHES: str(self._critic.num_pretrained)}
+        return SavedCritic(path=saved.path, num_pretrained=self._critic.num_pretrained)
 
-    def _remove(self, old: CheckpointRow) -> None:
-        critic = saved_critic(self._writer.directory, old)
+    def _remove(self, old: CheckpointRow, critic: SavedCritic | None) -> None:
         if critic is not None:
             shutil.rmtree(checkpoint_directory(self._writer.directory, critic.path), ignore_errors=True)
         shutil.rmtree(checkpoint_directory(self._writer.directory, old.path), ignore_errors=True)
@@ -120,6 +126,9 @@ class SavedCritic:
 
 def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
     """The critic of a checkpoint; None where there is none."""
+    state = {} if row.state is None else json.loads(row.state)
+    if state.get(CRITIC_PATH):
+        return SavedCritic(path=state[CRITIC_PATH], num_pretrained=int(state[CRITIC_BATCHES]))
     file = checkpoint_directory(data_dir, row.path) / INFO_FILE
     if not file.is_file():
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("train", "status", "stop", "steer", "eval", "sample", "certify", "replay", "pairs", "compare")
+COMMANDS = ("train", "status", "stop", "steer", "eval", "sample", "certify", "replay", "curve", "pairs", "compare")
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -26,9 +26,14 @@ def add_commands(commands: Any) -> None:
     _add_compare(commands)
     certify = commands.add_parser("certify", help="show that a run trained on exactly the sampled tokens")
     certify.add_argument("run", metavar="RUN", help="a run directory")
+    certify.add_argument("--turns", action="store_true", help="also a line for every turn")
     replay = commands.add_parser("replay", help="play one stored attempt of a run again, and compare")
     replay.add_argument("run", metavar="RUN", help="a run directory")
     replay.add_argument("--attempt", type=int, metavar="ID", help="which attempt; without it, the latest are listed")
+    curve = commands.add_parser("curve", help="draw the held-out success of runs, seeds say, in one picture")
+    curve.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
+    curve.add_argument("--out", default="curves.svg", metavar="FILE", help="the picture (default: %(default)s)")
+    curve.add_argument("--title", default="", help="what stands above it (default: the world and the model)")
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -66,7 +71,9 @@ def run_command(options: argparse.Namespace) -> int:
     from turnwise.train import inspect_commands
 
     if options.command == "certify":
-        return inspect_commands.run_certify(options.run)
+        return inspect_commands.run_certify(options.run, with_turns=options.turns)
+    if options.command == "curve":
+        return inspect_commands.run_curve(options.runs, options.out, options.title)
     return inspect_commands.run_replay(options.run, options.attempt)
 
 
@@ -178,7 +185,7 @@ def _add_sample(commands: Any) -> None:
     parser = commands.add_parser(
         "sample",
         help="chat with a run, a checkpoint or a model",
-        description="Chat in the terminal; from a pipe, every line is a message and every reply a line.",
+        description="Chat in the terminal until Ctrl-D; from a pipe, every line is a message and every reply a line.",
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL")
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")

@@ -16,6 +16,7 @@ from turnwise.client.local import ServiceClient
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import find_place
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.judges import attach_judge
 from turnwise.methods.ppo import make_gae
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
@@ -105,7 +106,8 @@ def make_engine_config(config: Config) -> EngineConfig:
     return EngineConfig(
         device=config.model.device,
         dtype=config.model.dtype,
-        max_num_seqs=config.generator.max_num_seqs,
+        max_num_seqs=1 if config.generator.deterministic else config.generator.max_num_seqs,
+        prefix_cache=not config.generator.deterministic,
         gpu_memory_utilization=config.generator.gpu_memory_utilization,
         micro_batch_tokens=config.train.micro_batch_tokens,
         seed=config.train.seed,
@@ -217,6 +219,7 @@ def _train_alone(start: _Start, parts: Parts) -> int:
     started_s = time.monotonic()
     try:
         with make_service(config, directory) as service:
+            attach_judge(parts.world, service)
             try:
                 asyncio.run(_run_loop(start, parts, service, recorder))
             except StalledError as error:

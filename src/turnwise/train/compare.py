@@ -2,7 +2,11 @@
 
 Steps of different methods cost different amounts, and methods differ in how many of the sampled tokens they train on,
 so neither steps nor trained tokens compare them fairly. Every run here may sample the same number of tokens, those of a
-critic's pre-training included; what each trained on, and how long it took, is reported beside the result.
+critic's pre-training included; what each trained on, and how long it took, is reported beside the result. A method that
+reads stored data samples nothing and runs for its `train.steps`.
+
+Runs of one seed start from the same weights and meet the same tasks, so methods are also compared seed by seed: that
+difference holds less luck than the two numbers that it is of.
 
 Every run is a run directory of its own, made by the same code as `turnwise train`.
 """
@@ -85,14 +89,16 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     """Run the command; returns the exit code."""
     request = parse_request(arguments)
     directory = Path(out).expanduser() if out else Path("runs") / f"compare-{Path(request.env).name.replace(':', '-')}"
-    for variant in request.variants:  # every mistake before the first token
-        read_config(request.env, _overrides(request, variant, directory, 0, 0))
+    plans = {  # every mistake before the first token
+        variant: read_config(request.env, _overrides(request, variant, directory, 0, 0)) for variant in request.variants
+    }
     budget, results, failures = request.tokens, list[Result](), list[str]()
     for seed in range(request.seeds):
         for variant in request.variants:
             place = variant.directory(directory, seed)
             try:
-                code = _train_quietly(request, variant, place, directory, seed, budget)
+                bound = budget if _samples(plans[variant]) else 0
+                code = _train_quietly(request, variant, place, directory, seed, bound)
             except ConfigError:
                 raise
             except TurnwiseError as error:
@@ -151,11 +157,14 @@ def _variant(item: str) -> Variant:
     method = method.strip()
     if method not in METHOD_OPTIONS:
         raise ConfigError(f"methods names {method!r}; expected some of {', '.join(METHOD_OPTIONS)}")
-    if method in READING_METHODS:
-        raise ConfigError(f"{method} samples nothing, so it cannot be compared at equal sampled tokens; leave it out")
     overrides = [option.strip() for option in re.split(r"[,;]", options) if option.strip()]
     named = [option if "." in option.partition("=")[0] else f"method.{option}" for option in overrides]
     return Variant(label=item, method=method, overrides=tuple(named))
+
+
+def _samples(config: Config) -> bool:
+    """The run draws tokens to learn from; one that reads dialogues or pairs would never come to a bound on them."""
+    return config.method.name not in READING_METHODS and not config.data.pairs
 
 
 def _count(name: str, text: str, *, least: int) -> int:
@@ -248,14 +257,16 @@ def read_result(label: str, seed: int, place: Path) -> Result:
 
 def table_lines(results: Sequence[Result]) -> list[str]:
     """One line per method: means over seeds, with 95 % intervals where there are several."""
-    header = ("method", "held-out success", "before", "reward", "sampled", "trained", "steps", "time")
+    labels = list(dict.fromkeys(result.label for result in results))
+    header = ("method", "held-out success", "points more", "before", "reward", "sampled", "trained", "steps", "time")
     rows: list[tuple[str, ...]] = [header]
-    for label in dict.fromkeys(result.label for result in results):
+    for label in labels:
         own = [result for result in results if result.label == label]
         rows.append(
             (
                 label,
                 _interval(own).percent(),
+                "" if label == labels[0] else _points(paired_difference(results, label, labels[0])),
                 _share([result.start_success for result in own]),
                 f"{np.mean([result.reward for result in own]):.3f}",
                 f"{np.mean([result.sampled_tokens for result in own]):,.0f}",
@@ -272,7 +283,24 @@ def table_lines(results: Sequence[Result]) -> list[str]:
         if num_seeds > 1
         else "one seed, Wilson's 95 % interval over its held-out tasks"
     )
-    return [*lines, f"({note}; sampled and trained are tokens)"]
+    more = f"; points more than {labels[0]}, seed by seed" if len(labels) > 1 else ""
+    return [*lines, f"({note}{more}; sampled and trained are tokens)"]
+
+
+def paired_difference(results: Sequence[Result], label: str, against: str) -> Interval:
+    """How much more success, over the seeds that both methods have; unbounded where that is one seed."""
+    by_seed = {(result.label, result.seed): result.success for result in results}
+    both = [seed for name, seed in by_seed if name == label and (against, seed) in by_seed]
+    found = [by_seed[label, seed] - by_seed[against, seed] for seed in both]
+    return mean_interval([[value] for value in found if math.isfinite(value)])
+
+
+def _points(difference: Interval) -> str:
+    """In points of success: percent minus percent."""
+    if math.isnan(difference.value):
+        return "not measured"
+    value, low, high = (100 * number for number in (difference.value, difference.low, difference.high))
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]" if math.isfinite(low) else f"{value:+.1f}"
 
 
 def _interval(own: Sequence[Result]) -> Interval:

@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
 from turnwise.section import Section
 from turnwise.train.alarms import AlarmConfig
-from turnwise.train.critic_config import CRITIC_METHODS, CriticConfig
+from turnwise.train.critic_config import CriticConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]
 LONE_METHODS = ("ppo", "reinforce_pp", "rft")
@@ -147,6 +147,11 @@ class GeneratorConfig(Section):
     max_num_seqs: int = Field(
         default=256, ge=1, description="Most sequences that are decoded at once; the others wait."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="With max_staleness 0: replies do not depend on what else is sampled, so a resumed run equals an "
+        "unbroken one bit for bit at any max_concurrency. One sequence at a time and no prefix reuse: slower.",
+    )
     kv_across_updates: Literal["recompute", "keep"] = Field(
         default="recompute",
         description="A dialogue that goes on over an update: its next turns are drawn with the new weights, which "
@@ -177,6 +182,11 @@ class GeneratorConfig(Section):
             )
         if self.strip_thinking and (self.renderer == "template" or not self.use_conversation_multi_turn):
             raise ValueError("strip_thinking is read by the ChatML renderer with one message per turn only")
+        if self.deterministic and self.max_num_seqs not in (1, type(self).model_fields["max_num_seqs"].default):
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} is not read with deterministic: one sequence is decoded at a time; "
+                "leave one of them out"
+            )
         if self.min_group_size > max(2, self.n_samples_per_prompt):
             raise ValueError(
                 f"min_group_size={self.min_group_size} is more than n_samples_per_prompt={self.n_samples_per_prompt}; "
@@ -276,7 +286,10 @@ class TrainConfig(Section):
     )
     keep_checkpoints: int = Field(default=3, ge=1, description="How many of the latest checkpoints are kept.")
     max_empty_steps: int = Field(
-        default=20, ge=1, description="Give up after so many steps in a row that left nothing to learn from."
+        default=20,
+        ge=1,
+        description="End after so many steps in a row that left nothing to learn from: well when every attempt of "
+        "them succeeded, else with an error.",
     )
 
     @property
@@ -414,11 +427,23 @@ class Config(Section):
                 "train.max_staleness is 0: no dialogue goes on over an update"
             )
 
+        if lag and self.generator.deterministic:
+            raise ValueError(
+                f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
+                "depends on who is done first; leave one of them out"
+            )
+        if not lag and self.method.old_policy_from != "forward":
+            raise ValueError(
+                f"method.old_policy_from={self.method.old_policy_from} is not read while train.max_staleness is 0: it "
+                "goes by how many updates a token lags, and none does; leave it out"
+            )
+
     def _check_service(self) -> None:
         """Refuse what a service elsewhere does not read."""
         engine_options = {
             "model.device": self.model.device != "auto",
             "generator.max_num_seqs": self.generator.max_num_seqs != 256,
+            "generator.deterministic": self.generator.deterministic,
             "generator.gpu_memory_utilization": self.generator.gpu_memory_utilization != 0.9,
             "train.micro_batch_tokens": self.train.micro_batch_tokens != 0,
         }
@@ -427,10 +452,6 @@ class Config(Section):
                 raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
         if self.generator.stop:
             raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
-        if self.method.name in CRITIC_METHODS:
-            raise ValueError(
-                f"method={self.method.name} needs a critic, which a service does not have; try method=grpo"
-            )
 
 
 def check_backend(config: GeneratorConfig) -> None:

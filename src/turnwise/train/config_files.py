@@ -149,6 +149,9 @@ def _apply(tree: Tree, text: str) -> None:
     if key in SHORTHANDS:
         key = f"{key}.name"
     key = SHORT_KEYS.get(key, key)
+    if key in _sections():
+        first = next(option_paths(Config.model_fields[key].annotation, f"{key}."))  # pyright: ignore[reportArgumentType]
+        raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
     try:
@@ -174,18 +177,25 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "value_error":
         message = message.removeprefix("Value error, ")
         return f"{path}: {message}" if path else message
+    if error["type"] == "literal_error":
+        near = difflib.get_close_matches(str(error["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.6)
+        message += f"; did you mean {near[0]}?" if near else ""
     return f"{path}={error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _nearest(path: str) -> str:
     """The end of a sentence about an unknown option: the valid one that was probably meant."""
     known = list(option_paths())
+    inner = {option.rpartition(".")[0] for option in known if option.count(".") > 1}
+    near_inner = difflib.get_close_matches(path, inner, n=1, cutoff=0.8) if path.count(".") == 1 else []
     leaf = path.rpartition(".")[2]
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
     by_leaf = {option.rpartition(".")[2]: option for option in known}
     near_leaf = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
     near_section = [] if "." in path else difflib.get_close_matches(path, _sections(), n=1, cutoff=0.7)
-    near = same_leaf or near_section or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+    near = (
+        same_leaf or near_section or near_inner or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+    )
     if near:
         return f"; did you mean {near[0]}?"
     section = path.partition(".")[0]

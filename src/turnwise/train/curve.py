@@ -1,12 +1,13 @@
-"""The learning curve as an SVG picture, written by hand: any browser shows it, and nothing has to be installed.
+"""Learning curves as SVG pictures, written by hand: any browser shows them, and nothing has to be installed.
 
-Held-out success with its 95 % interval, and the mean reward of each training batch, over steps.
+Of one run: held-out success with its 95 % interval, and the mean reward of each training batch, over steps. Of several
+runs: their held-out success in one picture.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from turnwise.runlog.schema import EvaluationRow
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44
-SUCCESS_COLOR, REWARD_COLOR, GRID_COLOR = "#1f6feb", "#d97706", "#d0d7de"
+SUCCESS_COLOR, REWARD_COLOR, GRID_COLOR, TEXT_COLOR = "#1f6feb", "#d97706", "#d0d7de", "#57606a"
+RUN_COLORS = ("#1f6feb", "#d97706", "#1a7f37", "#cf222e", "#8250df", "#0a7ea4")
+LEGEND_HEIGHT = 18
 NUM_TICKS = 5
 CURVE_FILE = "curve.svg"
 
 Points = Sequence[tuple[float, float]]
+_Place = Callable[[float], float]
 
 
 def write_curve(run: RunReader, title: str) -> Path:
@@ -41,12 +45,7 @@ def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points)
     def y(share: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{WIDTH / 2}" y="22" text-anchor="middle" font-size="14">{escape(title)}</text>',
-    ]
+    parts = _frame(title, HEIGHT)
     for tick in range(NUM_TICKS):
         share = tick / (NUM_TICKS - 1)
         step, reward = round(share * last_step), low + share * (high - low)
@@ -54,17 +53,65 @@ def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points)
             _line([(LEFT, y(share)), (WIDTH - RIGHT, y(share))], GRID_COLOR, 1),
             _text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end", SUCCESS_COLOR),
             _text(WIDTH - RIGHT + 8, y(share) + 4, f"{reward:.3g}", "start", REWARD_COLOR),
-            _text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle", "#57606a"),
+            _text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
         ]
-    parts.append(_text(WIDTH / 2, HEIGHT - 8, "step", "middle", "#57606a"))
+    parts.append(_text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR))
     parts.append(_line([(x(s), y((v - low) / (high - low))) for s, v in rewards], REWARD_COLOR, 1.5))
-    band = [(x(e.step), y(e.success_high)) for e in measured] + [(x(e.step), y(e.success_low)) for e in measured[::-1]]
-    parts.append(f'<polygon points="{_points(band)}" fill="{SUCCESS_COLOR}" fill-opacity="0.15"/>')
-    parts.append(_line([(x(e.step), y(e.success)) for e in measured], SUCCESS_COLOR, 2))
-    parts += [f'<circle cx="{x(e.step):.1f}" cy="{y(e.success):.1f}" r="3" fill="{SUCCESS_COLOR}"/>' for e in measured]
+    parts += _success_line(measured, x, y, SUCCESS_COLOR, 0.15)
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % interval", "start", SUCCESS_COLOR))
     parts.append(_text(WIDTH - RIGHT, TOP - 6, "mean reward in training", "end", REWARD_COLOR))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
+    """Held-out success of several runs over their steps; of evaluations at one step, the last."""
+    last_step = max([1.0, *(float(row.step) for rows in runs.values() for row in rows)])
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / last_step
+
+    def y(share: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+
+    parts = _frame(title, HEIGHT + LEGEND_HEIGHT * len(runs))
+    for tick in range(NUM_TICKS):
+        share = tick / (NUM_TICKS - 1)
+        step = round(share * last_step)
+        parts += [
+            _line([(LEFT, y(share)), (WIDTH - RIGHT, y(share))], GRID_COLOR, 1),
+            _text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end", TEXT_COLOR),
+            _text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
+        ]
+    parts.append(_text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR))
+    parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % intervals", "start", TEXT_COLOR))
+    for index, (name, rows) in enumerate(runs.items()):
+        color = RUN_COLORS[index % len(RUN_COLORS)]
+        latest = {row.step: row for row in rows if math.isfinite(row.success)}
+        parts += _success_line([latest[step] for step in sorted(latest)], x, y, color, 0.08)
+        at = HEIGHT + LEGEND_HEIGHT * index
+        parts.append(f'<rect x="{LEFT}" y="{at - 2}" width="18" height="4" fill="{color}"/>')
+        parts.append(_text(LEFT + 26, at + 4, name, "start", TEXT_COLOR))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _frame(title: str, height: int) -> list[str]:
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{WIDTH / 2}" y="22" text-anchor="middle" font-size="14">{escape(title)}</text>',
+    ]
+
+
+def _success_line(rows: Sequence[EvaluationRow], x: _Place, y: _Place, color: str, opacity: float) -> list[str]:
+    """Success at every evaluation, over the band of its interval."""
+    band = [(x(row.step), y(row.success_high)) for row in rows]
+    band += [(x(row.step), y(row.success_low)) for row in rows[::-1]]
+    return [
+        f'<polygon points="{_points(band)}" fill="{color}" fill-opacity="{opacity}"/>',
+        _line([(x(row.step), y(row.success)) for row in rows], color, 2),
+        *(f'<circle cx="{x(row.step):.1f}" cy="{y(row.success):.1f}" r="3" fill="{color}"/>' for row in rows),
+    ]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

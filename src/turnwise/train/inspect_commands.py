@@ -1,19 +1,25 @@
-"""`turnwise certify` and `turnwise replay`: look back at what a run did. Neither loads a model."""
+"""`turnwise certify`, `replay` and `curve`: look back at what a run did. None loads the policy's model."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Task
 from turnwise.errors import DataError
+from turnwise.judges import attach_judge, needs_service
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
-from turnwise.train.commands import find_model
+from turnwise.train.commands import find_model, make_service
+from turnwise.train.config import Config
 from turnwise.train.config_files import config_from_yaml
+from turnwise.train.curve import runs_svg
 from turnwise.train.facts import read_facts
 from turnwise.train.report import dialogue_lines
 
@@ -21,15 +27,38 @@ EXIT_NOT_EXACT = 1
 NUM_LISTED = 20
 
 
-def run_certify(target: str) -> int:
+def run_certify(target: str, *, with_turns: bool) -> int:
     """Print a run's certificates; exit code 1 when one of them is not exact."""
     with RunReader(target) as run:
         rows = run.certificates()
     if not rows:
         raise DataError(f"{target} has no certificate: no step has trained on anything yet")
     for row in rows:
-        print(f"step {row.step}: " + "\n".join(Certificate.from_json(row.content).lines()))
+        certificate = Certificate.from_json(row.content)
+        print(f"step {row.step}: " + "\n".join(certificate.lines()))
+        if with_turns:
+            print("\n".join(certificate.turn_lines()))
     return 0 if all(row.is_exact for row in rows) else EXIT_NOT_EXACT
+
+
+def run_curve(targets: Sequence[str], out: str, title: str) -> int:
+    """Draw the held-out success of runs into one picture, and print where each began and ended."""
+    read: list[tuple[Config, list[EvaluationRow]]] = []
+    for target in targets:
+        with RunReader(target) as run:
+            read.append((config_from_yaml(run.config_yaml, str(run.directory)), run.evaluations()))
+        if not read[-1][1]:
+            raise DataError(f"{target} has no evaluation yet, so there is no curve: set eval.tasks and eval.every")
+    worlds = {f"{config.env.name}, {config.model.name}" for config, _ in read}
+    are_seeds = len(worlds) == 1 and len({config.train.seed for config, _ in read}) == len(read)
+    names = [f"seed {config.train.seed}" for config, _ in read] if are_seeds else targets
+    for name, (_, rows) in zip(names, read, strict=True):
+        first = next(row for row in reversed(rows) if row.step == rows[0].step)
+        print(f"{name}: {first.success:.1%} -> {rows[-1].success:.1%} at step {rows[-1].step}")
+    curves = {name: rows for name, (_, rows) in zip(names, read, strict=True)}
+    Path(out).write_text(runs_svg(title or "; ".join(sorted(worlds)), curves), encoding="utf-8")
+    print(f"curve  {out}")
+    return 0
 
 
 def run_replay(target: str, attempt_id: int | None) -> int:
@@ -49,7 +78,10 @@ def run_replay(target: str, attempt_id: int | None) -> int:
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
     renderer = make_renderer(_load_tokenizer(directory), config.generator)
-    replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout))
+    with contextlib.ExitStack() as stack:
+        if needs_service(world):
+            attach_judge(world, stack.enter_context(make_service(config, Path(target))))
+        replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout))
     print("\n".join(replayed.lines()))
     return 0 if replayed.is_exact else EXIT_NOT_EXACT
 

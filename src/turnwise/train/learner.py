@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from turnwise.client.base import TrainingClient
-from turnwise.methods.base import Lesson, Method, datums_of, with_old_logprobs
+from turnwise.methods.base import Lesson, Method, datums_of, with_old_logprobs, with_old_share
+from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.train.assemble import Parts, split_evenly
 from turnwise.train.critic import Critic
@@ -28,10 +29,10 @@ class Learner:
         self._watchdog = watchdog
         self._k2_tolerance = k2_tolerance
 
-    async def learn(self, items: Sequence[Any], optim: AdamParams) -> list[Learned]:
-        """All optimizer steps of one batch; their lessons are made before the first one moves a weight."""
+    async def learn(self, items: Sequence[Any], optim: AdamParams, version: int) -> list[Learned]:
+        """All optimizer steps of one batch; their lessons are made before the first one moves a weight of `version`."""
         shares = split_evenly(items, self._parts.config.train.substeps)
-        prepared = [await self._prepare(share) for share in shares]
+        prepared = [await self._prepare(share, version) for share in shares]
         return [await self._optimize(lessons, optim) for lessons in prepared if datums_of(lessons)]
 
     async def certify(
@@ -46,7 +47,7 @@ class Learner:
         if learned:
             lessons, output = learned[0].lessons, learned[0].output
         elif groups:
-            lessons = await self._prepare(groups[:1])
+            lessons = await self._prepare(groups[:1], version)
             datums = datums_of(lessons)
             output = await self._call("forward", self._trainer.forward(datums, "cross_entropy")) if datums else None
         else:
@@ -60,8 +61,8 @@ class Learner:
             k2_tolerance=self._k2_tolerance,
         )
 
-    async def _prepare(self, items: Sequence[Any]) -> list[Lesson]:
-        method = self._parts.method
+    async def _prepare(self, items: Sequence[Any], version: int) -> list[Lesson]:
+        method, config = self._parts.method, self._parts.config.method
         if self._critic is None:
             lessons = method.lessons(items)
         else:
@@ -69,8 +70,15 @@ class Learner:
             values = await self._watchdog.call("critic", "values", asked)
             lessons = cast(Method, method).lessons(items, values)
         datums = datums_of(lessons)
-        if not self._parts.config.method.old_policy or not datums:
+        if config.kl_coef and config.kl_place == "advantages" and datums:
+            work = self._trainer.forward(datums, "cross_entropy", {"kl_reference": "base"})
+            known = [one["logprobs"] for one in (await self._call("forward", work)).loss_fn_outputs]
+            lessons = with_kl_penalty(lessons, known, coef=config.kl_coef, gamma=config.kl_gamma)
+            datums = datums_of(lessons)
+        if not config.old_policy or not datums:
             return lessons
+        if config.old_policy_from == "loglinear":
+            return with_old_share(lessons, version)
         output = await self._call("forward", self._trainer.forward(datums, "cross_entropy"))
         return with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])
 

@@ -13,11 +13,8 @@ on as if it had not stopped.
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 from turnwise.client.base import TrainingClient
-from turnwise.errors import TurnwiseError
-from turnwise.methods.base import Kept
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
@@ -30,6 +27,7 @@ from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.learner import Learner
 from turnwise.train.metrics import Times, lag_metrics, step_metrics
 from turnwise.train.pretrain import pretrain
+from turnwise.train.progress import NothingToLearnError, Progress
 from turnwise.train.record import Recorder
 from turnwise.train.run_state import RunState
 from turnwise.train.sources import Supply
@@ -37,10 +35,6 @@ from turnwise.train.steer import Steering
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import make_warmup, warm_up_step
 from turnwise.train.watchdog import StalledError, Watchdog
-
-
-class NothingToLearnError(TurnwiseError):
-    """Step after step left nothing to learn from."""
 
 
 class Loop:
@@ -83,8 +77,9 @@ class Loop:
         """Updates that moved the weights."""
         self._state = RunState()
         self._num_critic_batches = 0 if critic is None else critic.num_pretrained
-        self._num_empty_steps = 0
-        self._why_empty: Counter[str] = Counter()
+        self._progress = Progress(train.max_empty_steps)
+        self._is_read = False
+        """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
     async def run(
         self, done: CheckpointRow, evaluated: set[tuple[str, int]], num_drawn: int = 0, state: RunState | None = None
@@ -99,14 +94,14 @@ class Loop:
         per_step = self._config.train.tasks_per_step
         self._state = state or RunState(version=done.step, num_dealt=done.step * per_step)
         self.version = self._state.version
-        self._num_empty_steps, self._why_empty = self._state.num_empty_steps, Counter(self._state.why_empty)
+        self._progress.restore(self._state)
         if self._state.alarms is not None:
             self.alarms.restore(self._state.alarms)
         self._num_drawn = num_drawn
         self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
-        except (Interrupted, StalledError, AlarmError) as error:
+        except (Interrupted, StalledError, AlarmError, NothingToLearnError) as error:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
@@ -121,20 +116,24 @@ class Loop:
         await self._evaluate_once("start", 0)
         await self._warm_up()
         await self._pretrain_critic()
+        await self._publish_unread()
         self._phase("training")
         self.supply.open(self._sampler, self.done_step, self._state, self.num_steps)
-        while self.done_step < self.num_steps:
+        while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
             if train.max_sampled_tokens and self._num_drawn >= train.max_sampled_tokens:
                 break
             if evaluation.every and step and step % evaluation.every == 0:
                 await self._evaluate_once("step", step)
+                await self._publish_unread()
             await self._step(step)
             self._take_orders()
             if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
                 await self._save()
         await self.supply.close()
         await self._save()
+        if self._progress.is_solved and self.done_step < self.num_steps:
+            self._recorder.solved(self.done_step, self._progress.num_empty_steps)
         if self.num_steps:
             await self._evaluate_once("end", self.done_step)
 
@@ -145,7 +144,7 @@ class Loop:
         self._recorder.tasks(batch.tasks, "train")
         self._num_drawn += batch.played.stats.num_drawn
         played_s, version = time.perf_counter(), self.version
-        learned = await self._learner.learn(batch.items, self._optim)
+        learned = await self._learner.learn(batch.items, self._optim, version)
         trained_s = time.perf_counter()
         if learned:
             self.version += 1
@@ -168,12 +167,20 @@ class Loop:
         self._recorder.step(self.done_step, batch, learned, metrics, certificate)
         for alarm in self.alarms.check(metrics):
             self._recorder.alarm(self.done_step, alarm)
-        self._check_progress(batch.kept, is_empty=not learned)
+        self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
 
     async def _publish(self) -> VersionedSampler:
+        self._is_read = False
         work = self._trainer.save_weights_and_get_sampling_client_async()
         return VersionedSampler(await self._watchdog.call("trainer", "publish the weights", work), self.version)
+
+    async def _publish_unread(self) -> None:
+        """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
+        prompt that begins like them is then rounded otherwise than in a resumed run, which does not evaluate again."""
+        if self._is_read and not self._config.train.max_staleness:
+            self._sampler = await self._publish()
+            self.supply.publish(self._sampler)
 
     async def _save(self) -> CheckpointRow:
         """Everything that a process needs to go on from here."""
@@ -181,8 +188,8 @@ class Loop:
             self._state = self.supply.state(
                 RunState(
                     version=self.version,
-                    num_empty_steps=self._num_empty_steps,
-                    why_empty=dict(self._why_empty),
+                    num_empty_steps=self._progress.num_empty_steps,
+                    why_empty=dict(self._progress.why_empty),
                     alarms=self.alarms.to_state(),
                 )
             )
@@ -219,6 +226,7 @@ class Loop:
         )
         self._recorder.evaluation(evaluation)
         self._evaluated.add((label, step))
+        self._is_read = True
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""
@@ -245,26 +253,10 @@ class Loop:
         if critic is None or critic.is_pretrained or self.done_step:
             return
         self._phase("training the critic")
-        async for metrics in pretrain(critic, self._parts, self._renderer, self._sampler, self._interrupt):
+        arguments = (self._parts, self._renderer, self._sampler, self._interrupt, self._watchdog)
+        async for metrics in pretrain(critic, *arguments):
             self._num_critic_batches += 1
             self._num_drawn += round(metrics["sampled_tokens"])
             self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
+        self._is_read = True
         await self._save()
-
-    def _check_progress(self, kept: Kept, *, is_empty: bool) -> None:
-        """A step without a gradient is logged and passed over; a row of them is an error."""
-        if not is_empty:
-            self._num_empty_steps = 0
-            self._why_empty.clear()
-            return
-        self._num_empty_steps += 1
-        self._why_empty.update(kept.dropped)
-        if kept.groups:  # a critic foresaw everything in them
-            self._why_empty["without an advantage"] += len(kept.groups)
-        if self._num_empty_steps >= self._config.train.max_empty_steps:
-            reasons = ", ".join(f"{count} {why}" for why, count in self._why_empty.most_common()) or "no groups at all"
-            raise NothingToLearnError(
-                f"{self._num_empty_steps} steps in a row left nothing to learn from (groups: {reasons}). Groups in "
-                "which every attempt gets the same reward teach nothing: warm up first (warmup.steps=50), make the "
-                "task easier, or play more attempts (generator.n_samples_per_prompt)"
-            )

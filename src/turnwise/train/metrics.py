@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from turnwise.credit.branching import branch_variance_share
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
+from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     values = dict(played.stats.metrics())
     values["method/groups_trained"] = float(len(kept.groups))
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
-    values |= _policy_metrics(kept)
+    values |= _policy_metrics(played.groups)
     share = branch_variance_share(played.groups)
     if share is not None:
         values["method/branch_variance_share"] = share
@@ -129,11 +130,11 @@ def _mean_ratios(learned: Learned) -> Iterator[float]:
                 yield math.exp(min(20.0, float(gaps.mean())))
 
 
-def _policy_metrics(kept: Kept) -> dict[str, float]:
+def _policy_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """What the sampler's own logprobs say: minus their mean is an estimate of the entropy per token."""
     logprobs = [
         logprob
-        for group in kept.groups
+        for group in groups
         for trajectory in group.trajectories
         for turn in trajectory.turns
         for logprob in turn.sampler_logprobs

@@ -22,6 +22,7 @@ from turnwise.credit.branching import TurnDistribution
 from turnwise.credit.preferences import Pair, best_and_worst
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, DataError
+from turnwise.judges import attach_judge
 from turnwise.rollout.branch import check_can_branch, play_branches
 from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.seeds import derive_seed
@@ -116,6 +117,7 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     parts = assemble(policy.config, read_facts(find_model(policy.config)))
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
     with make_service(policy.config, policy.data_dir) as service:
+        attach_judge(parts.world, service)
         played = asyncio.run(_play_tasks(policy, policy.sampler(service), parts, tasks, options))
     model = policy.config.model
     found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())

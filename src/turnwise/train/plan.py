@@ -10,7 +10,7 @@ from turnwise.engine.place import Place
 from turnwise.methods.config import READING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.train.config import Config
+from turnwise.train.config import Config, GeneratorConfig
 from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
 from turnwise.train.memory import Memory, estimate_memory
@@ -168,6 +168,9 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("fewer train tasks than tasks per step: some are played twice in a step")
+    share, default = config.generator.gpu_memory_utilization, GeneratorConfig().gpu_memory_utilization
+    if plan.memory is not None and plan.memory.place.device == "cpu" and share != default:
+        notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
     if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):

@@ -18,6 +18,7 @@ from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES
 from turnwise.envs.base import system, user
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.judges import attach_judge
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.train.assemble import assemble, make_renderer
@@ -62,6 +63,7 @@ def run_eval(target: str, env: str | None, step: int | None, overrides: Sequence
     if not parts.held_out:
         raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
     with make_service(config, policy.data_dir) as service:
+        attach_judge(parts.world, service)
         sampler = policy.sampler(service)
         renderer = make_renderer(sampler.get_tokenizer(), config.generator)
         evaluation = asyncio.run(
@@ -149,6 +151,8 @@ def _lines() -> Iterator[str]:
         try:
             line = input("you> " if sys.stdin.isatty() else "")
         except EOFError:
+            if sys.stdin.isatty():
+                print()  # Ctrl-D leaves the cursor behind the prompt
             return
         if line.strip():
             yield line

@@ -29,6 +29,7 @@ from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
 from turnwise.train.deck import Deck
 from turnwise.train.interrupt import Interrupt
+from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 MIN_RISE = 0.01
@@ -58,15 +59,21 @@ class Plateau:
 
 
 async def pretrain(
-    critic: Critic, parts: Parts, renderer: Renderer, sampler: SamplingClient, interrupt: Interrupt
+    critic: Critic,
+    parts: Parts,
+    renderer: Renderer,
+    sampler: SamplingClient,
+    interrupt: Interrupt,
+    watchdog: Watchdog | None = None,
 ) -> AsyncIterator[dict[str, float]]:
     """Train the critic batch by batch; each gives its metrics. The policy is only sampled from."""
+    watchdog = watchdog or Watchdog()
     config, batches = critic.config, Batches(parts, renderer, critic.config.pretrain_from)
     optim = make_optim(parts.config, config.pretrain_learning_rate)
     plateau = Plateau(config.pretrain_patience)
     while not critic.is_pretrained:
         trajectories = await interrupt.unless(batches.batch(critic.num_pretrained, sampler))
-        metrics = await critic.study(trajectories, optim)
+        metrics = await watchdog.call("critic", "learn ahead of the policy", critic.study(trajectories, optim))
         critic.num_pretrained += 1
         if plateau.is_reached(metrics["explained_variance"], metrics["loss"]):
             critic.num_pretrained = config.pretrain_steps

@@ -103,6 +103,12 @@ class Recorder:
         self.writer.commit(step)
         self.view.say(f"step {step}: {name} is {value:g} from here on")
 
+    def solved(self, step: int, num_steps: int) -> None:
+        """The run ends before its last step, because nothing is left to learn."""
+        self.writer.event(step, "solved", steps=num_steps)
+        self.writer.commit(step)
+        self.view.say(f"step {step}: solved, every attempt of the last {num_steps} steps succeeded; training ends here")
+
     def close(self) -> None:
         for logger in self._loggers:
             logger.close()

@@ -9,13 +9,19 @@ from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.errors import ServiceError
 from turnwise.train.config import Config
+from turnwise.train.critic_config import CRITIC_METHODS
 
 AnyService = ServiceClient | RemoteServiceClient
 
 
 def connect(config: Config, model_dir: Path) -> RemoteServiceClient:
     """The service that the config names; tokenizers are read from `model_dir`."""
-    return RemoteServiceClient(config.model.base_url, tokenizer=model_dir, user_metadata={"run": config.run.name})
+    return RemoteServiceClient(
+        config.model.base_url,
+        tokenizer=model_dir,
+        user_metadata={"run": config.run.name},
+        needs_critics=config.method.name in CRITIC_METHODS,
+    )
 
 
 def delete_checkpoint(service: AnyService, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from turnwise.runlog.reader import RunReader
@@ -17,7 +18,7 @@ LABEL_WIDTH = 14
 def report_lines(run: RunReader, *, title: str, num_dialogues: int) -> list[str]:
     """Everything, from what the run directory holds."""
     evaluations = run.evaluations()
-    lines = [*_before_and_after(evaluations), *_dropped(run)]
+    lines = [*_before_and_after(evaluations), *_dropped(run), *_not_kept(run)]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
     lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}")
@@ -49,6 +50,15 @@ def _dropped(run: RunReader) -> list[str]:
     attempts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "rollout/" in name]
     lines = [f"{'groups out':<{LABEL_WIDTH}}{', '.join(parts)}"] if parts else []
     return lines + ([f"{'attempts out':<{LABEL_WIDTH}}{', '.join(attempts)}"] if attempts else [])
+
+
+def _not_kept(run: RunReader) -> list[str]:
+    """What the size rule removed from run.db."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for event in run.events("dropped"):
+        counts[event.detail["what"], event.detail["phase"]] += event.detail["num_trajectories"]
+    said = ", ".join(f"{what} of {count} {phase} attempts" for (what, phase), count in counts.items())
+    return [f"{'not kept':<{LABEL_WIDTH}}{said}, the oldest: run.max_size_mb bounds run.db"] if said else []
 
 
 def _certificate(run: RunReader) -> str:

@@ -28,6 +28,10 @@ class RunState:
     num_consumed_tokens: int = 0
     quarantine: QuarantineState | None = None
     alarms: AlarmState | None = None
+    critic_path: str = ""
+    """Where the critic was saved; empty where the method has none."""
+    critic_pretrained: int = 0
+    """Batches that the critic had learned alone."""
     pool: tuple[PoolRow, ...] = ()
     """Groups that were dealt and not yet learned from."""
 

@@ -117,10 +117,15 @@ class Supply:
         kept = cast(Method, parts.method).keep(played.groups)
         return Batch(played=played, kept=kept, items=kept.groups, taken=taken)
 
-    def learned(self, sampler: VersionedSampler, num_steps: int) -> None:
-        """A step is done: these are the newest weights, and there is room for other groups."""
+    def publish(self, sampler: VersionedSampler) -> None:
+        """From now on these are the newest weights."""
         if self.stream is not None:
             self.stream.publish(sampler)
+
+    def learned(self, sampler: VersionedSampler, num_steps: int) -> None:
+        """A step is done: these are the newest weights, and there is room for other groups."""
+        self.publish(sampler)
+        if self.stream is not None:
             self.stream.learned(num_steps)
 
     async def close(self) -> None:

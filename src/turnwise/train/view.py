@@ -207,6 +207,7 @@ class LiveView:
 
     def _panel(self) -> Any:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -223,7 +224,7 @@ class LiveView:
             rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
-        bar = ProgressBar(total=max(1, num_steps), completed=step)
+        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar by itself ends no line
         lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
         return Panel(Group(title, bar, rows, *lines), expand=False)
 
@@ -252,4 +253,11 @@ def _summary(metrics: Mapping[str, float]) -> str:
         value = metrics.get(key, math.nan)
         if math.isfinite(value):
             parts.append(f"{label} {value:{form}}")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_dropped(metrics)])
+
+
+def _dropped(metrics: Mapping[str, float]) -> list[str]:
+    """Attempts of a step that nobody learns from, by reason; nothing where there are none."""
+    prefix = "rollout/dropped_"
+    counts = [f"{value:.0f} {key.removeprefix(prefix)}" for key, value in metrics.items() if key.startswith(prefix)]
+    return [f"dropped {', '.join(counts)}"] if counts else []

@@ -6,6 +6,7 @@ import os
 import tarfile
 import urllib.request
 import uuid
+from typing import get_args
 
 import mint
 import mint.mint as mintx
@@ -77,6 +78,14 @@ def losses_are_their_formulas_on_the_returned_logprobs():
         output = client.forward_backward([datum], loss, dict(config) or None).result()
         np.testing.assert_allclose(_logprobs(output), p, atol=1e-5)
         assert math.isclose(output.metrics["loss:sum"], value, rel_tol=2e-4, abs_tol=2e-5), loss
+
+
+def every_loss_that_the_sdk_names_is_trained():
+    client = _client()
+    for name in get_args(types.LossFnType):
+        zeros = dict.fromkeys(("logprobs", "advantages"), [0.0] * 6)
+        datum = _datum() if name == "cross_entropy" else _datum(**zeros)
+        assert math.isfinite(client.forward_backward([datum], name).result().metrics["loss:sum"]), name
 
 
 async def training_is_async_too():

@@ -11,13 +11,16 @@ import numpy as np
 import openai
 
 from turnwise import types
+from turnwise.cli import main
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.credit.weights import token_mean, weigh
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.certify import certify
+from turnwise.runlog.reader import RunReader
 from turnwise.service.openai_trajectory import trajectory_from_json
+from turnwise.train.checkpoint import saved_critic
 
 URL = os.environ["TINKER_BASE_URL"]
 IDS = [5, 6, 7, 8, 9, 10, 11]
@@ -169,6 +172,90 @@ def a_loss_of_ones_own_has_its_own_gradient():
         norms.append(trainer.optim_step(ADAM).result().metrics["grad_norm"])
     assert np.isclose(losses[0], losses[1], rtol=1e-4)
     assert np.isclose(norms[0], norms[1], rtol=1e-3)
+
+
+def _value_datum(**more):
+    inputs = {
+        "mask": [0.0, 1.0, 1.0, 0.0, 1.0, 1.0],
+        "weights": [0.0, 0.5, 0.25, 0.0, 0.125, 2.0],
+        "returns": [0.0, 0.5, 1.0, 0.0, -0.25, 2.0],
+        "values": [0.0, 0.1, 0.0, 0.0, -0.1, 0.3],
+    }
+    arrays = {key: np.array(column, np.float32) for key, column in {**inputs, **more}.items()}
+    return types.Datum(types.ModelInput.from_ints(IDS[:-1]), arrays)
+
+
+def a_critic_there_is_a_critic_here():
+    """Values, losses, gradient norms and what they are after a save and a load; `forward` needs no returns."""
+    asked = types.Datum(types.ModelInput.from_ints(IDS), {"mask": np.ones(7, np.float32)})
+    found = []
+    for service in (LOCAL, OURS):
+        critic = service.create_critic_training_client("tiny", rank=8, seed=3)
+        numbers = [critic.forward([asked], "value").result().loss_fn_outputs[0]["values"].to_numpy().sum()]
+        assert numbers == [0.0], "a new critic says 0 everywhere"
+        for step in range(4):
+            clip = {"value_clip": 0.2} if step % 2 else None
+            output = critic.forward_backward([_value_datum(), _value_datum()], "value", clip).result()
+            assert output.loss_fn_outputs[1]["mask"].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+            assert output.metrics["num_trained_tokens:sum"] == 8
+            stepped = critic.optim_step(ADAM).result()
+            numbers += [output.metrics["loss:sum"], output.metrics["value:mean"], stepped.metrics["grad_norm"]]
+            numbers += output.loss_fn_outputs[0]["values"].tolist()
+        path = critic.save_state(f"c-{uuid.uuid4().hex[:6]}", user_metadata={"a": "b"}).result().path
+        for again in (service.create_training_client_from_state_with_optimizer(path), critic):
+            again.forward_backward([_value_datum()], "value").result()
+            numbers.append(again.optim_step(ADAM).result().metrics["grad_norm"])
+            numbers += again.forward([asked], "value").result().loss_fn_outputs[0]["values"].tolist()
+        fresh = service.create_training_client_from_state(path)
+        numbers += fresh.forward([asked], "value").result().loss_fn_outputs[0]["values"].tolist()
+        found.append(numbers)
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-5)
+    assert max(abs(number) for number in found[0][-7:]) > 0.1, "it learned something"
+
+
+def a_critic_is_refused_where_there_is_none():
+    said = []
+    for call in (
+        lambda: TINKER.create_critic_training_client("tiny"),
+        lambda: RemoteServiceClient(URL, dialect="tinker", needs_critics=True),
+    ):
+        try:
+            call()
+        except ConfigError as error:
+            said.append(str(error))
+    assert len(said) == 2
+    assert all("has no critics" in text for text in said), said
+    policy = OURS.create_lora_training_client("tiny", rank=4)
+    _refused(lambda: policy.forward([_value_datum()], "value").result(), "value")
+
+
+def ppo_there_is_ppo_here_and_goes_on_after_a_resume():
+    """`turnwise train method=ppo`: 2 steps and a resumed one at the service, 3 steps in a row in this process."""
+    scratch = Path(os.environ["SCRATCH"])
+    options = [
+        *("train", f"{Path(__file__).parents[2] / 'e2e' / 'echo_world.py'}:EchoWorld", "model=tiny", "method=ppo"),
+        *("train.tasks_per_step=2", "train.num_tasks=8", "train.learning_rate=1e-3", "train.save_every=1"),
+        *("train.keep_checkpoints=1", "critic.pretrain_steps=2", "generator.n_samples_per_prompt=4"),
+        *("eval.tasks=0", "run.dialogues=0"),
+    ]
+    assert main([*options, "train.steps=2", f"base_url={URL}", f"run.dir={scratch / 'there'}"]) == 0
+    assert main(["train", "--resume", str(scratch / "there"), "train.steps=3"]) == 0
+    assert main([*options, "train.steps=3", f"run.dir={scratch / 'here'}"]) == 0
+    names = ("train/loss", "train/critic_loss", "train/critic_value", "train/critic_explained_variance", "critic/loss")
+    with RunReader(scratch / "there") as there, RunReader(scratch / "here") as here:
+        for name in names:
+            found, expected = there.metric(name), here.metric(name)
+            assert [step for step, _ in found] == [step for step, _ in expected], name
+            assert len(expected) == (2 if name.startswith("critic/") else 3), name
+            values = [value for _, value in expected]
+            np.testing.assert_allclose([value for _, value in found], values, rtol=1e-3, atol=1e-4, err_msg=name)
+        (row,) = there.checkpoints()
+        critic = saved_critic(there.directory, row)
+    assert critic is not None
+    assert critic.num_pretrained == 2
+    kept = [one["tinker_path"] for one in _get("/api/v1/checkpoints?limit=100")["checkpoints"]]
+    assert {row.path, critic.path} <= set(kept)
+    assert not [path for path in kept if path.endswith(("step-000001", "step-000002"))], "the old ones are deleted"
 
 
 def _refused(call, word):

@@ -2,6 +2,8 @@
 
 import os
 
+import numpy as np
+
 from turnwise import types
 from turnwise.client.remote import RemoteServiceClient
 
@@ -35,3 +37,22 @@ def it_trains_saves_and_samples():
     again = SERVICE.create_training_client_from_state_with_optimizer(path)
     assert again.get_info().lora_rank == 4
     SERVICE.delete_checkpoint(path)
+
+
+def a_critic_learns_and_comes_back_from_its_checkpoint():
+    critic = SERVICE.create_critic_training_client("tiny", rank=4, seed=1)
+    returns = np.array([0.5, 1.0, -0.25, 2.0], np.float32)
+    lesson = types.Datum(types.ModelInput.from_ints(IDS[:-1]), {"mask": np.ones(4, np.float32), "returns": returns})
+    losses = []
+    for _ in range(3):
+        losses.append(critic.forward_backward([lesson], "value").result(60).metrics["loss:sum"])
+        critic.optim_step(types.AdamParams(learning_rate=1e-2)).result(60)
+    np.testing.assert_allclose(losses[0], (returns**2).sum() / 2, rtol=1e-5)
+    assert losses[-1] < losses[0]
+    path = critic.save_state("c", user_metadata={"left": "out"}).result(60).path
+    again = SERVICE.create_training_client_from_state_with_optimizer(path)
+    one, other = (
+        c.forward([lesson], "value").result(60).loss_fn_outputs[0]["values"].tolist() for c in (critic, again)
+    )
+    assert one == other
+    assert any(one)

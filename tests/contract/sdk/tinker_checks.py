@@ -7,6 +7,7 @@ import pickle
 import urllib.request
 import uuid
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import tinker
@@ -115,6 +116,21 @@ def gspo_weighs_by_the_ratio_of_the_sequence():
     output = client.forward_backward([datum], "gspo", config).result()
     value = -np.minimum(s * a, np.clip(s, 0.95, 1.2) * a).sum()
     assert math.isclose(output.metrics["loss:sum"], value, rel_tol=1e-4)
+
+
+def every_loss_that_the_sdk_names_is_trained_or_refused_with_the_reason():
+    client = _client()
+    refused = {"stable_reinforce": "the SDK does not define it", "custom": "forward_backward_custom runs yours"}
+    zeros = dict.fromkeys(("logprobs", "advantages"), [0.0] * 6)
+    for name in get_args(types.LossFnType):
+        datum = _datum() if name == "cross_entropy" else _datum(**zeros)
+        if name in refused:
+            call = partial(lambda d, name: client.forward_backward([d], name).result(), datum, name)
+            assert refused.pop(name) in _refused(call, tinker.BadRequestError)
+        else:
+            assert math.isfinite(client.forward_backward([datum], name).result().metrics["loss:sum"]), name
+    assert not refused
+    _train(client)
 
 
 def targets_of_several_columns_give_logprobs_of_their_shape():

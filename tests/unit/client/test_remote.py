@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from local_server import unused_address
+from turnwise import types
 from turnwise.client import remote_connection
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteSamplingClient, RemoteServiceClient, RemoteTrainingClient
-from turnwise.client.remote_wire import CLIP_BOUNDS, mask_of, to_columns, to_seed, to_stop
+from turnwise.client.remote_connection import Connection
+from turnwise.client.remote_wire import CLIP_BOUNDS, CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
 from turnwise.methods import config as method_config
-from turnwise.types import Datum, ModelInput, SamplingParams
+from turnwise.service import store
+from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
 
 IDS = [5, 6, 7, 8, 9, 10, 11]
 MASK = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
@@ -81,6 +85,37 @@ def test_a_service_of_ours_gets_every_column_and_our_own_bounds() -> None:
 
 def test_the_bounds_that_are_sent_are_the_methods_own() -> None:
     assert CLIP_BOUNDS == method_config.CLIP_BOUNDS
+
+
+def lesson() -> Datum:
+    """What a critic learns."""
+    inputs = {key: np.array([0.0, 1.0, 1.0], np.float32) for key in ("mask", "weights", "returns", "values")}
+    return Datum(ModelInput.from_ints(IDS[:3]), inputs)
+
+
+def test_a_critics_lessons_go_to_a_service_of_ours_as_they_are_and_to_no_other() -> None:
+    (columns,), sent = to_columns([lesson()], "value", {"value_clip": 0.2}, "turnwise")
+    assert set(columns) == {"mask", "weights", "returns", "values"}
+    assert sent == {"value_clip": 0.2}
+    with pytest.raises(ConfigError, match=r"'value' cannot run on this service: it has no such loss"):
+        to_columns([lesson()], "value", {}, "tinker")
+
+
+def test_a_critic_is_asked_for_in_the_words_that_the_service_reads() -> None:
+    assert CRITIC_METADATA == {store.KIND_KEY: store.CRITIC}
+
+
+def test_an_answer_without_values_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that ignores the metadata would train a policy in the critic's place."""
+    monkeypatch.setattr(remote_connection, "import_module", lambda _: SimpleNamespace(types=types))
+    connection = Connection("http://127.0.0.1:1", api_key=None, tokenizer=None, dialect="turnwise", deadline_s=5)
+    done: Future[Any] = Future()
+    logprobs = {"logprobs": TensorData.from_numpy(np.zeros(3, np.float32))}
+    done.set_result(SimpleNamespace(loss_fn_output_type="x", loss_fn_outputs=[logprobs], metrics={}))
+    sdk_client = SimpleNamespace(forward=lambda *_: done)
+    critic = RemoteTrainingClient(connection, sdk_client, base_model="tiny")
+    with pytest.raises(ServiceError, match="no values came back"):
+        critic.forward([lesson()], "value").result()
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,22 @@ def test_token_gae_skips_what_the_env_says(lam: float, name: str) -> None:
 def test_token_gae_is_not_the_one_that_takes_observations_for_steps() -> None:
     got = flat(token_gae([0.0, 1.0], VALUES, gamma=1.0, lam=0.95))
     assert got != pytest.approx(actions_of("gae_plain_l.95(TRAP)"), abs=1e-3)
+    same = flat(token_gae([0.0, 1.0], VALUES, gamma=1.0, lam=1.0))
+    assert same == pytest.approx(actions_of("gae_plain_l1")), "with neither discount nor lambda both are return - value"
 
 
 def test_the_recursion_gives_the_vector_with_a_discount_per_token() -> None:
     got = gae([0, 0, 0, 1], np.concatenate(VALUES), discounts_N=0.9, lam=1.0)
     assert got.tolist() == pytest.approx(actions_of("gae_skip_g.9_l1"), abs=1e-6)
+    assert got.tolist() != pytest.approx(actions_of("gae_plain_g.9_l1(TRAP)"), abs=1e-3)
+
+
+def test_the_reward_of_an_earlier_turn_is_not_lost_at_the_observations_after_it() -> None:
+    """In the vector it stands on an observation, which the recursion skips: nothing of it arrives."""
+    lost = actions_of("gae_reward_on_obs_lost(TRAP)")
+    assert lost == pytest.approx(flat(token_gae([0.0, 1.0], VALUES, gamma=1.0, lam=1.0)))
+    got = flat(token_gae([0.5, 1.0], VALUES, gamma=1.0, lam=1.0))
+    assert np.subtract(got, lost) == pytest.approx([0.5, 0.5, 0.0, 0.0])
 
 
 def test_the_discount_counts_turns_not_tokens() -> None:

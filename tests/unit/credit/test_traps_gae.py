@@ -1,5 +1,5 @@
 """Traps T10 to T13 of the specification, each as a claim. That no policy step happens while a critic is pre-trained
-(T13) is in tests/unit/train/test_critic.py, with real weights.
+(T13) is in tests/e2e/test_ppo.py, with real weights.
 """
 
 from __future__ import annotations

@@ -243,6 +243,14 @@ def test_a_truncation_asks_each_datum_for_old_logprobs() -> None:
     with pytest.raises(DataError, match=r"ppo with correction='token_tis' needs old_logprobs .* what forward returned"):
         convert(FULL, loss=loss)
     assert convert({**FULL, "old_logprobs": [-1.0] * 4}, loss=loss).old_logprobs is not None
+    assert convert({**FULL, "old_share": [0.5] * 4}, loss=loss).old_share is not None
+
+
+def test_an_old_policy_is_told_in_one_way_and_lies_between_the_other_two() -> None:
+    with pytest.raises(DataError, match="both old_logprobs and old_share came"):
+        convert({**FULL, "old_logprobs": [-1.0] * 4, "old_share": [0.5] * 4}, loss="ppo")
+    with pytest.raises(DataError, match=r"old_share holds 1\.5 at position 1; expected 0 \(the sampler\) to 1"):
+        convert({**FULL, "old_share": [0.0, 1.5, 0.0, 0.0]}, loss="ppo")
 
 
 def test_an_empty_input_is_refused() -> None:

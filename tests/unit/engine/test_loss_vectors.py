@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from turnwise.engine.losses import LossColumns, make_loss
-from unit.engine.test_losses import V1_A, V1_MASK, V1_P, V1_Q, V2_OLD, f64, make_columns, v1_columns, value_and_grad
+from unit.engine.test_losses import (
+    V1_A,
+    V1_MASK,
+    V1_P,
+    V1_Q,
+    V2_OLD,
+    f64,
+    make_columns,
+    random_batch,
+    v1_columns,
+    value_and_grad,
+)
 
 VECTORS = json.loads((Path(__file__).parent / "algorithm_vectors.json").read_text())
 TRAINED = [i for i, on in enumerate(V1_MASK) if on]
@@ -54,6 +66,37 @@ def test_the_correction_and_the_ratio_multiply_to_the_whole_gap() -> None:
     assert metrics["correction_factor:mean"] == pytest.approx(factor, abs=1e-6)
     assert metrics["ratio:mean"] == pytest.approx(ratio, abs=1e-6)
     assert -metrics["loss:sum"] == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_share_puts_the_old_policy_between_sampler_and_trainer() -> None:
+    """One token: sampler -1 at version 5, trainer -0.5 at version 10, the old policy at version 9."""
+    columns = make_columns([1], [-1.0], [1.0], old_share_T=f64([(9 - 5) / (10 - 5)]))
+    told = make_columns([1], [-1.0], [1.0], old_logprobs_T=f64([VECTORS["prox loglinear"]]))
+    loss = make_loss("ppo")
+    (value, grad), (told_value, told_grad) = (value_and_grad(loss, [-0.5], one) for one in (columns, told))
+    assert (value, *grad) == pytest.approx((told_value, *told_grad))
+    assert loss.metrics(f64([-0.5]), None, columns)["ratio:mean"] == pytest.approx(math.exp(0.1))
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "dppo_tv", "gspo"])
+@pytest.mark.parametrize("config", [{}, {"correction": "token_tis"}, {"correction": "sequence_geo_mask"}], ids=str)
+def test_the_interpolated_old_policy_equals_one_that_is_worked_out_token_by_token(
+    name: str, config: dict[str, str]
+) -> None:
+    p_T, _, columns = random_batch(11, old_logprobs_T=None)
+    lags = [index % 4 for index in range(len(p_T))]
+    shares = [lag / (lag + 1) for lag in lags]
+    old = [
+        q + (version_old - version_q) / (version_old + 1 - version_q) * (p - q)
+        for p, q, version_old, version_q in zip(
+            p_T.tolist(), columns.sampler_logprobs_T.tolist(), [7] * len(lags), [7 - lag for lag in lags], strict=True
+        )
+    ]
+    loss = make_loss(name, config)
+    found = value_and_grad(loss, p_T, replace(columns, old_share_T=f64(shares)))
+    expected = value_and_grad(loss, p_T, replace(columns, old_logprobs_T=f64(old)))
+    assert found[0] == pytest.approx(expected[0], abs=1e-12)
+    assert found[1] == pytest.approx(expected[1], abs=1e-12)  # the old policy is a constant: no gradient through it
 
 
 def test_k3_in_the_loss_has_the_gradient_of_the_other_kl() -> None:

@@ -113,6 +113,15 @@ def test_worlds_of_your_own_come_by_module_or_by_file(module: Path, how: str) ->
     assert get_world(f"{module}:Tiny").name == "tiny_world"
 
 
+def test_a_file_may_import_the_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_my_world.py").write_text(WORLD, encoding="utf-8")
+    file = tmp_path / "importing.py"
+    file.write_text("from beside_my_world import Tiny\n\nclass Small(Tiny):\n    pass\n", encoding="utf-8")
+    assert get_world(f"{file}:Small").name == "tiny_world"
+    monkeypatch.delitem(sys.modules, "beside_my_world")
+
+
 def test_the_same_file_is_loaded_once(module: Path) -> None:
     assert load_target(f"{module}:Tiny") is load_target("my_worlds.py:Tiny")
 

@@ -117,7 +117,7 @@ def test_a_base_environment_class_takes_its_dataset_as_an_option() -> None:
 
 
 def test_a_base_environment_class_without_a_dataset_is_refused() -> None:
-    with pytest.raises(ConfigError, match="option 'dataset' is missing; expected rows with prompt and ground_truth"):
+    with pytest.raises(ConfigError, match=r"option 'dataset' is missing; .* env\.options\.dataset=rows\.jsonl"):
         as_world(Words)
     with pytest.raises(ConfigError, match="unknown option 'languag'; did you mean 'language'"):
         as_world(Words, {"dataset": ROWS, "languag": "fr"})

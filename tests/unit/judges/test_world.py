@@ -173,7 +173,7 @@ def test_the_command_lines_world_reads_rubric_and_key(tmp_path: Path, monkeypatc
         "cache": str(tmp_path / "judge.db"),
         "weight": 0.5,
     }
-    name = "turnwise.judges:judged_by_address"
+    name = "turnwise.judges:judged_by_model"
     with serving(app) as address:
         with pytest.raises(ConfigError, match="the environment variable MY_JUDGE_KEY is not set"):
             get_world(name, base_url=f"{address}/v1", **options)

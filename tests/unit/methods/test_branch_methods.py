@@ -42,7 +42,8 @@ def test_settings_reach_the_loss() -> None:
     assert build("dpo", beta=0.3, reward_offset=0.5).loss_config == {"beta": 0.3, "reward_offset": 0.5}
     assert build("refuel", eta=10, form="repo").loss_config == {"eta": 10, "form": "repo"}
     assert (build("dpo").loss_fn, build("refuel").loss_fn) == ("dpo", "refuel")
-    assert build("la_grpo", loss_fn="ppo", kl_coef=0.1).loss_config == {"kl_coef": 0.1}
+    assert build("la_grpo", loss_fn="ppo", kl_coef=0.1, kl_place="loss").loss_config == {"kl_coef": 0.1}
+    assert build("la_grpo", loss_fn="ppo", kl_coef=0.1).loss_config == {}, "the advantages hold it"
 
 
 @pytest.mark.parametrize(

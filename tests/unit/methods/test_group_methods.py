@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
 from turnwise.errors import ConfigError, DataError
-from turnwise.methods.base import Lesson, Method, MethodSetup, datums_of, with_old_logprobs
+from turnwise.methods.base import Lesson, Method, MethodSetup, datums_of, with_old_logprobs, with_old_share
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.registry import build_method
 from turnwise.methods.sft import Dialogue, Sft
@@ -157,6 +158,24 @@ def test_old_logprobs_go_to_the_datum_that_they_are_of() -> None:
     columns = [TensorData([float(i)] * datum.model_input.length) for i, datum in enumerate(datums_of(lessons))]
     found = [d.loss_fn_inputs["old_logprobs"] for d in datums_of(with_old_logprobs(lessons, columns))]
     assert found == columns
+
+
+def test_a_token_that_lags_further_has_its_old_policy_nearer_to_the_trainer() -> None:
+    """Turns of two sampled ids, drawn by the weights of version 3 and 5, learned from at version 5."""
+    drawn_by = (3, 5)
+    attempts = [
+        replace(
+            one,
+            turns=tuple(replace(turn, policy_version=by) for turn, by in zip(one.turns, drawn_by, strict=True)),
+        )
+        for one in GROUP.trajectories
+    ]
+    lessons = build("grpo").lessons([replace(GROUP, trajectories=tuple(attempts))])
+    for datum in datums_of(with_old_share(lessons, 5)):
+        inputs = datum.loss_fn_inputs
+        trained = [share for share, on in zip(inputs["old_share"].data, inputs["mask"].data, strict=True) if on]
+        assert trained == pytest.approx([2 / 3, 2 / 3, 0.0, 0.0])
+        assert len(inputs["old_share"].data) == datum.model_input.length
 
 
 def test_every_method_trains_all_sampled_tokens_of_its_groups() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.errors import DataError
+from turnwise.errors import ConfigError, DataError
 from turnwise.service import schemas, wire, wire_results
 from turnwise.service.proto_schema import message_class
 from turnwise.service.requests import parse_request, place_of
@@ -43,6 +43,13 @@ def test_settings_that_tinker_leaves_out_are_tinkers() -> None:
         "clip_high_threshold": 1.2,
     }
     assert wire.make_batch([datum], "cispo", {"clip_high_threshold": 5.0}).loss_fn_config["clip_high_threshold"] == 5.0
+
+
+@pytest.mark.parametrize(("name", "why"), [("stable_reinforce", "does not define it"), ("custom", "on the client")])
+def test_a_loss_that_the_sdk_names_and_nothing_defines_is_refused_with_the_reason(name: str, why: str) -> None:
+    datum = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
+    with pytest.raises(ConfigError, match=why):
+        wire.make_batch([datum], name, None)
 
 
 def test_target_columns_are_split_and_joined_in_their_places() -> None:

@@ -28,18 +28,19 @@ from turnwise.trajectory import Message
 
 @dataclass(frozen=True, slots=True)
 class CoinWorld:
-    """Every reply is right or wrong by the attempt's seed; `is_constant` makes all of them wrong."""
+    """Every reply is right or wrong by the attempt's seed; `is_constant` makes all of them wrong, `is_easy` right."""
 
     name: str = "coin"
     max_turns: int = 1
     max_tokens: int = 4
     is_constant: bool = False
+    is_easy: bool = False
 
     def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:  # noqa: ARG002
         return [Task(id=f"{split}-{index}", data={"index": index}) for index in range(count)]
 
     def make_env(self, task: Task, seed: int) -> CoinEnv:  # noqa: ARG002
-        return CoinEnv(is_right=seed % 2 == 0 and not self.is_constant)
+        return CoinEnv(is_right=self.is_easy or (seed % 2 == 0 and not self.is_constant))
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002
         return [[user("heads or tails?"), assistant("heads")]] * count

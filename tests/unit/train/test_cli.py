@@ -45,8 +45,10 @@ def test_a_turn_limit_reaches_a_world_that_tells_its_players(capsys: pytest.Capt
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "method.loss_fn=ppo", "eval.tasks=1000"]) == 0
+    share = "generator.gpu_memory_utilization=0.7"
+    assert main([*PLAN, "method.loss_fn=ppo", "eval.tasks=1000", "model.device=cpu", share]) == 0
     out = capsys.readouterr().out
+    assert f"{share} is for a GPU" in out
     assert "ppo clips nothing" in out
     assert "eval.tasks=1000, but this world holds out 64" in out
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from turnwise.errors import ConfigError
-from turnwise.train.compare import Result, parse_request, table_lines
+from turnwise.train.compare import Result, paired_difference, parse_request, table_lines
 from turnwise.train.compare_figure import Curve, comparison_svg
 
 
@@ -52,7 +52,6 @@ def test_methods_may_come_with_options_of_their_own() -> None:
         (["methods=gpro", "env=x"], "methods names 'gpro'; expected some of grpo"),
         (["methods=grpo,grpo", "env=x"], r"twice; set them apart by an option: grpo\[option=value\]"),
         (["methods=grpo[a=1", "env=x"], "cannot be read"),
-        (["methods=sft", "env=x"], "sft samples nothing"),
         (["methods=grpo", "env=x", "seeds=0"], "seeds=0; expected a whole number from 1 up"),
         (["methods=grpo", "env=x", "tokens=many"], "tokens=many; expected a whole number from 0 up"),
     ],
@@ -68,6 +67,8 @@ def test_the_table_has_means_over_seeds_and_both_kinds_of_tokens() -> None:
         "method",
         "held-out",
         "success",
+        "points",
+        "more",
         "before",
         "reward",
         "sampled",
@@ -80,6 +81,23 @@ def test_the_table_has_means_over_seeds_and_both_kinds_of_tokens() -> None:
     assert "250" in lines[1]
     assert "20.0% [20.0%, 20.0%]" in lines[2]
     assert "means over 2 seeds" in lines[3]
+    assert "points more than a, seed by seed" in lines[3]
+
+
+def test_a_difference_is_taken_seed_by_seed() -> None:
+    """Seeds differ by 80 points and methods by 10: the difference is as sure as the methods' means are not."""
+    results = [_result("a", 0, 0.1), _result("a", 1, 0.9), _result("b", 0, 0.2), _result("b", 1, 1.0)]
+    found = paired_difference(results, "b", "a")
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert "+10.0 [+10.0, +10.0]" in table_lines(results)[2]
+    assert "+10.0" not in table_lines(results)[1], "the first method is what the others are compared with"
+
+
+def test_a_seed_that_one_method_lacks_is_in_no_difference() -> None:
+    results = [_result("a", 0, 0.5), _result("a", 1, 0.9), _result("b", 0, 0.4)]
+    found = paired_difference(results, "b", "a")
+    assert (found.value, found.low, found.high) == (pytest.approx(-0.1), -math.inf, math.inf)
+    assert "  -10.0  " in table_lines(results)[2], "one seed says nothing about others, so there is no interval"
 
 
 def test_one_seed_has_the_interval_of_its_held_out_tasks() -> None:

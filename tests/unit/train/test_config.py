@@ -165,6 +165,9 @@ def test_the_written_config_loads_to_the_same_config() -> None:
         ("train.steps=many", "train.steps='many'"),
         ("train.steps=[", "not valid YAML"),
         ("method=gpro", "method.name='gpro': input should be 'grpo'"),
+        ("method=gigpoo", "did you mean gigpo?"),
+        ("train=3", "'train=3': train is a section; expected train.KEY=value, such as train.steps"),
+        ("generator.sampling.temperature=1", "did you mean generator.sampling_params?"),
         ("model.name.x=1", "model.name={'x': 1}: input should be a valid string"),
     ],
 )
@@ -179,6 +182,9 @@ def test_a_mistake_is_named_with_the_nearest_valid_option(override: str, expecte
         (["method.loss_fn=cispo", "method.beta=0.1"], "only by dro"),
         (["method.gamma=0.9"], "gamma=0.9 is not read by credit=trajectory"),
         (["method.kl_estimator=k3"], "not read while kl_coef is 0"),
+        (["method.kl_place=loss"], "not read while kl_coef is 0"),
+        (["method.kl_coef=0.1", "method.kl_estimator=k3"], "not read by kl_place=advantages; set kl_place: loss"),
+        (["method.kl_coef=0.1", "method.kl_place=loss", "method.kl_gamma=0.9"], "set kl_place: advantages"),
         (["generator.on_unparsable=end", "generator.unparsable_penalty=1"], "not read with on_unparsable=end"),
         (["generator.renderer=template", "generator.strip_thinking=true"], "strip_thinking"),
         (["run.project=mine"], "read by wandb and trackio only"),
@@ -259,7 +265,8 @@ def test_bounds_out_of_order_are_refused_before_anything_is_spent(overrides: lis
 @pytest.mark.parametrize("loss_fn", RL_LOSSES)
 def test_the_loss_config_of_every_loss_is_taken_by_the_engine(loss_fn: str) -> None:
     values = {option: LEGAL[option] for option in LOSS_OPTIONS[loss_fn]}
-    method = MethodConfig.model_validate({"loss_fn": loss_fn, **values, "kl_coef": 0.1, "entropy_coef": 0.01})
+    shared = {"kl_coef": 0.1, "kl_place": "loss", "entropy_coef": 0.01}
+    method = MethodConfig.model_validate({"loss_fn": loss_fn, **values, **shared})
     config = make_loss(loss_fn, method.loss_config).config
     assert (config.kl_coef, config.entropy_coef, config.kl_estimator) == (0.1, 0.01, "k2")
     assert MethodConfig.model_validate({"loss_fn": loss_fn}).loss_config == {}
@@ -309,6 +316,11 @@ def test_what_the_command_line_says_itself_is_never_left_behind() -> None:
         (["method=rft", "method.kl_coef=0.1"], "kl_coef is not read by cross_entropy, the loss of method=rft"),
         (["method=gspo", "method.loss_fn=ppo"], "loss_fn is not read by method=gspo"),
         (["method.correction=token_tis"], "would be corrected twice; set old_policy: true, or use a mask"),
+        (["method.old_policy_from=loglinear"], "old_policy_from=loglinear is not read while old_policy is false"),
+        (
+            ["method.old_policy=true", "method.old_policy_from=loglinear"],
+            "method.old_policy_from=loglinear is not read while train.max_staleness is 0",
+        ),
         (["method.correction_low=0.5"], "correction_low is not read by correction=none"),
         (["data.dialogues=x"], "data.dialogues is not read by method=grpo, only by sft"),
         (["reward.length_buffer=3"], "not read while max_length is 0"),

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.train.checkpoint import NOTHING_DONE
 from turnwise.train.interrupt import Interrupted
-from turnwise.train.loop import NothingToLearnError
+from turnwise.train.progress import NothingToLearnError
 from unit.train.conftest import MakeRig
 
 PUBLISH = "save_weights_and_get_sampling_client"
@@ -18,7 +19,7 @@ PUBLISH = "save_weights_and_get_sampling_client"
 async def test_a_step_plays_learns_publishes_and_logs(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 1}})
     await rig.loop().run(NOTHING_DONE, set())
-    assert rig.methods_called() == [PUBLISH, "forward_backward", "optim_step", PUBLISH, "save_state"]
+    assert rig.methods_called() == [PUBLISH, PUBLISH, "forward_backward", "optim_step", PUBLISH, "save_state"]
     (call,) = [call for call in rig.trainer.calls if call.method == "forward_backward"]
     assert call.arguments["loss_fn"] == "importance_sampling"
     weights = [w for datum in call.arguments["data"] for w in datum.loss_fn_inputs["weights"].tolist()]
@@ -34,6 +35,16 @@ async def test_evaluations_come_at_the_start_every_so_often_and_at_the_end(make_
     await rig.loop().run(NOTHING_DONE, set())
     rows = [(row.label, row.step) for row in rig.run().evaluations()]
     assert rows == [("start", 0), ("warm-up", 0), ("step", 2), ("step", 4), ("end", 5)]
+
+
+async def test_a_synchronous_step_never_samples_with_what_an_evaluation_has_read(make_rig: MakeRig) -> None:
+    """A resumed run does not evaluate again; prompts that an evaluation cached would round its own ones otherwise."""
+    rig = make_rig({"train": {"steps": 4}, "eval": {"every": 2}})
+    await rig.loop().run(NOTHING_DONE, set())
+    one_step = ["forward_backward", "optim_step", PUBLISH]
+    after_evaluation = [PUBLISH]
+    expected = [PUBLISH, *after_evaluation, *one_step, *one_step, *after_evaluation, *one_step, *one_step]
+    assert [name for name in rig.methods_called() if name != "save_state"] == expected
 
 
 async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(make_rig: MakeRig) -> None:
@@ -83,6 +94,34 @@ async def test_steps_without_a_gradient_are_logged_and_a_row_of_them_raises(make
     assert dict(run.metric("method/groups_dropped_constant")) == {1: 2.0, 2: 2.0, 3: 2.0}
     assert {row.outcome for row in run.attempts()} == {"constant"}
     assert "optim_step" not in rig.methods_called()
+
+
+async def test_steps_whose_attempts_all_succeed_end_the_run_well(make_rig: MakeRig) -> None:
+    rig = make_rig({"train": {"steps": 9, "max_empty_steps": 3}}, is_easy=True)
+    await rig.loop().run(NOTHING_DONE, set())
+    run = rig.run()
+    assert [(row.label, row.step) for row in run.evaluations()] == [("start", 0), ("end", 3)]
+    assert [row.step for row in run.checkpoints()] == [3]
+    assert [event.kind for event in run.events()] == ["solved"]
+
+
+async def test_a_run_that_learns_nothing_is_saved_before_it_ends(make_rig: MakeRig) -> None:
+    rig = make_rig({"train": {"steps": 9, "max_empty_steps": 3}, "eval": {"tasks": 0}}, is_constant=True)
+    with pytest.raises(NothingToLearnError):
+        await rig.loop().run(NOTHING_DONE, set())
+    assert [row.step for row in rig.run().checkpoints()] == [3]
+
+
+async def test_when_attempts_fail_step_after_step_the_error_says_who_failed_and_how(make_rig: MakeRig) -> None:
+    rig = make_rig({"train": {"steps": 9, "max_empty_steps": 2}, "eval": {"tasks": 0}, "generator": {"max_retries": 0}})
+
+    def broken(_: list[int]) -> list[int]:
+        raise ConnectionError("the server is gone")
+
+    rig.trainer = RecordingTrainer(ScriptedSampler(broken))
+    expected = r"2 steps in a row .* \(groups: \d+ group_too_small\).* by sampler: .*the server is gone"
+    with pytest.raises(NothingToLearnError, match=expected):
+        await rig.loop().run(NOTHING_DONE, set())
 
 
 async def test_a_first_step_that_trains_on_nothing_has_a_certificate_too(make_rig: MakeRig) -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from turnwise.credit.datums import trajectory_to_datums
-from turnwise.methods.base import Lesson
-from turnwise.train.metrics import merge_outputs, strip_reductions
+from turnwise.methods.base import Kept, Lesson
+from turnwise.rollout.group import RolloutResult
+from turnwise.rollout.stats import RolloutStats
+from turnwise.train.metrics import Times, merge_outputs, step_metrics, strip_reductions
 from turnwise.train.record import logprobs_by_turn
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import ForwardBackwardOutput, TensorData
 
 
@@ -66,3 +68,15 @@ def test_the_trainers_logprobs_are_told_apart_by_turn_over_splits_and_masked_tur
     assert second is None
     assert third is not None
     assert third.tolist() == pytest.approx([-7.0, -8.0, -9.0])
+
+
+def test_the_entropy_is_of_everything_that_was_played_whether_or_not_it_taught_something() -> None:
+    trajectory = Trajectory(
+        task_id="t", attempt=0, seed=0, turns=(_turn((1,), (2, 3)),), stop_reason=StopReason.TERMINATED
+    )
+    played = RolloutResult(
+        groups=(TrajectoryGroup(task_id="t", trajectories=(trajectory,)),), dropped=(), stats=RolloutStats()
+    )
+    nothing = Kept(groups=(), reasons=("constant",))
+    metrics = step_metrics(played, nothing, [], Times(rollout_s=1.0, train_s=0.0, publish_s=0.0))
+    assert metrics["rollout/entropy_estimate"] == 1.0

@@ -52,7 +52,7 @@ def _group(*versions: int) -> TrajectoryGroup:
 
 
 def test_the_capacity_rule_gives_areals_number() -> None:
-    # eta 2, version 3, batches of 4, 14 accepted, 5 running
+    # the specification's vector "areal capacity eta2 v3 B4 acc14 run5"
     slots = num_admissible(max_staleness=2, num_trained=3 * 4, batch_size=4, num_accepted=14, num_running=5)
     assert slots == 5
 

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from turnwise.errors import ConfigError
+from turnwise.methods.base import Kept
+from turnwise.rollout.group import DroppedGroup, RolloutResult
+from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import split_evenly
 from turnwise.train.config import Config
 from turnwise.train.config_files import load_config
-from turnwise.train.curve import curve_svg
+from turnwise.train.curve import curve_svg, runs_svg
 from turnwise.train.deck import Deck
 from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.intervals import mean_interval, success_interval, wilson
 from turnwise.train.loggers import check_loggers
 from turnwise.train.plan import evaluation_steps
-from turnwise.train.view import LineView, evaluation_line, format_duration, sparkline
+from turnwise.train.progress import NothingToLearnError, Progress
+from turnwise.train.sources import Batch
+from turnwise.train.view import LineView, LiveView, evaluation_line, format_duration, sparkline
 
 
 def _row(step: int, label: str = "step", success: float = 0.5) -> EvaluationRow:
@@ -112,6 +120,15 @@ def test_the_curve_is_valid_svg_with_a_point_per_evaluation() -> None:
 
 def test_a_curve_of_nothing_is_still_a_picture() -> None:
     ElementTree.fromstring(curve_svg("empty", [], []))
+    ElementTree.fromstring(runs_svg("empty", {"a": []}))
+
+
+def test_the_curves_of_runs_start_at_the_last_evaluation_of_their_first_step() -> None:
+    seeds = {f"seed <{seed}>": [_row(0, "start"), _row(0, "warm-up"), _row(10, "end")] for seed in range(2)}
+    svg = runs_svg("two seeds", seeds)
+    root = ElementTree.fromstring(svg)
+    assert len(root.findall("{http://www.w3.org/2000/svg}circle")) == 4
+    assert "seed &lt;1&gt;" in svg
 
 
 def test_a_sparkline_rises_with_its_values() -> None:
@@ -135,6 +152,51 @@ def test_the_line_view_prints_one_line_per_step(capsys: pytest.CaptureFixture[st
     view = LineView()
     view.step(3, 10, {"rollout/reward_mean": 0.25, "rollout/success_mean": 0.5, "train/grad_norm": math.nan})
     assert capsys.readouterr().out.startswith("step 3/10  reward 0.250  success 50.0%  ")
+
+
+def test_a_step_says_how_many_attempts_were_dropped_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    dropped = {"rollout/dropped_env_failed": 3.0, "rollout/dropped_group_too_small": 1.0}
+    LineView().step(1, 2, {"rollout/reward_mean": 0.0, **dropped})
+    assert "dropped 3 env_failed, 1 group_too_small" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_because_every_task_is_quarantined_says_what_failed() -> None:
+    why = "2 groups in a row were lost; the last: step: disk full"
+    lost = DroppedGroup(task_id="t", why="quarantined", detail=why)
+    played = RolloutResult(groups=(), dropped=(lost,), stats=RolloutStats())
+    batch = Batch(played=played, kept=Kept(groups=(), reasons=()), items=())
+    with pytest.raises(NothingToLearnError, match=r"1 quarantined.* not played again: .*disk full"):
+        Progress(1).check(batch, is_empty=True)
+
+
+def test_the_live_view_has_a_line_for_progress_reward_success_and_speed() -> None:
+    view = LiveView(10)
+    try:
+        view.evaluation(_row(0))
+        view.phase("training")
+        view.step(
+            3,
+            10,
+            {
+                "rollout/reward_mean": 0.25,
+                "rollout/success_mean": 0.5,
+                "rollout/sampled_tokens_per_s": 300.0,
+                "rollout/entropy_estimate": 1.25,
+            },
+        )
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(view._panel())
+    finally:
+        view.close()
+    lines = [line.strip("│ ") for line in console.export_text().splitlines()]
+    assert re.fullmatch(r"training  step 3/10, about .* left", lines[1])
+    assert set(lines[2]) <= set("━╸╺ ")
+    assert [line.split() for line in lines[3:6]] == [
+        ["reward", "▁", "0.250"],
+        ["success", "▅", "0.500"],
+        ["held-out", "success", "▅", "0.500"],
+    ]
+    assert lines[6] == "reward 0.250  success 50.0%  tokens/s 300  entropy 1.25"
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])

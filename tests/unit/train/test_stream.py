@@ -170,6 +170,10 @@ def test_stored_data_cannot_lag_and_the_config_says_so() -> None:
         Config.model_validate({"train": {"max_staleness": 1}, "method": {"name": "sft"}})
     with pytest.raises(ValueError, match="kv_across_updates=keep is not read"):
         Config.model_validate({"generator": {"kv_across_updates": "keep"}})
+    with pytest.raises(ValueError, match=r"deterministic is not read with train\.max_staleness=1: .* who is done"):
+        Config.model_validate({"generator": {"deterministic": True}, "train": {"max_staleness": 1}})
+    with pytest.raises(ValueError, match="max_num_seqs=8 is not read with deterministic"):
+        Config.model_validate({"generator": {"deterministic": True, "max_num_seqs": 8}})
     with pytest.raises(ValueError, match="min_batch=1 is not read while max_staleness is 0"):
         Config.model_validate({"train": {"min_batch": 1}})
 

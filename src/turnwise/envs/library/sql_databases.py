@@ -148,23 +148,20 @@ class DatabaseFolder:
     """Drawn databases as files, written when first asked for; they go with this object."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._folder: Path | None = None
+        outer = Path(tempfile.mkdtemp(prefix="turnwise-sql-"))  # closed to others, who may be shown what is in it
+        weakref.finalize(self, shutil.rmtree, outer, ignore_errors=True)
+        self.path = outer / "databases"
+        self.path.mkdir()
+        self.path.chmod(0o755)
 
     def file(self, level: Level, number: int, variant: int) -> Path:
-        path = self._make_folder() / f"{level}-{number}-{variant}.sqlite"
+        path = self.path / f"{level}-{number}-{variant}.sqlite"
         if not path.exists():
             part = path.with_suffix(f".{threading.get_ident()}.part")
             with closing(sqlite3.connect(part)) as connection:
                 connection.execute("PRAGMA journal_mode=OFF")
                 connection.execute("PRAGMA synchronous=OFF")  # a file that a crash spoils goes with its folder
                 draw_database(level, number, variant).write(connection)
+            part.chmod(0o644)
             os.replace(part, path)  # noqa: PTH105 - whole or not at all, whoever else writes it now
         return path
-
-    def _make_folder(self) -> Path:
-        with self._lock:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="turnwise-sql-"))
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            return self._folder

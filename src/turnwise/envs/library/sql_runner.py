@@ -1,28 +1,26 @@
 """Queries in worker processes, from the outside.
 
-    runner = SqlRunner()
+    runner = SqlRunner([path])                                    # refuses when bubblewrap is missing
     result = await runner.run(path, "SELECT name FROM cats")      # QueryResult, or QueryRefused for the policy to read
     runner.close()
 
-A worker (`sql_worker.py`) serves one query after the other. One that gives no answer in time is killed and replaced.
-Few of them are enough: a query of a small database takes less than a millisecond. The event loop never waits.
+A worker (`sql_worker.py`) serves one query after the other, in a sandbox that shows it the databases and nothing else
+of yours. One that gives no answer in time is killed and replaced. Few of them are enough: a query of a small database
+takes less than a millisecond. The event loop never waits.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from turnwise.envs.library import sql_worker
+from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Worker, WorkerDiedError
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import ConfigError, DataError
 
@@ -32,6 +30,15 @@ MAX_WORKERS = 2
 WAIT_FOR_WORKER_S = 60.0
 KILL_AFTER_S = 2.0
 """Beyond a query's own limit."""
+
+_WORKER_LIMITS = Limits(
+    cpu_s=10**7,  # of its whole life; the worker sets a limit for each query
+    memory_bytes=sql_worker.MAX_MEMORY_BYTES,
+    processes=1,
+    file_bytes=sql_worker.MAX_FILE_BYTES,
+    disk_bytes=sql_worker.MAX_FILE_BYTES,
+    output_bytes=64 << 20,  # far more than `QueryLimits.max_bytes` becomes as JSON
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +74,17 @@ class QueryRefused(Exception):  # noqa: N818 - it names what happened to a query
 class SqlRunner:
     """A few worker processes, started when they are needed."""
 
-    def __init__(self, max_workers: int = MAX_WORKERS) -> None:
-        self._idle: list[_Worker] = []
+    def __init__(
+        self, databases: Sequence[Path], *, sandbox: SandboxKind = "bubblewrap", max_workers: int = MAX_WORKERS
+    ) -> None:
+        """`ConfigError` says what to install.
+
+        Args:
+            databases: All that queries may be about: SQLite files, and folders in which there will be some.
+        """
+        self._sandbox = Sandbox(sandbox, limits=_WORKER_LIMITS)
+        self._places = _place_databases(databases)
+        self._idle: list[Worker] = []
         self._lock = threading.Lock()
         self._room = threading.Semaphore(max_workers)
         self._ending = weakref.finalize(self, _stop_all, self._idle)
@@ -80,104 +96,105 @@ class SqlRunner:
     def run_now(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
         """Run one query and wait for it."""
         limits = limits or QueryLimits()
+        request = _request(self._find(path), sql, limits)
         if not self._room.acquire(timeout=WAIT_FOR_WORKER_S):
             raise TimeoutError(f"no SQL worker was free within {WAIT_FOR_WORKER_S:g} s")
         try:
-            worker = self._take()
-            try:
-                answer = worker.ask(_request(path, sql, limits), limits.time_limit_s + KILL_AFTER_S)
-            except BaseException:
-                worker.kill()
-                raise
-            if answer is None:
-                worker.kill()
-                raise QueryRefused(sql_worker.TOO_LONG)
-            with self._lock:
-                self._idle.append(worker)
+            answer = self._ask(request, limits.time_limit_s + KILL_AFTER_S)
         finally:
             self._room.release()
-        return _read_answer(answer, path)
+        if answer is None:
+            raise QueryRefused(sql_worker.TOO_LONG)
+        return _read_answer(json.loads(answer), path)
+
+    def _ask(self, request: bytes, within_s: float) -> bytes | None:
+        """None when no worker lives to answer it. One death may have another reason, two are the query's fault."""
+        for _ in range(2):
+            worker = self._take()
+            try:
+                answer = worker.ask(request, within_s)
+            except WorkerDiedError:
+                worker.end()
+                continue
+            except BaseException:
+                worker.end()
+                raise
+            if answer is None:
+                worker.end()
+                return None
+            with self._lock:
+                self._idle.append(worker)
+            return answer
+        return None
 
     @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+    def idle_pids(self) -> tuple[int, ...]:
+        """Workers that wait for a query."""
+        with self._lock:
+            return tuple(worker.pid for worker in self._idle)
 
     def close(self) -> None:
         """End the workers; a later query starts new ones."""
         _stop_all(self._idle)
 
-    def _take(self) -> _Worker:
+    def _take(self) -> Worker:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
                 if worker.is_alive:
                     return worker
-                worker.kill()
-        return _Worker()
+                worker.end()
+        return self._start()
+
+    def _start(self) -> Worker:
+        script = Path(sql_worker.__file__)
+        argv = ("python3", "-I", "-S", "-B", script.name)
+        shown = {inside: place for inside, place in _with_journals(self._places) if place.exists()}
+        return self._sandbox.start_worker(argv, files={script.name: script.read_bytes()}, shown=shown)
+
+    def _find(self, path: Path) -> str:
+        """The path that a worker knows it by."""
+        path = path.absolute()
+        for place, name in ((path, ""), (path.parent, f"/{path.name}")):
+            if place in self._places:
+                if not path.is_file():
+                    raise DataError(f"{path} is not there; expected a SQLite database")
+                return f"{self._places[place]}{name}" if self._sandbox.kind == "bubblewrap" else str(path)
+        raise DataError(f"{path} is not among the databases that this runner was made for")
 
 
-class _Worker:
-    """One process."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(sql_worker.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={},
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the run; the worker ends when its input does
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, request: str, within_s: float) -> dict[str, Any] | None:
-        """The answer; None when it did not come in time or the process died over it."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        end_s = time.monotonic() + within_s
-        try:
-            stdin.write(request.encode() + b"\n")
-        except BrokenPipeError:
-            return None
-        pieces: list[bytes] = []
-        while not pieces or not pieces[-1].endswith(b"\n"):
-            ready, _, _ = select.select([stdout], [], [], max(0.0, end_s - time.monotonic()))
-            piece = os.read(stdout.fileno(), 1 << 16) if ready else b""
-            if not piece:
-                return None
-            pieces.append(piece)
-        return json.loads(b"".join(pieces))
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+def _place_databases(databases: Sequence[Path]) -> dict[Path, str]:
+    """Where a worker sees each file or folder: numbered, so that no path of the host is seen."""
+    places = list(dict.fromkeys(database.absolute() for database in databases))
+    return {
+        place: f"/databases/{number}" if place.is_dir() else f"/databases/{number}/database.sqlite"
+        for number, place in enumerate(places)
+    }
 
 
-def _stop_all(workers: list[_Worker]) -> None:
+def _with_journals(places: Mapping[Path, str]) -> Iterator[tuple[str, Path]]:
+    """Also what a database that was not closed well has beside it: without it, it would read as older than it is."""
+    for place, inside in places.items():
+        for suffix in ("", *sql_worker.JOURNALS):
+            yield f"{inside}{suffix}", place.with_name(f"{place.name}{suffix}")
+
+
+def _stop_all(workers: list[Worker]) -> None:
     while workers:
-        workers.pop().kill()
+        workers.pop().end()
 
 
-def _request(path: Path, sql: str, limits: QueryLimits) -> str:
+def _request(path: str, sql: str, limits: QueryLimits) -> bytes:
     return json.dumps(
         {
-            "path": str(path),
+            "path": path,
             "sql": sql,
             "max_rows": limits.max_rows,
             "max_bytes": limits.max_bytes,
             "max_steps": limits.max_steps,
             "time_limit_s": limits.time_limit_s,
         }
-    )
+    ).encode()
 
 
 def _read_answer(answer: dict[str, Any], path: Path) -> QueryResult:

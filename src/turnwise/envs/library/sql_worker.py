@@ -1,12 +1,12 @@
 """Runs SQL that a policy wrote, in a process of its own: read-only, bounded, and nothing but SELECT.
 
-    python -I -S sql_worker.py        one JSON request per line in, one JSON answer per line out
+    python -I -S sql_worker.py        `ready`, then one JSON request per line in, one JSON answer per line out
 
 Two walls. Inside, SQLite itself: the file is opened read-only, an authorizer allows SELECT, reads of the tables that
 the file holds and a list of functions, limits bound the size of values and statements, and a progress handler stops a
-query after so many steps or seconds. Around it, the process: memory, file size and processor time are limited, and
-`sql_runner.py` kills it when it gives no answer. The second wall is there because the first has doors: a statement
-of 900 characters can make SQLite's planner copy itself until the memory is gone, where no handler is asked.
+query after so many steps or seconds. Around it, the process: it is in a sandbox, memory, file size and processor time
+are limited, and `sql_runner.py` kills it when it gives no answer. The second wall is there because the first has doors:
+a statement of 900 characters can make SQLite's planner copy itself until the memory is gone, where no handler is asked.
 
 The limit in steps comes first on purpose: it gives the same answer on a busy machine as on an idle one.
 Standard library only; a request names its file, and no answer ever does.
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sqlite3
 import sys
 import time
-from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 MAX_SQL_LENGTH: Final = 4000
 MAX_VALUE_BYTES: Final = 1_000_000
@@ -29,6 +30,8 @@ MAX_MEMORY_BYTES: Final = 512 * 2**20
 MAX_FILE_BYTES: Final = 64 * 2**20
 """Of the temporary files that sorting may need; the database itself is never written."""
 STEPS_PER_LOOK: Final = 2000
+JOURNALS: Final = ("-wal", "-journal")
+"""Beside a database that somebody writes, or that was not closed well."""
 
 _LIMITS: Final = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
@@ -71,7 +74,10 @@ def run_query(
         raise Refused(f"the query has {len(sql)} characters; at most {MAX_SQL_LENGTH}")
     if "\x00" in sql:
         raise Refused("the query holds a null character")
-    connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    # Nobody writes the file. Said so, it needs no lock and no file beside it, which a read-only folder could not hold.
+    is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times as fast
+    options = "mode=ro&immutable=1" if is_settled else "mode=ro"
+    connection = sqlite3.connect(f"file://{quote(path)}?{options}", uri=True, isolation_level=None)
     try:
         guard = _Guard(connection, max_steps, time_limit_s)
         return guard.run(sql, max_rows, max_bytes)
@@ -187,11 +193,13 @@ def _limit_processor(seconds: float) -> None:
     """From now on: a query that outlives the parent who would kill it ends by itself."""
     spent_s = time.process_time()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(spent_s + seconds) + 1, hard))
+    soft = math.ceil(spent_s + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def main() -> None:
     _limit_process()
+    print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         _limit_processor(2 * request["time_limit_s"])

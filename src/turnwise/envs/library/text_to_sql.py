@@ -11,8 +11,9 @@
 
 `submit` hands in the last query that ran; `submit SELECT ...` hands in another one. It is run on the database, and for
 drawn questions on a second one with the same schema and other rows: a constant that happens to be right is not right.
-How results are compared is said in `sql_compare.py`, what a query may do in `sql_worker.py`. `max_turns` replies
-without a submission end the attempt with nothing. A reply that is neither is flagged as unparsable.
+How results are compared is said in `sql_compare.py`, what a query may do in `sql_worker.py`. Queries run in a sandbox
+(docs/sandbox.md). `max_turns` replies without a submission end the attempt with nothing. A reply that is neither is
+flagged as unparsable.
 
 `protocol="tags"` reads `<sql>...</sql>` and `<solution>...</solution>` instead, as models trained for SkyRL's world
 write them. Databases are drawn (`difficulty`), one in five held out; or `path=` names Spider's or BIRD's folder.
@@ -35,6 +36,7 @@ from turnwise.envs.library.sql_databases import LEVELS, DatabaseFolder, Level, d
 from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, read_schema
 from turnwise.envs.library.sql_questions import draw_question
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner, Value
+from turnwise.envs.sandbox import SandboxKind
 from turnwise.envs.scripted import Player, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError, DataError
@@ -142,6 +144,8 @@ class TextToSql:
     """How often a demonstration asks the right query; the others answer another question about the database."""
     demonstration_mistakes: float = 0.2
     """How often a demonstration begins with a query that fails, and mends it."""
+    sandbox: SandboxKind = "bubblewrap"
+    """`subprocess`: limits without walls."""
     _runner: SqlRunner = field(init=False, repr=False, compare=False)
     _folder: DatabaseFolder = field(init=False, repr=False, compare=False)
     _dataset: Mapping[Split, Mapping[str, DatasetQuestion]] = field(init=False, repr=False, compare=False)
@@ -158,8 +162,10 @@ class TextToSql:
                 raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
         dataset = load_dataset(self.path) if self.path is not None else {}
         by_id = {split: {question.id: question for question in questions} for split, questions in dataset.items()}
-        object.__setattr__(self, "_runner", SqlRunner())
-        object.__setattr__(self, "_folder", DatabaseFolder())
+        folder = DatabaseFolder()
+        asked = [question.database for questions in dataset.values() for question in questions]
+        object.__setattr__(self, "_runner", SqlRunner(asked or [folder.path], sandbox=self.sandbox))
+        object.__setattr__(self, "_folder", folder)
         object.__setattr__(self, "_dataset", by_id)
 
     @property

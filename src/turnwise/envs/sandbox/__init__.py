@@ -3,5 +3,15 @@
 from turnwise.envs.sandbox.limits import Limits, RunResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind, SandboxWarning
 from turnwise.envs.sandbox.session import Session
+from turnwise.envs.sandbox.worker import Worker, WorkerDiedError
 
-__all__ = ["Limits", "RunResult", "Sandbox", "SandboxKind", "SandboxWarning", "Session"]
+__all__ = [
+    "Limits",
+    "RunResult",
+    "Sandbox",
+    "SandboxKind",
+    "SandboxWarning",
+    "Session",
+    "Worker",
+    "WorkerDiedError",
+]

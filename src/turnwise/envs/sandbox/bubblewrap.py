@@ -5,6 +5,7 @@
     /work                the working directory: files of the job, writable, of limited size
     /tmp, /dev/shm       its own, of limited size
     /proc, /dev          its own processes, harmless devices
+    what is shown        files and folders that the job names, read-only
     everything else      not there
 
 Nothing is inherited: no environment, no network but an empty loopback, no terminal, no open file. Started by root, the
@@ -89,6 +90,7 @@ class BubblewrapBackend:
         yield from ("--remount-ro", "/dev")
         yield from _tmpfs("/tmp", job.limits.disk_bytes, "1777")
         yield from self._work(job, pass_fds, stack)
+        yield from _show(job.shown)
         yield from ("--remount-ro", "/", "--chdir", WORK, "--clearenv")
         for name, value in self._environment(job).items():
             yield from ("--setenv", name, value)
@@ -180,6 +182,13 @@ def drop_command(setpriv: str, user_id: int) -> list[str]:
     """`setpriv`, up to its program: no longer root, with nothing left of it."""
     identity = [f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups"]
     return [setpriv, *identity, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+
+
+def _show(places: Mapping[str, Path]) -> Iterator[str]:
+    for folder in sorted({parent for inside in places for parent in Path(inside).parents[:-1]}):
+        yield from ("--perms", "0755", "--dir", str(folder))
+    for inside, place in places.items():
+        yield from ("--ro-bind", str(place), inside)
 
 
 def _tmpfs(place: str, num_bytes: int, perms: str) -> tuple[str, ...]:

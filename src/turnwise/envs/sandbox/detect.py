@@ -17,7 +17,10 @@ from pathlib import Path
 
 from turnwise.errors import ConfigError
 
-OPT_OUT = "`sandbox: subprocess` runs without it: limits only, no isolation"
+OPT_OUT = (
+    "`sandbox: subprocess` (for turnwise train: env.options.sandbox=subprocess) runs without it: limits only, "
+    "no isolation"
+)
 
 _INSTALL = {
     "apt-get": "apt-get install bubblewrap",

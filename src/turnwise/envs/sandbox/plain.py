@@ -3,7 +3,8 @@
 What holds: CPU time, address space, file size, output, the deadline, an empty environment, an own folder. What does
 not: the program can read what its user can read, reach the network, signal its user's processes, and leave processes
 behind that put themselves into a session of their own. Started by root it runs under a user id drawn for it alone,
-where that user can reach the interpreter; then processes are limited too and none are left behind.
+where that user can reach the interpreter; then processes are limited too and none are left behind. A job that is shown
+files of the host keeps its user, who can read them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class PlainBackend:
         return random.SystemRandom().randrange(1 << 30, 1 << 31) if self._is_dropped else os.geteuid()
 
     def launch(self, job: Job, stack: ExitStack) -> Launch:
-        user_id = job.user_id if job.user_id is not None else self.draw_user_id()
+        is_dropped = self._is_dropped and not job.shown
+        drawn_id = job.user_id if job.user_id is not None else self.draw_user_id()
+        user_id = drawn_id if is_dropped else os.geteuid()
         if job.directory is None:
             directory = Path(
                 stack.enter_context(TemporaryDirectory(prefix="turnwise-run-", ignore_cleanup_errors=True))
@@ -47,9 +50,9 @@ class PlainBackend:
         else:
             directory = job.directory
         limits = limit_command(self._prlimit, job)
-        if not self._is_dropped:  # it would count the processes that this user has anyway
+        if not is_dropped:  # it would count the processes that this user has anyway
             limits = [option for option in limits if not option.startswith("--nproc")]
-        drop = drop_command(self._setpriv, user_id) if self._is_dropped else []
+        drop = drop_command(self._setpriv, user_id) if is_dropped else []
         return Launch(
             argv=(*limits, *drop, *job.argv),
             environment={
@@ -60,7 +63,7 @@ class PlainBackend:
                 **({"PYTHONPATH": _package_path(job)} if job.packages else {}),
             },
             directory=str(directory),
-            user_id=user_id if self._is_dropped else None,
+            user_id=user_id if is_dropped else None,
         )
 
 

@@ -49,6 +49,8 @@ class Job:
     """A folder of the host that is the working directory, instead of `files`."""
     packages: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """What `import` finds besides the standard library, by name."""
+    shown: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    """Files and folders of the host to read, by their absolute path in the sandbox; without walls, where they are."""
     user_id: int | None = None
     """None: drawn for this job."""
 
@@ -192,7 +194,7 @@ class Running:
                 raise SandboxError(f"the sandbox was not up after {START_S:g} s")
             poll.poll(left_s * 1000)
             if not self._read_status() and self._init is None and self._exit_code is None:
-                raise SandboxError(f"the sandbox did not come up: {self._complaint()}")
+                raise SandboxError(f"the sandbox did not come up: {self.complaint()}")
 
     def pump(self, timeout_s: float, cancel: Cancel | None = None) -> bool:
         """Take in output for up to `timeout_s`, less when something happens; False once it was cancelled."""
@@ -264,7 +266,7 @@ class Running:
     def complain_unless_it_ran(self) -> None:
         """A sandbox that ended before its program began has failed; nothing is known about the program."""
         if self._launch.status_fd is not None and self._exit_code is None:
-            raise SandboxError(f"the sandbox ended before its program did: {self._complaint()}")
+            raise SandboxError(f"the sandbox ended before its program did: {self.complaint()}")
 
     def _kill(self) -> None:
         if self._init is None and self._launch.status_fd is not None:
@@ -304,7 +306,8 @@ class Running:
             self._exit_code = report.get("exit-code", self._exit_code)
         return is_open
 
-    def _complaint(self) -> str:
+    def complaint(self) -> str:
+        """What it said last, for an error."""
         for descriptor in self.outputs:
             self._take(descriptor)
         said = b" ".join(bytes(kept) for kept in self.outputs.values()).decode("utf-8", errors="replace")

@@ -1,4 +1,5 @@
-"""Where a policy's programs run: `run` for one program, `open` for a shell that lives through a dialogue.
+"""Where a policy's programs run: `run` for one program, `open` for a shell that lives through a dialogue, and
+`start_worker` for a program of ours that is asked many times, and is not trusted with what it is asked.
 
 sandbox = Sandbox()                                   # refuses when bubblewrap is missing, with what to install
 result = await sandbox.run(["python3", "main.py"], files={"main.py": "print(6 * 7)"})
@@ -16,6 +17,7 @@ import asyncio
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from turnwise.envs.sandbox.bubblewrap import BubblewrapBackend
@@ -27,6 +29,7 @@ from turnwise.envs.sandbox.plain import PlainBackend
 from turnwise.envs.sandbox.pool import SandboxPool, default_pool
 from turnwise.envs.sandbox.process import Cancel, Job, run_job
 from turnwise.envs.sandbox.session import Session
+from turnwise.envs.sandbox.worker import Worker
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import ConfigError
 
@@ -120,6 +123,23 @@ class Sandbox:
         job = Job(argv=(), limits=limits or self.limits, packages=self._packages)
         pool = self._pool or default_pool()
         return pool.open(self._backend, job, check_names(files or {}), lease_s)
+
+    def start_worker(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        shown: Mapping[str, Path] | None = None,
+        limits: Limits | None = None,
+    ) -> Worker:
+        """Start a program that answers line by line, and wait until it is ready; whoever starts it ends it.
+
+        Args:
+            shown: Files and folders of the host that it may read, by their absolute path in the sandbox. With
+                `subprocess` they are where they are.
+            limits: `wall_s` does not count; `cpu_s` is for all of its life.
+        """
+        return Worker(self._backend, replace(self._job(argv, b"", files, limits), shown=dict(shown or {})))
 
     def _job(
         self,

@@ -20,6 +20,7 @@ CLIENT_CONFIG = {
     "use_pyqwest_transport": False,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
 }
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 

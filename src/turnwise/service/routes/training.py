@@ -160,9 +160,7 @@ def _kind_of(row: CheckpointRow) -> dict[str, str]:
 
 @router.post("/create_custom_loss")
 async def create_custom_loss(_: CallerDep) -> JSONResponse:
-    raise HttpFailure(
-        400, "losses that run on the server are not supported; forward_backward_custom runs on the client"
-    )
+    raise HttpFailure(400, wire.REFUSED_LOSSES["custom"])
 
 
 @router.post("/weights_info")

@@ -1,0 +1,112 @@
+"""A program in a sandbox that stays: it is asked one line at a time and answers each with one line.
+
+Starting a sandbox takes tens of milliseconds, asking a worker takes less than one. The program says that it is ready
+with a first line. One that is late or dead is of no more use: end it and start another.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import stat
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from turnwise.envs.sandbox.process import START_S, Backend, Job, Running
+from turnwise.errors import SandboxError
+
+
+class WorkerDiedError(SandboxError):
+    """The program ended instead of answering."""
+
+
+class Worker:
+    """Made by `Sandbox.start_worker`; one thread at a time may use it."""
+
+    def __init__(self, backend: Backend, job: Job) -> None:
+        owner = owner_who_reads(job.shown.values()) if os.geteuid() == 0 else None
+        if owner is not None:
+            job = replace(job, user_id=owner, limits=replace(job.limits, processes=_max_processes()))
+        self._is_ended = False
+        self._running = _starter().submit(Running, backend, job, stdin=None).result()
+        try:
+            os.set_blocking(self._running.stdin_fd, False)
+            self._running.wait_until_up()
+            if self._read_line(time.monotonic() + START_S) is None:
+                raise SandboxError(f"{job.argv[0]} was not ready after {START_S:g} s")
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_ended and not self._running.has_ended
+
+    @property
+    def pid(self) -> int:
+        """Of the sandbox's first process, as the host knows it."""
+        return self._running.init_pid or self._running.outer_pid
+
+    def ask(self, line: bytes, within_s: float) -> bytes | None:
+        """The answer, without its line end; None when it did not come in time. `WorkerDiedError`: it never will."""
+        end_s = time.monotonic() + within_s
+        self._running.outputs[self._running.stdout_fd].clear()
+        return self._read_line(end_s) if self._write(line + b"\n", end_s) else None
+
+    def end(self) -> None:
+        """Kill it with all it started; twice does no harm."""
+        self._is_ended = True
+        self._running.end()
+
+    def _write(self, data: bytes, end_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._running.stdin_fd, select.POLLOUT)
+        while data and (left_s := end_s - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            try:
+                data = data[os.write(self._running.stdin_fd, data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError as cause:
+                raise WorkerDiedError("it ended before it was asked") from cause
+        return not data
+
+    def _read_line(self, end_s: float) -> bytes | None:
+        answer = self._running.outputs[self._running.stdout_fd]
+        while not answer.endswith(b"\n"):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            has_ended = self._running.has_ended  # asked first: what it said before is still to be taken in
+            before = len(answer)
+            self._running.pump(left_s)
+            if len(answer) == before and (has_ended or before > self._running.job.limits.output_bytes):
+                raise WorkerDiedError(f"it ended, or said too much: {self._running.complaint()}")
+        return bytes(answer[:-1])
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """The kernel ends a sandbox with the thread that started it, so that thread lives as long as the process."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-sandbox-start")
+
+
+def _max_processes() -> int:
+    """For a user who has other processes: a smaller limit would count those, and keep the worker from starting."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    return 1 << 20 if hard == resource.RLIM_INFINITY else hard
+
+
+def owner_who_reads(places: Iterable[Path]) -> int | None:
+    """Whose eyes are needed: None when any user may read them, else the owner of what others may not."""
+    for place in places:
+        info = place.stat()
+        needed = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(info.st_mode) else 0)
+        if info.st_mode & needed != needed:
+            return info.st_uid
+    return None
