@@ -205,6 +205,7 @@ def _train(start: _Start, parts: Parts) -> int:
 
 def _train_alone(start: _Start, parts: Parts) -> int:
     config, directory = start.config, start.directory
+    loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))  # one that fails leaves no run
     if start.is_new:
         writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
     else:
@@ -214,7 +215,6 @@ def _train_alone(start: _Start, parts: Parts) -> int:
         writer.event(start.done.step, "resumed", path=start.done.path)
         writer.commit(start.done.step)
         remove_orphans(directory, start.checkpoints)
-    loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
     recorder = Recorder(writer, open_view(config.train.steps), loggers, num_steps=config.train.steps)
     started_s = time.monotonic()
     try:

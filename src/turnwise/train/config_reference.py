@@ -63,8 +63,8 @@ def reference_page() -> str:
         parts += [f"## {section}", "", about, "", "| Option | Value | Default | Meaning |", "|---|---|---|---|"]
         for option in options():
             if option.path.startswith(f"{section}."):
-                kind = option.kind.replace("|", "\\|")
-                parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {option.description} |")
+                kind, about = (text.replace("|", "\\|") for text in (option.kind, option.description))
+                parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {about} |")
         parts.append("")
     return "\n".join(parts)
 
@@ -80,7 +80,9 @@ def _kind(field: FieldInfo) -> str:
     annotation: Any = field.annotation
     choices = [str(choice) for part in _literals(annotation) for choice in get_args(part)]
     if choices:
-        return ", ".join(choices)
+        return ", ".join((["a number"] if float in get_args(annotation) else []) + choices)
+    if bool in get_args(annotation):
+        return "true, false"
     names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     if annotation in names:
         return names[annotation]

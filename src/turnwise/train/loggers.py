@@ -30,7 +30,12 @@ def open_loggers(config: Config, directory: Path, run_name: str, settings: Mappi
             loggers.append(_TensorBoard(_module(name, "tensorboard.summary"), directory / "tensorboard"))
         else:
             module = _module(name, name)
-            module.init(project=config.run.project, name=run_name, config=dict(settings))
+            try:
+                module.init(project=config.run.project, name=run_name, config=dict(settings))
+            except getattr(module, "Error", ()) as cause:  # wandb's, of somebody who is not logged in above all
+                raise ConfigError(
+                    f"{name} does not start: {cause} Log in, set WANDB_MODE=offline, or leave it out of run.loggers"
+                ) from cause
             loggers.append(_Hosted(module))
     return loggers
 

@@ -220,7 +220,7 @@ class LiveView:
             ("success", self._successes, (0.0, 1.0)),
             ("held-out success", self._held_out, (0.0, 1.0)),
         ):
-            latest = f"{values[-1]:.3f}" if values else "-"
+            latest = f"{values[-1]:.3f}" if values and math.isfinite(values[-1]) else "-"
             rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")

@@ -6,13 +6,17 @@ import asyncio
 import io
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from turnwise.errors import ConfigError
 from turnwise.methods.base import Kept
@@ -26,7 +30,7 @@ from turnwise.train.curve import curve_svg, runs_svg
 from turnwise.train.deck import Deck
 from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.intervals import mean_interval, success_interval, wilson
-from turnwise.train.loggers import check_loggers
+from turnwise.train.loggers import check_loggers, open_loggers
 from turnwise.train.plan import evaluation_steps
 from turnwise.train.progress import NothingToLearnError, Progress
 from turnwise.train.sources import Batch
@@ -204,6 +208,56 @@ def test_a_missing_logger_comes_with_its_pip_command(name: str, monkeypatch: pyt
     monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ConfigError, match=rf"pip install 'turnwise\[{name}\]'"):
         check_loggers([name])
+
+
+def test_tensorboard_gets_every_metric_with_its_step(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"loggers": ["tensorboard"]}})
+    (logger,) = open_loggers(config, tmp_path, "mine", {})
+    for step in (1, 2):
+        logger.log(step, {"rollout/reward_mean": step / 2})
+    logger.close()
+    written = EventAccumulator(str(tmp_path / "tensorboard"))
+    written.Reload()
+    events = written.Tensors("rollout/reward_mean")
+    assert [(event.step, make_ndarray(event.tensor_proto).item()) for event in events] == [(1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_hosted_loggers_are_given_the_project_the_config_and_every_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, object]] = []
+    stand_in = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)),
+        log=lambda values, *, step: calls.append(("log", (step, values))),
+        finish=lambda: calls.append(("finish", None)),
+    )
+    monkeypatch.setitem(sys.modules, name, stand_in)  # pyright: ignore[reportArgumentType]
+    config = Config.model_validate({"run": {"loggers": name, "project": "ours"}})
+    (logger,) = open_loggers(config, tmp_path, "mine", {"train": {"steps": 2}})
+    logger.log(1, {"eval/success": 0.5})
+    logger.close()
+    assert calls == [
+        ("init", {"project": "ours", "name": "mine", "config": {"train": {"steps": 2}}}),
+        ("log", (1, {"eval/success": 0.5})),
+        ("finish", None),
+    ]
+
+
+def test_a_hosted_logger_that_does_not_start_is_a_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NotLoggedInError(Exception):
+        pass
+
+    def init(**_: object) -> None:
+        raise NotLoggedInError("No API key configured.")
+
+    stand_in = SimpleNamespace(init=init, Error=NotLoggedInError)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)  # pyright: ignore[reportArgumentType]
+    config = Config.model_validate({"run": {"loggers": "wandb"}})
+    with pytest.raises(ConfigError, match=r"wandb does not start: No API key configured\. .*WANDB_MODE=offline"):
+        open_loggers(config, tmp_path, "mine", {})
 
 
 def test_evaluations_are_at_the_start_after_the_warm_up_every_so_often_and_at_the_end() -> None:
