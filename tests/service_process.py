@@ -82,7 +82,7 @@ class ServerProcess:
             return 0
         process.send_signal(how)
         try:
-            return process.wait(timeout=30)
+            return process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -24,7 +24,7 @@ class Patient:
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
         self._until = time.monotonic() + DEADLINE_S
-        self._http = httpx2.Client(timeout=30)
+        self._http = httpx2.Client(timeout=120)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         while time.monotonic() < self._until:

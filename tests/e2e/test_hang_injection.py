@@ -47,8 +47,8 @@ from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
 from turnwise.waits import WAITS
 
-DEADLINE_S = 0.2
-TOOL_DEADLINE_S = 0.1
+DEADLINE_S = 0.6
+TOOL_DEADLINE_S = 0.3
 ENV_CALLS = ("start", "step", "close", "tool")
 TRAINER_CALLS = ("forward_backward", "optim_step", "save_state", "save_weights_and_get_sampling_client_async")
 
@@ -176,7 +176,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
     where: str, lag: int, tmp_path: Path, renderer: Renderer
 ) -> None:
     loop = _loop(tmp_path, renderer, HangingWorld(where), RecordingTrainer(_sampler(renderer)), max_staleness=lag)
-    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 30)
+    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
     loop._recorder.close()
     with RunReader(tmp_path) as run:
         assert [step for step, _ in run.metric("time/step_s")] == [1, 2, 3]
@@ -193,7 +193,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
 async def test_a_sampler_that_never_answers_is_blamed_and_training_goes_on(tmp_path: Path, renderer: Renderer) -> None:
     sampler = _sampler(renderer, HangingSampler)
     loop = _loop(tmp_path, renderer, HangingWorld(), RecordingTrainer(sampler), max_staleness=1)
-    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 30)
+    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
     loop._recorder.close()
     with RunReader(tmp_path) as run:
         assert sum(value for _, value in run.metric("rollout/dropped_sampler_failed")) > 0
@@ -206,8 +206,8 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
 ) -> None:
     trainer = HangingTrainer(_sampler(renderer), where)
     loop = _loop(tmp_path, renderer, HangingWorld(), trainer, max_staleness=1, call_deadline_s=DEADLINE_S)
-    with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 0\.2 s") as caught:
-        await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 30)
+    with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 0\.6 s") as caught:
+        await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
     loop._recorder.close()
     assert caught.value.party == "trainer"
     assert len(WAITS) == 0
@@ -224,7 +224,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
     gae = make_gae(MethodConfig(name="ppo"))
     critic = Critic(client, CriticConfig(pretrain_steps=1), gae, parts.optim, renderer, max_tokens=64)
     arguments = (parts, renderer, _sampler(renderer), Interrupt(), Watchdog(call_deadline_s=DEADLINE_S))
-    with pytest.raises(StalledError, match=r"critic: .* gave no answer within 0\.2 s"):
+    with pytest.raises(StalledError, match=r"critic: .* gave no answer within 0\.6 s"):
         async for _ in pretrain(critic, *arguments):
             pass
     assert len(WAITS) == 0
