@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from turnwise.methods.config import METHOD_OPTIONS
+from turnwise.train.commands import read_config
+from turnwise.train.compare import parse_request
 from turnwise.train.config_files import option_paths
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 ALL_PAGES = sorted(PAGES.glob("*.md"))
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+COMMAND = re.compile(r"^\$ turnwise compare ((?:.*\\\n)*.*)$", re.MULTILINE)
 OPTION = re.compile(r"`((?:method|reward|data|critic|train|generator)\.[a-z_.]+?)(?:=[^`]*)?`")
 
 
@@ -46,3 +50,19 @@ def test_the_page_of_a_method_tells_its_file_and_its_options(name: str) -> None:
     text = "\n".join((PAGES / page).read_text(encoding="utf-8") for page in _index()[name])
     assert "src/turnwise/methods/" in text
     assert [option for option in METHOD_OPTIONS[name] if f"method.{option}" not in text] == []
+
+
+@pytest.mark.parametrize("name", sorted(METHOD_OPTIONS))
+def test_the_page_of_a_method_has_its_curve_and_a_command_that_is_taken(name: str) -> None:
+    page = (PAGES / _index()[name][0]).read_text(encoding="utf-8")
+    curves = [(PAGES / figure).read_text(encoding="utf-8") for figure in re.findall(r"\]\((figures/\w+\.svg)\)", page)]
+    commands = COMMAND.findall(page)
+    assert len(curves) == len(commands) > 0
+    compared: set[str] = set()
+    for curve, command in zip(curves, commands, strict=True):
+        request = parse_request(shlex.split(command.replace("\\\n", " ")))
+        for variant in request.variants:
+            read_config(request.env, [f"method={variant.method}", *request.overrides, *variant.overrides])
+            assert f">{variant.label}<" in curve, "the figure is of the methods that the command names"
+            compared.add(variant.method)
+    assert name in compared
