@@ -40,8 +40,19 @@ def serve(config: ServeConfig) -> int:
     models = load_models(config.models, config.engine)
     app = create_app(config, store, models)
 
+    def announce() -> None:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address, key = f"http://{host}:{port}", "no key needed" if access.is_open else "API keys required"
+        _say(f"serving {', '.join(config.models)} at {address} ({key}); data in {config.data_dir}")
+        _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
+
     class Server(uvicorn.Server):
-        """Lets held polls go as soon as it is asked to stop."""
+        """Says when it can be asked, and stopped; lets held polls go as soon as it is asked to stop."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                announce()
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if hasattr(app.state, "service"):
@@ -52,11 +63,6 @@ def serve(config: ServeConfig) -> int:
     options = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S, timeout_keep_alive=75
     )
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    key = "no key needed" if access.is_open else "API keys required"
-    _say(f"serving {', '.join(config.models)} at http://{host}:{port} ({key}); data in {config.data_dir}")
-    address = f"http://{host}:{port}"
-    _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
     Server(options).run(sockets=[listener])
     return 0
 
