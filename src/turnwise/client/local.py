@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -97,9 +97,7 @@ class ServiceClient:
     ) -> TrainingClient:
         """A client that trains a new adapter on `base_model`."""
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
-        model, model_id = self._resolve(base_model), new_model_id()
-        adapter = model.worker.run(model_id, lambda engine: engine.create_adapter(lora)).result()
-        return self._training_client(model, adapter, model_id, user_metadata)
+        return self._create(base_model, lambda engine: engine.create_adapter(lora), user_metadata)
 
     async def create_lora_training_client_async(
         self,
@@ -111,16 +109,8 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
-        return await asyncio.to_thread(
-            self.create_lora_training_client,
-            base_model,
-            rank,
-            seed,
-            train_mlp,
-            train_attn,
-            train_unembed,
-            user_metadata,
-        )
+        arguments = (base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata)
+        return await asyncio.to_thread(self.create_lora_training_client, *arguments)
 
     def create_critic_training_client(
         self,
@@ -137,9 +127,7 @@ class ServiceClient:
         and `forward_backward(datums, "value", {"value_clip": 0.2})` learns `returns`.
         """
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=False)
-        model, model_id = self._resolve(base_model), new_model_id()
-        adapter = model.worker.run(model_id, lambda engine: engine.create_critic(lora)).result()
-        return self._training_client(model, adapter, model_id, user_metadata)
+        return self._create(base_model, lambda engine: engine.create_critic(lora), user_metadata)
 
     async def create_critic_training_client_async(
         self,
@@ -270,6 +258,13 @@ class ServiceClient:
             return adapter
 
         adapter = model.worker.run(model_id, create).result()
+        return self._training_client(model, adapter, model_id, user_metadata)
+
+    def _create(
+        self, base_model: str, make: Callable[[Engine], Adapter], user_metadata: Mapping[str, str] | None
+    ) -> TrainingClient:
+        model, model_id = self._resolve(base_model), new_model_id()
+        adapter = model.worker.run(model_id, make).result()
         return self._training_client(model, adapter, model_id, user_metadata)
 
     def _training_client(

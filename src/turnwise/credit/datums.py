@@ -154,3 +154,8 @@ def trained_mask(datum: Datum) -> Sequence[float]:
     if "mask" not in datum.loss_fn_inputs:
         raise DataError("a datum without a mask; weights are shared out over the tokens that the mask names")
     return datum.loss_fn_inputs["mask"].data
+
+
+def is_trained(datum: Datum) -> NDArray[np.bool_]:
+    """Which targets are trained."""
+    return np.asarray(trained_mask(datum)) > 0

@@ -199,13 +199,19 @@ def judged_by_model(
 
 def needs_service(world: World) -> bool:
     """Whether the world's judge is a model that somebody has to load."""
-    return isinstance(world, JudgedWorld) and isinstance(world.judge.model, EmbeddedModel)
+    return _embedded_model(world) is not None
 
 
 def attach_judge(world: World, service: SamplerSource) -> None:
     """Load the model of a world's judge where the run's own models are; other worlds are left as they are."""
-    if isinstance(world, JudgedWorld) and isinstance(world.judge.model, EmbeddedModel):
-        world.judge.model.attach(service)
+    model = _embedded_model(world)
+    if model is not None:
+        model.attach(service)
+
+
+def _embedded_model(world: World) -> EmbeddedModel | None:
+    model = world.judge.model if isinstance(world, JudgedWorld) else None
+    return model if isinstance(model, EmbeddedModel) else None
 
 
 def _read_key(variable: str, environment: Mapping[str, str]) -> str:

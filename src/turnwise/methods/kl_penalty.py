@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.credit.datums import TurnAdvantage
+from turnwise.credit.datums import TurnAdvantage, is_trained
 from turnwise.credit.kl import kl_advantages
 from turnwise.methods.base import Lesson
 from turnwise.types import Datum, TensorData
@@ -32,14 +32,10 @@ def with_kl_penalty(
     return [_penalised(*one) for one in zip(lessons, known, changes, strict=True)]
 
 
-def _is_trained(datum: Datum) -> NDArray[np.bool_]:
-    return datum.loss_fn_inputs["mask"].to_numpy() > 0
-
-
 def _log_ratio(datum: Datum, reference: TensorData) -> NDArray[np.float64]:
     """[S] log(sampler / reference) of the trained targets."""
     gaps = datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - reference.to_numpy()
-    return gaps[_is_trained(datum)]
+    return gaps[is_trained(datum)]
 
 
 def _penalised(lesson: Lesson, reference: Sequence[TensorData], change_S: NDArray[np.float64]) -> Lesson:
@@ -47,10 +43,10 @@ def _penalised(lesson: Lesson, reference: Sequence[TensorData], change_S: NDArra
     datums: list[Datum] = []
     rest = change_S
     for datum, ref in zip(lesson.datums, reference, strict=True):
-        is_trained = _is_trained(datum)
+        chosen = is_trained(datum)
         advantages = datum.loss_fn_inputs["advantages"].to_numpy().astype(np.float64)
-        advantages[is_trained] += rest[: is_trained.sum()]
-        rest = rest[is_trained.sum() :]
+        advantages[chosen] += rest[: chosen.sum()]
+        rest = rest[chosen.sum() :]
         inputs = {**datum.loss_fn_inputs, "advantages": TensorData.from_numpy(advantages), "ref_logprobs": ref}
         datums.append(Datum(datum.model_input, inputs))
     if lesson.trajectory is None:

@@ -426,7 +426,6 @@ class Config(Section):
                 f"generator.kv_across_updates={self.generator.kv_across_updates} is not read while "
                 "train.max_staleness is 0: no dialogue goes on over an update"
             )
-
         if lag and self.generator.deterministic:
             raise ValueError(
                 f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "

@@ -7,7 +7,8 @@ runs: their held-out success in one picture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -19,11 +20,10 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44
 SUCCESS_COLOR, REWARD_COLOR, GRID_COLOR, TEXT_COLOR = "#1f6feb", "#d97706", "#d0d7de", "#57606a"
 RUN_COLORS = ("#1f6feb", "#d97706", "#1a7f37", "#cf222e", "#8250df", "#0a7ea4")
 LEGEND_HEIGHT = 18
-NUM_TICKS = 5
+TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVE_FILE = "curve.svg"
 
 Points = Sequence[tuple[float, float]]
-_Place = Callable[[float], float]
 
 
 def write_curve(run: RunReader, title: str) -> Path:
@@ -36,28 +36,14 @@ def write_curve(run: RunReader, title: str) -> Path:
 
 def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points) -> str:
     measured = [e for e in evaluations if math.isfinite(e.success)]
-    last_step = max([1.0, *(float(e.step) for e in measured), *(step for step, _ in rewards)])
+    axes = _Axes(max([1.0, *(float(e.step) for e in measured), *(step for step, _ in rewards)]))
     low, high = _range([value for _, value in rewards])
-
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / last_step
-
-    def y(share: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
-
-    parts = _frame(title, HEIGHT)
-    for tick in range(NUM_TICKS):
-        share = tick / (NUM_TICKS - 1)
-        step, reward = round(share * last_step), low + share * (high - low)
-        parts += [
-            _line([(LEFT, y(share)), (WIDTH - RIGHT, y(share))], GRID_COLOR, 1),
-            _text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end", SUCCESS_COLOR),
-            _text(WIDTH - RIGHT + 8, y(share) + 4, f"{reward:.3g}", "start", REWARD_COLOR),
-            _text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
-        ]
-    parts.append(_text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR))
-    parts.append(_line([(x(s), y((v - low) / (high - low))) for s, v in rewards], REWARD_COLOR, 1.5))
-    parts += _success_line(measured, x, y, SUCCESS_COLOR, 0.15)
+    parts = [*_frame(title, HEIGHT), *axes.grid(SUCCESS_COLOR)]
+    for share in TICKS:
+        reward = f"{low + share * (high - low):.3g}"
+        parts.append(_text(WIDTH - RIGHT + 8, axes.y(share) + 4, reward, "start", REWARD_COLOR))
+    parts.append(_line([(axes.x(s), axes.y((v - low) / (high - low))) for s, v in rewards], REWARD_COLOR, 1.5))
+    parts += axes.success_line(measured, SUCCESS_COLOR, 0.15)
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % interval", "start", SUCCESS_COLOR))
     parts.append(_text(WIDTH - RIGHT, TOP - 6, "mean reward in training", "end", REWARD_COLOR))
     return "\n".join([*parts, "</svg>", ""])
@@ -65,33 +51,52 @@ def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points)
 
 def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
     """Held-out success of several runs over their steps; of evaluations at one step, the last."""
-    last_step = max([1.0, *(float(row.step) for rows in runs.values() for row in rows)])
-
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / last_step
-
-    def y(share: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
-
-    parts = _frame(title, HEIGHT + LEGEND_HEIGHT * len(runs))
-    for tick in range(NUM_TICKS):
-        share = tick / (NUM_TICKS - 1)
-        step = round(share * last_step)
-        parts += [
-            _line([(LEFT, y(share)), (WIDTH - RIGHT, y(share))], GRID_COLOR, 1),
-            _text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end", TEXT_COLOR),
-            _text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
-        ]
-    parts.append(_text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR))
+    axes = _Axes(max([1.0, *(float(row.step) for rows in runs.values() for row in rows)]))
+    parts = [*_frame(title, HEIGHT + LEGEND_HEIGHT * len(runs)), *axes.grid(TEXT_COLOR)]
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % intervals", "start", TEXT_COLOR))
     for index, (name, rows) in enumerate(runs.items()):
         color = RUN_COLORS[index % len(RUN_COLORS)]
         latest = {row.step: row for row in rows if math.isfinite(row.success)}
-        parts += _success_line([latest[step] for step in sorted(latest)], x, y, color, 0.08)
+        parts += axes.success_line([latest[step] for step in sorted(latest)], color, 0.08)
         at = HEIGHT + LEGEND_HEIGHT * index
         parts.append(f'<rect x="{LEFT}" y="{at - 2}" width="18" height="4" fill="{color}"/>')
         parts.append(_text(LEFT + 26, at + 4, name, "start", TEXT_COLOR))
     return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """Steps from left to right, a share of 0 to 1 from bottom to top."""
+
+    last_step: float
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.last_step
+
+    def y(self, share: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+
+    def grid(self, share_color: str) -> list[str]:
+        parts: list[str] = []
+        for share in TICKS:
+            step = round(share * self.last_step)
+            parts += [
+                _line([(LEFT, self.y(share)), (WIDTH - RIGHT, self.y(share))], GRID_COLOR, 1),
+                _text(LEFT - 8, self.y(share) + 4, f"{share:.0%}", "end", share_color),
+                _text(self.x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
+            ]
+        return [*parts, _text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR)]
+
+    def success_line(self, rows: Sequence[EvaluationRow], color: str, opacity: float) -> list[str]:
+        """Success at every evaluation, over the band of its interval."""
+        band = [(self.x(row.step), self.y(row.success_high)) for row in rows]
+        band += [(self.x(row.step), self.y(row.success_low)) for row in rows[::-1]]
+        points = [(self.x(row.step), self.y(row.success)) for row in rows]
+        return [
+            f'<polygon points="{_points(band)}" fill="{color}" fill-opacity="{opacity}"/>',
+            _line(points, color, 2),
+            *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points),
+        ]
 
 
 def _frame(title: str, height: int) -> list[str]:
@@ -100,17 +105,6 @@ def _frame(title: str, height: int) -> list[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{WIDTH / 2}" y="22" text-anchor="middle" font-size="14">{escape(title)}</text>',
-    ]
-
-
-def _success_line(rows: Sequence[EvaluationRow], x: _Place, y: _Place, color: str, opacity: float) -> list[str]:
-    """Success at every evaluation, over the band of its interval."""
-    band = [(x(row.step), y(row.success_high)) for row in rows]
-    band += [(x(row.step), y(row.success_low)) for row in rows[::-1]]
-    return [
-        f'<polygon points="{_points(band)}" fill="{color}" fill-opacity="{opacity}"/>',
-        _line([(x(row.step), y(row.success)) for row in rows], color, 2),
-        *(f'<circle cx="{x(row.step):.1f}" cy="{y(row.success):.1f}" r="3" fill="{color}"/>' for row in rows),
     ]
 
 

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from turnwise.credit.branching import branch_variance_share
+from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
 from turnwise.trajectory import TrajectoryGroup
@@ -124,8 +125,7 @@ def _mean_ratios(learned: Learned) -> Iterator[float]:
             output, inputs = next(outputs), datum.loss_fn_inputs
             if "logprobs" not in inputs:
                 continue
-            is_trained = inputs["mask"].to_numpy() > 0
-            gaps = output["logprobs"].to_numpy()[is_trained] - inputs["logprobs"].to_numpy()[is_trained]
+            gaps = (output["logprobs"].to_numpy() - inputs["logprobs"].to_numpy())[is_trained(datum)]
             if len(gaps):
                 yield math.exp(min(20.0, float(gaps.mean())))
 

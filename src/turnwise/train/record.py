@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from turnwise.credit.datums import is_trained
 from turnwise.envs.base import Task
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.certify import Certificate
@@ -126,8 +127,7 @@ def logprobs_by_turn(
     """[S] per trained turn what the trainer gave its tokens: a lesson's datums hold them in the order of turns."""
     known: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
     for datum, output in zip(lesson.datums, outputs, strict=True):
-        is_trained = datum.loss_fn_inputs["mask"].to_numpy() > 0
-        known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained])
+        known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained(datum)])
     rest = np.concatenate(known)
     assert lesson.trajectory is not None
     found: list[NDArray[np.float32] | None] = []
