@@ -40,6 +40,31 @@ def test_fused_gradients_are_those_of_the_modelling_code(
     assert relative_error(grads[0], grads[1]) < 1e-4
 
 
+@pytest.mark.parametrize("start", [30, 48])
+def test_activations_that_are_computed_twice_give_the_same_gradient(
+    arch_dir: Path, make_engine: MakeEngine, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit where the last layer runs on all rows, and where it runs on a few."""
+    prefix = random_ids(40, 1)
+    datums = [rl_datum(prefix + random_ids(10 + i, 10 + i), start=start, seed=i) for i in range(4)]
+    engine = make_engine(arch_dir)
+    body = engine.model.fused
+    assert body is not None
+    layers_run: list[int] = []
+    forward_layer = body._forward_layer
+    monkeypatch.setattr(body, "_forward_layer", lambda i, *rest: (layers_run.append(i), forward_layer(i, *rest))[1])
+    grads = []
+    for most in (body.most_kept_bytes, 1000):
+        layers_run.clear()
+        body.most_kept_bytes = most
+        adapter = displaced_adapter(engine, rank=4)
+        run(engine.forward_backward(adapter, datums, "importance_sampling", None))
+        grads.append(adapter.grad.clone())
+    assert layers_run == [0, 1, 1, 0]
+    assert grads[0].norm() > 0
+    assert torch.equal(grads[0], grads[1])
+
+
 def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engine: MakeEngine) -> None:
     engine = make_engine(arch_dir)
     policy = engine.publish(displaced_adapter(engine, rank=4))

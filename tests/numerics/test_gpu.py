@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample_many
+from turnwise.engine import attention_cuda
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.types import Datum, ModelInput
@@ -82,3 +85,60 @@ def test_a_bfloat16_tree_has_the_gradient_of_unshared_rows(wide_dir: Path) -> No
     shared, alone, exact = grads
     assert relative_error(alone, exact) < 0.05
     assert relative_error(shared, exact) < 1.5 * relative_error(alone, exact) + 0.005
+
+
+@pytest.fixture
+def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A card on which neither Triton nor flash attention runs."""
+    caches = (attention_cuda.has_triton, attention_cuda._fits_flash)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(attention_cuda, "_is_new_enough", lambda: False)
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def sampled_tokens_and_gradient(directory: Path) -> tuple[list[int], torch.Tensor]:
+    config = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_gib=0.5, seed=1)
+    engine = Engine(directory, config, name="wide")
+    adapter = displaced_adapter(engine, rank=8, size=0.01)
+    replies = sample_many(engine, [(random_ids(40, i), engine.publish(adapter)) for i in range(3)], max_tokens=8)
+    prefix = random_ids(200, 1)
+    datums = [rl_datum(prefix + random_ids(40 + i, 10 + i), start=199, seed=i) for i in range(3)]
+    run(engine.forward_backward(adapter, datums, "cross_entropy", None))
+    return [token for reply in replies for token in reply.sequences[0].tokens], adapter.grad.float().clone()
+
+
+def test_an_old_card_is_slower_and_computes_the_same(
+    wide_dir: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, grad = sampled_tokens_and_gradient(wide_dir)
+    request.getfixturevalue("old_card")
+    plain_tokens, plain_grad = sampled_tokens_and_gradient(wide_dir)
+    assert relative_error(plain_grad, grad) < 0.05
+    assert sum(a == b for a, b in zip(tokens, plain_tokens, strict=True)) > 0.5 * len(tokens)
+    assert len([record for record in caplog.records if "compute capability" in record.message]) == 2
+
+
+def test_heads_of_an_odd_size_run_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=120,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    attention_cuda._fits_flash.cache_clear()
+    directory = make_model(config, tmp_path / "odd", spread=0.02)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        engine = Engine(directory, EngineConfig(device="cuda", dtype=dtype, kv_cache_gib=0.1, seed=1), name="odd")
+        adapter = displaced_adapter(engine, rank=4, size=0.01)
+        run(engine.forward_backward(adapter, [rl_datum(random_ids(60, 1), start=30)], "cross_entropy", None))
+        sample_many(engine, [(random_ids(20, 1), engine.publish(adapter))], max_tokens=4)
+        found[dtype] = adapter.grad.float().clone()
+    assert relative_error(found["bfloat16"], found["float32"]) < 0.1
+    assert len([record for record in caplog.records if "heads of 30" in record.message]) == 1

@@ -131,7 +131,7 @@ class TreePlan:
         """The same as few variable-length calls: all nodes on themselves, then one call per level."""
         if "_varlen" not in self.__dict__:
             lengths = [stop - start for start, stop in itertools.pairwise(self.bounds)]
-            nodes = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+            nodes = upload(np.array(self.bounds, dtype=np.int32), device)
             parts = [Varlen(nodes, nodes, max(lengths), max(lengths))]
             parts += [_level_varlen(level, device) for level in self.levels]
             self.__dict__["_varlen"] = parts
@@ -146,15 +146,15 @@ def _level_varlen(level: Sequence[Pair], device: torch.device) -> Varlen:
         k_bounds=run_bounds(k_runs, device),
         max_q=max(stop - start for start, stop in q_runs),
         max_k=max(stop - start for start, stop in k_runs),
-        q_index=torch.cat([torch.arange(*run, device=device) for run in q_runs]),
-        k_index=torch.cat([torch.arange(*run, device=device) for run in k_runs]),
+        q_index=upload(np.concatenate([np.arange(*run) for run in q_runs]), device),
+        k_index=upload(np.concatenate([np.arange(*run) for run in k_runs]), device),
     )
 
 
 def run_bounds(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """[runs + 1] int32: where each run starts once they are laid end to end."""
     lengths = [stop - start for start, stop in runs]
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 
 class Saved(NamedTuple):

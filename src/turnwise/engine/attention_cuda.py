@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
 MAX_FLASH_HEAD = 256
+OLDEST_CARD = (8, 0)
+"""Compute capability from which the flash kernels run, and bfloat16 in Triton."""
 
 
 def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
@@ -99,30 +101,62 @@ def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, s
     return kernel.paged_decode(query, *layer, plan.block_table, plan.context_lens, plan.max_context, scale)
 
 
-def has_triton() -> bool:
-    return triton_decode() is not None
-
-
 def triton_tree() -> Any:
     from turnwise.engine.kernels import triton_tree as module
 
     return module
 
 
-@functools.cache
 def triton_decode() -> Any:
     """The module with our decode kernel, or None where Triton does not run."""
-    try:
-        from turnwise.engine.kernels import triton_decode as module
-    except ImportError as cause:
-        log.warning("Triton is not available (%s): decode attention uses plain torch, slower", cause)
+    if not has_triton():
         return None
+    from turnwise.engine.kernels import triton_decode as module
+
     return module
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Whether our kernels run here; where they do not, plain torch does the same, and one line says so."""
+    if not _is_new_enough():
+        _warn_slower("our kernels")
+        return False
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as cause:
+        log.warning("Triton is not available (%s): plain torch runs in place of our kernels, slower", cause)
+        return False
+    return True
+
+
 def _has_flash(query: Tensor) -> bool:
-    head_size = query.shape[-1]
-    return query.dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= MAX_FLASH_HEAD
+    return query.dtype is not torch.float32 and _fits_flash(query.shape[-1])
+
+
+@functools.cache
+def _fits_flash(head_size: int) -> bool:
+    """Whether the flash kernels take such heads here; where they do not, dense attention runs, and one line says so."""
+    if not _is_new_enough():
+        _warn_slower("flash attention")
+        return False
+    if head_size % 8 or head_size > MAX_FLASH_HEAD:
+        log.warning("heads of %d: flash attention does not take them, dense attention runs, slower", head_size)
+        return False
+    return True
+
+
+def _is_new_enough() -> bool:
+    return torch.cuda.get_device_capability() >= OLDEST_CARD
+
+
+def _warn_slower(what: str) -> None:
+    log.warning(
+        "this card has compute capability %d.%d, and %s would need %d.%d: plain torch runs in place, slower",
+        *torch.cuda.get_device_capability(),
+        what,
+        *OLDEST_CARD,
+    )
 
 
 def _varlen_forward(
@@ -145,7 +179,7 @@ def _varlen_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, so no random state
+    state = _no_dropout(q.device)
     return _flash_backward(
         grad.contiguous(),
         q,
@@ -163,6 +197,12 @@ def _varlen_backward(
         state,
         scale=scale,
     )
+
+
+@functools.cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """The random state that a backward pass asks for, and without dropout does not read."""
+    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 def _dense_tree_forward(

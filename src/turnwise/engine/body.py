@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from turnwise.engine import layer_ops
 from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
+from turnwise.engine.budget import ModelSizes, kept_bytes
 from turnwise.engine.layer_ops import Heads, Rotation
 from turnwise.engine.linear import frozen_linear, multiply
 from turnwise.engine.lora import Adapter, LinearGroup, Route
@@ -94,11 +95,20 @@ class _LayerSaved:
     low_down: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerInput:
+    """All that is kept of a layer whose activations are computed again in backward."""
+
+    h: Tensor
+    delta: Tensor | None
+
+
 class FusedBody:
     """Embedding, layers and last norm of one model; `fits` says whether a model is of the family."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, sizes: ModelSizes) -> None:
         self._model: Any = model
+        self.sizes = sizes
         config = self._model.config
         self.eps = float(config.rms_norm_eps)
         self.scale = float(self._model.layers[0].self_attn.scaling)
@@ -107,6 +117,8 @@ class FusedBody:
         self.ops = _ops(device)
         self._angles = self._read_angles(int(config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self.most_kept_bytes: int | None = None
+        """A pass that would keep more than this for its backward pass computes each layer again instead."""
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -159,13 +171,22 @@ class FusedBody:
         embedded = self._model.embed_tokens(input_ids)
         rotation = Rotation(*self._angles, position_ids)
         spans = _span_weights(route, embedded.dtype)
-        wanted = None if rows is None else _Wanted(rows, _spans_of_rows(spans, rows))
+        wanted = None if rows is None else _Wanted(rows, _spans_of_rows(spans, rows, len(input_ids)))
         first = self._first_trained(spans)
         if torch.is_grad_enabled() and first is not None:
             assert isinstance(plan, TreePlan), "training runs over a prefix tree"
             return _Stack.apply(self._anchor, self, embedded, rotation, plan, spans, first, wanted)
         with torch.no_grad():
             return self._forward(embedded, rotation, plan, route, spans, wanted)[0]
+
+    def keeps_all(self, embedded: Tensor, spans: Sequence[_SpanWeights]) -> bool:
+        """Whether there is room for what every layer's backward pass reads; else only the layers' inputs are kept."""
+        if self.most_kept_bytes is None:
+            return True
+        rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
+        return (
+            len(embedded) * len(self.layers) * kept_bytes(self.sizes, embedded.itemsize, rank) <= self.most_kept_bytes
+        )
 
     def _first_trained(self, spans: Sequence[_SpanWeights]) -> int | None:
         """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
@@ -183,32 +204,48 @@ class FusedBody:
         route: Route,
         spans: Sequence[_SpanWeights],
         wanted: _Wanted | None,
-        saved: list[_LayerSaved] | None = None,
+        saved: list[_LayerSaved | _LayerInput] | None = None,
         first_saved: int = 0,
+        keeps_all: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normed hidden states of the wanted rows, the residual stream before the last norm, and its 1 / rms."""
-        ops, delta = self.ops, None
-        for index, layer in enumerate(self.layers):
-            is_saved = saved is not None and index >= first_saved
-            h, x, rstd = ops.add_norm(h, delta, layer.input_norm, self.eps)
-            qkv, low_qkv = _project(layer.qkv, x, route, spans)
-            cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
-            q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
-            attention = self._attend(index, q, k, v, plan)
-            mixed, kept_h = attention.out[0].flatten(1), h
-            if wanted is not None and layer is self.layers[-1]:
-                mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
-            attended, low_out = _project(layer.out, mixed, route, spans)
-            inner_h, inner_x, inner_rstd = ops.add_norm(kept_h, attended, layer.inner_norm, self.eps)
-            gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
-            delta, low_down = _project(layer.down, ops.swiglu(gate_up), route, spans)
-            if is_saved and saved is not None:
-                raw = None if layer.heads.query_norm is None else qkv
-                early = (h, rstd, x, low_qkv, raw, attention, low_out)
-                saved.append(_LayerSaved(*early, inner_h, inner_rstd, inner_x, low_gate_up, gate_up, low_down))
-            h = inner_h
-        h, x, rstd = ops.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
+        delta = None
+        for index in range(len(self.layers)):
+            before = _LayerInput(h, delta)
+            h, delta, kept = self._forward_layer(index, before, rotation, plan, route, spans, wanted)
+            if saved is not None and index >= first_saved:
+                saved.append(kept if keeps_all else before)
+            del before, kept  # what nobody keeps is freed before the next layer runs
+        h, x, rstd = self.ops.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
         return x, h, rstd
+
+    def _forward_layer(
+        self,
+        index: int,
+        before: _LayerInput,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        route: Route,
+        spans: Sequence[_SpanWeights],
+        wanted: _Wanted | None,
+    ) -> tuple[Tensor, Tensor, _LayerSaved]:
+        """The residual stream, what the MLP adds to it, and what backward needs."""
+        ops, layer = self.ops, self.layers[index]
+        h, x, rstd = ops.add_norm(before.h, before.delta, layer.input_norm, self.eps)
+        qkv, low_qkv = _project(layer.qkv, x, route, spans)
+        cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
+        q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
+        attention = self._attend(index, q, k, v, plan)
+        mixed, kept_h = attention.out[0].flatten(1), h
+        if wanted is not None and layer is self.layers[-1]:
+            mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
+        attended, low_out = _project(layer.out, mixed, route, spans)
+        inner_h, inner_x, inner_rstd = ops.add_norm(kept_h, attended, layer.inner_norm, self.eps)
+        gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
+        delta, low_down = _project(layer.down, ops.swiglu(gate_up), route, spans)
+        raw = None if layer.heads.query_norm is None else qkv
+        early = (h, rstd, x, low_qkv, raw, attention, low_out)
+        return inner_h, delta, _LayerSaved(*early, inner_h, inner_rstd, inner_x, low_gate_up, gate_up, low_down)
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
@@ -224,7 +261,7 @@ class FusedBody:
         rotation: Rotation,
         plan: TreePlan,
         spans: Sequence[_SpanWeights],
-        saved: list[_LayerSaved],
+        saved: list[_LayerSaved | _LayerInput],
         first: int,
         wanted: _Wanted | None,
     ) -> None:
@@ -232,6 +269,8 @@ class FusedBody:
         ops = self.ops
         for index in range(len(self.layers) - 1, first - 1, -1):
             layer, kept = self.layers[index], saved.pop()
+            if isinstance(kept, _LayerInput):
+                _, _, kept = self._forward_layer(index, kept, rotation, plan, Route(), spans, wanted)
             only = wanted if layer is self.layers[-1] else None
             own = spans if only is None else only.spans
             dact, dlow = _input_gradient(layer.down, dh, kept.low_down, own)
@@ -260,8 +299,9 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor, body, embedded, rotation, plan, spans, first, wanted):  # noqa: ARG004 - the anchor asks for a gradient
-        saved: list[_LayerSaved] = []
-        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, wanted, saved, first)
+        saved: list[_LayerSaved | _LayerInput] = []
+        keeps_all = body.keeps_all(embedded, spans)
+        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, wanted, saved, first, keeps_all)
         ctx.kept = (body, rotation, plan, spans, first, wanted, saved, h, rstd)
         return x
 
@@ -330,8 +370,10 @@ def _input_gradient(
     return dx_NI, dlows
 
 
-def _spans_of_rows(spans: Sequence[_SpanWeights], rows: Tensor) -> list[_SpanWeights]:
+def _spans_of_rows(spans: Sequence[_SpanWeights], rows: Tensor, num_tokens: int) -> list[_SpanWeights]:
     """The same adapters, at the places that their rows have among `rows`."""
+    if len(spans) == 1 and spans[0].start == 0 and spans[0].stop == num_tokens:
+        return [replace(spans[0], stop=len(rows))]  # all of them, and the host need not wait to know it
     edges = torch.tensor([[span.start, span.stop] for span in spans], device=rows.device).view(-1, 2)
     places = torch.searchsorted(rows, edges).tolist()
     return [replace(span, start=start, stop=stop) for span, (start, stop) in zip(spans, places, strict=True)]

@@ -22,7 +22,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the card's memory that weights, KV cache and training together may plan with."""
     kv_cache_gib: float = 0.0
-    """KV cache budget; 0: 1 GiB on a CPU, half of what `gpu_memory_utilization` leaves on a GPU."""
+    """KV cache budget; 0: 1 GiB on a CPU, half of what weights and their merged copy leave on a GPU."""
     block_size: int = 16
     """Tokens in one KV block, the unit of reuse."""
     prefix_cache: bool = True
@@ -31,11 +31,12 @@ class EngineConfig:
     """Most prompt tokens read in one sampler step; 0: 512 on a CPU, 16384 on a GPU."""
     merge_adapter: Literal["auto", "always", "never"] = "auto"
     """Sample from base weights with the adapter added in (a second copy of the adapted weights), or beside it;
-    `auto` merges while one policy has the sampler to itself."""
+    `auto` merges while one policy has the sampler to itself and the copy fits."""
     share_prefixes: bool = True
     """Train datums that share leading tokens as one tree."""
     micro_batch_tokens: int = 0
-    """Tokens in one training pass; a tree may take four times as many. 0: 1024 on a CPU, 16384 on a GPU."""
+    """Tokens in one training pass; datums that share a beginning may take four times as many. 0: 1024 on a CPU, as many
+    as fit on a GPU, up to 32768. A pass that does not fit computes its activations twice instead of keeping them."""
     seed: int | None = None
     """Seeds requests that bring no seed of their own; None draws one."""
 

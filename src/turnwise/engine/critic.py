@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from turnwise.engine.budget import PassLimit
 from turnwise.engine.lora import Adapter, Route, Span, leaf, target_shapes
 from turnwise.engine.losses import did_you_mean
 from turnwise.engine.models import CausalModel
@@ -162,9 +163,9 @@ def _column(inputs: Mapping[str, TensorData], key: str, filler: float, length: i
 class CriticTrainer:
     """Runs a critic's datums through the model."""
 
-    def __init__(self, model: CausalModel, micro_batch_tokens: int, *, share_prefixes: bool) -> None:
+    def __init__(self, model: CausalModel, limit: PassLimit, *, share_prefixes: bool) -> None:
         self.model = model
-        self.micro_batch_tokens = micro_batch_tokens
+        self.limit = limit
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
 
     def forward(
@@ -213,7 +214,7 @@ class CriticTrainer:
     def _passes(self, datums: Sequence[ValueColumns]) -> list[list[int]]:
         chosen = [index for index, datum in enumerate(datums) if datum.mask.any()]
         sequences = [datums[index].input_ids for index in chosen]
-        batches = split_batches(sequences, self.micro_batch_tokens, min_shared=self.min_shared)
+        batches = split_batches(sequences, self.limit, min_shared=self.min_shared)
         return [[chosen[index] for index in batch] for batch in batches]
 
     def _rows(

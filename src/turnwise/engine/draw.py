@@ -10,15 +10,14 @@ Shape legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine.attention_cuda import has_triton
 from turnwise.engine.linear import cpu_kernels
 
 BUCKET = 256
@@ -69,21 +68,12 @@ def draw(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
 
 def draw_whole(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """`draw` on a GPU where no row cuts its tail."""
-    kernel = triton_draw()
-    if kernel is not None:
-        return kernel.draw_rows(logits_BV, temperature_B, uniform_B)
+    if has_triton():
+        from turnwise.engine.kernels.triton_draw import draw_rows
+
+        return draw_rows(logits_BV, temperature_B, uniform_B)
     off = torch.zeros_like(temperature_B)
     return draw_torch(logits_BV, DrawSettings(temperature_B, off, off + 1, off, uniform_B, is_cut=False))
-
-
-@functools.cache
-def triton_draw() -> Any:
-    """The module with our draw kernel, or None where Triton does not run."""
-    try:
-        from turnwise.engine.kernels import triton_draw as module
-    except ImportError:
-        return None
-    return module
 
 
 def draw_torch(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from turnwise.engine import adapter_files
+from turnwise.engine.budget import MemorySplit, split_memory
 from turnwise.engine.columns import AnyLoss, DatumColumns, datums_to_columns
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.critic import (
@@ -32,7 +33,7 @@ from turnwise.engine.losses import make_loss
 from turnwise.engine.memory import keep_freed_memory
 from turnwise.engine.models import CausalModel
 from turnwise.engine.optim import adamw_step
-from turnwise.engine.place import MICRO_BATCH_TOKENS, Place, choose_device, count_kv_tokens
+from turnwise.engine.place import Place, choose_device
 from turnwise.engine.preference_losses import DEFAULTS as PREFERENCE_LOSSES
 from turnwise.engine.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.sampler import Sampler
@@ -63,10 +64,13 @@ class Engine:
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
         self.base_policy = BasePolicy()
-        micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
-        self.trainer = Trainer(self.model, micro_batch_tokens, share_prefixes=config.share_prefixes)
-        self.critics = CriticTrainer(self.model, micro_batch_tokens, share_prefixes=config.share_prefixes)
-        self.sampler = Sampler(self.model, config, self._num_blocks(), self.model_dir)
+        self.memory = self._split_memory()
+        """What the sampler and the trainer may take beside the weights."""
+        if self.model.fused is not None:
+            self.model.fused.most_kept_bytes = self.memory.training_bytes
+        self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
+        self.critics = CriticTrainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
+        self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self._references: dict[str, AnyPolicy] = {}
 
     def create_adapter(self, lora: LoraConfig) -> Adapter:
@@ -196,6 +200,11 @@ class Engine:
         flat = adapter_files.read_flat(directory, shapes, lora.rank).to(self.device)
         return Policy(lora, shapes, flat, self.dtype)
 
+    def wait(self) -> None:
+        """Until the device has done what was launched; on a CPU it has."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def close(self) -> None:
         """Drop everything that holds memory."""
         self._references.clear()
@@ -228,20 +237,25 @@ class Engine:
             self._references[where] = self.load_policy(Path(where))
         return self._references[where]
 
-    def _num_blocks(self) -> int:
+    def _split_memory(self) -> MemorySplit:
         is_gpu = self.device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self.device) if is_gpu else (0, 0)
         dtype = str(self.dtype).removeprefix("torch.")
-        tokens = count_kv_tokens(
+        split = split_memory(
             self.config,
             Place(device=self.device.type, dtype=dtype, free_bytes=free, total_bytes=total),
-            bytes_per_token=self.model.kv_shape.bytes_per_token(self.dtype),
+            self.model.sizes,
+            adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
             context_length=self.max_context_length,
         )
-        num_blocks = tokens // self.config.block_size
-        if num_blocks < 2:
-            raise ConfigError(f"kv_cache_gib={self.config.kv_cache_gib} holds {tokens} tokens; give it more")
-        return num_blocks
+        log.info("memory of %s on %s beside its weights: %s", self.name, self.device, split.line())
+        if split.kv_tokens < 2 * self.config.block_size:
+            raise ConfigError(
+                f"the KV cache would hold {split.kv_tokens} tokens, because kv_cache_gib={self.config.kv_cache_gib:g} "
+                f"and gpu_memory_utilization={self.config.gpu_memory_utilization:g} leave {split.kv_bytes} bytes; "
+                "raise one of them, or take a smaller model"
+            )
+        return split
 
 
 def _make_loss(name: str, config: LossConfig) -> AnyLoss:

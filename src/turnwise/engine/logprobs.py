@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from turnwise.engine.attention_cuda import has_triton
+from turnwise.engine.budget import LOGITS_CHUNK_BYTES
 from turnwise.engine.linear import frozen_linear, multiply
 from turnwise.engine.lora import LoraLinear, Route
 from turnwise.engine.pack import Entries
-from turnwise.engine.place import LOGITS_CHUNK_BYTES
 
 TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 """(logprobs [E], entropies [E] or None, columns [E]) -> d loss / d logprob, d loss / d entropy."""
@@ -56,8 +57,7 @@ def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Itera
     """(rows, entries) slices that cover everything."""
     num_rows = len(entries.row_tokens)
     step = max(16, LOGITS_CHUNK_BYTES[device.type] // (vocab_size * 4))
-    starts = torch.arange(0, num_rows + step, step, device=entries.rows.device)
-    bounds = torch.searchsorted(entries.rows, starts).tolist()
+    bounds = np.searchsorted(entries.host_rows, np.arange(0, num_rows + step, step)).tolist()
     for i, start in enumerate(range(0, num_rows, step)):
         yield slice(start, min(start + step, num_rows)), slice(bounds[i], bounds[i + 1])
 
@@ -212,8 +212,7 @@ def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan
     for span in route.spans:
         if head.name not in span.weights.pairs:
             continue
-        edges = torch.tensor([span.start, span.stop], device=entries.row_tokens.device)
-        start, stop = torch.searchsorted(entries.row_tokens, edges).tolist()
+        start, stop = np.searchsorted(entries.host_tokens, [span.start, span.stop]).tolist()
         a, b = span.weights.pairs[head.name]
         grads = getattr(span.weights, "grad_pairs", {}).get(head.name, (None, None))
         spans.append(RowSpan(start, stop, a.detach().float(), b.detach().float(), span.weights.scale, *grads))

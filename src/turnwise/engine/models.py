@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.engine.attention import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.body import FusedBody
+from turnwise.engine.budget import ModelSizes
 from turnwise.engine.kvcache import KvShape
 from turnwise.engine.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.errors import ModelError
@@ -45,15 +46,13 @@ class CausalModel:
             raise ModelError(f"{self.arch} has no linear output layer")
         self.head = head
         self.body: nn.Module = model.base_model
-        self.fused = FusedBody(self.body, device) if FusedBody.fits(self.body) else None
         self.vocab_size = int(self.head.out_features)
+        self.sizes = _sizes(config, self.vocab_size)
+        self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.fits(self.body) else None
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
-        heads = config.num_attention_heads
         self.kv_shape = KvShape(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_layers=self.sizes.num_layers, num_kv_heads=self.sizes.num_kv_heads, head_size=self.sizes.head_size
         )
 
     @property
@@ -88,6 +87,19 @@ def _read_config(directory: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as cause:
         raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
+
+
+def _sizes(config: PretrainedConfig, vocab_size: int) -> ModelSizes:
+    heads = config.num_attention_heads
+    return ModelSizes(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        inner_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=vocab_size,
+    )
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:

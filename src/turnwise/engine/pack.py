@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from turnwise.engine.attention import Pair, TreePlan
-from turnwise.engine.place import TREE_STRETCH
+from turnwise.engine.attention import Pair, TreePlan, upload
+from turnwise.engine.budget import PassLimit
 
 MIN_SHARED = 16
 """Sharing fewer tokens than this is not worth a node of its own."""
@@ -147,8 +147,8 @@ def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
     return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
 
 
-def split_batches(sequences: Sequence[Array], max_tokens: int, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
-    """Indices of `sequences`, sorted and cut into passes of about `max_tokens` tokens."""
+def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
+    """Indices of `sequences`, sorted and cut into passes of about `limit` tokens."""
     order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
     batch: list[int] = []
     used = 0
@@ -156,8 +156,7 @@ def split_batches(sequences: Sequence[Array], max_tokens: int, *, min_shared: in
         shared = num_shared(sequences[previous], sequences[index]) if previous is not None and batch else 0
         if previous is not None and not is_worth_sharing(sequences[previous], sequences[index], shared, min_shared):
             shared = 0
-        limit = max_tokens * (TREE_STRETCH if shared else 1)
-        if batch and used + len(sequences[index]) - shared > limit:
+        if batch and used + len(sequences[index]) - shared > (limit.sharing if shared else limit.alone):
             yield batch
             batch, used, shared = [], 0, 0
         batch.append(index)
@@ -201,12 +200,16 @@ def _collect_pairs(nodes: Sequence[_Node], depth: int, levels: list[list[Pair]])
 class Entries:
     """Which hidden states the head reads, and which target of which datum each serves; sorted by row."""
 
+    host_tokens: Array
+    """[R] packed token of each row, ascending; a token appears once per temperature asked of it."""
+    host_rows: Array
+    """[E] the row of each entry, ascending"""
     row_tokens: torch.Tensor
-    """[R] packed token of each row; a token appears once per temperature asked of it."""
+    """[R] the same on the device"""
     row_temperatures: torch.Tensor
     """[R]"""
     rows: torch.Tensor
-    """[E] ascending"""
+    """[E]"""
     targets: torch.Tensor
     """[E]"""
     columns: torch.Tensor
@@ -219,6 +222,8 @@ class Entries:
             return parts[0]
         starts = np.cumsum([0, *(len(p.row_tokens) for p in parts)]).tolist()
         return cls(
+            host_tokens=np.concatenate([p.host_tokens for p in parts]),
+            host_rows=np.concatenate([p.host_rows + start for p, start in zip(parts, starts, strict=False)]),
             row_tokens=torch.cat([p.row_tokens for p in parts]),
             row_temperatures=torch.cat([p.row_temperatures for p in parts]),
             rows=torch.cat([p.rows + start for p, start in zip(parts, starts, strict=False)]),
@@ -232,10 +237,13 @@ def make_entries(tokens: Array, temperatures: Array, targets: Array, columns: Ar
     levels, level = np.unique(temperatures, return_inverse=True)
     unique, inverse = np.unique(tokens * len(levels) + level, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
+    host_tokens, host_rows = unique // len(levels), inverse[order]
     return Entries(
-        row_tokens=torch.from_numpy(unique // len(levels)).to(device),
-        row_temperatures=torch.from_numpy(levels[unique % len(levels)].astype(np.float32)).to(device),
-        rows=torch.from_numpy(inverse[order]).to(device),
-        targets=torch.from_numpy(targets[order].astype(np.int64)).to(device),
-        columns=torch.from_numpy(columns[order].astype(np.int64)).to(device),
+        host_tokens=host_tokens,
+        host_rows=host_rows,
+        row_tokens=upload(host_tokens, device),
+        row_temperatures=upload(levels[unique % len(levels)].astype(np.float32), device),
+        rows=upload(host_rows, device),
+        targets=upload(targets[order].astype(np.int64), device),
+        columns=upload(columns[order].astype(np.int64), device),
     )

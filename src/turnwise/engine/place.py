@@ -1,4 +1,4 @@
-"""Where an engine runs, and the sizes that follow from it. Imports without torch, so that a plan can be made of it."""
+"""Where an engine runs. Imports without torch, so that a plan can be made of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from turnwise.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
-TREE_STRETCH = 4
-"""A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
-LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
-"""Size of one chunk's float32 logits."""
-CPU_KV_BYTES = 1 << 30
-MAX_KV_TOKENS = 1 << 21
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -62,12 +55,3 @@ def find_place(config: EngineConfig) -> Place:
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     name = str(dtype).removeprefix("torch.")
     return Place(device=device.type, dtype=name, free_bytes=free, total_bytes=total)
-
-
-def count_kv_tokens(config: EngineConfig, place: Place, *, bytes_per_token: int, context_length: int) -> int:
-    """How many tokens the KV cache holds; `place.free_bytes` is what a GPU has left beside the weights."""
-    budget = config.kv_cache_gib * (1 << 30)
-    if not budget and place.device == "cuda":
-        budget = max(0, place.free_bytes - (1 - config.gpu_memory_utilization) * place.total_bytes) / 2
-    tokens = int((budget or CPU_KV_BYTES) // bytes_per_token)
-    return min(tokens, MAX_KV_TOKENS, config.max_num_seqs * context_length)

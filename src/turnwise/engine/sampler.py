@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.attention import Chunk, PagedPlan, chunk_slots, upload
+from turnwise.engine.budget import MemorySplit
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.draw import DrawSettings, draw, uniforms
 from turnwise.engine.graphs import DecodeGraphs
@@ -59,9 +60,10 @@ class _Flight:
 
 
 class Sampler:
-    def __init__(self, model: CausalModel, config: EngineConfig, num_blocks: int, tokenizer_dir: Path) -> None:
+    def __init__(self, model: CausalModel, config: EngineConfig, memory: MemorySplit, tokenizer_dir: Path) -> None:
         self.model = model
         self.config = config
+        num_blocks = memory.kv_tokens // config.block_size
         self.cache = KvCache(model.kv_shape, num_blocks, config.block_size, model.dtype, model.device)
         self._is_async = model.device.type == "cuda"
         self._flight: _Flight | None = None
@@ -87,6 +89,7 @@ class Sampler:
         self._seeds = random.Random(config.seed)
         self._merged: dict[str, Tensor] = {}
         self._merged_version = 0
+        self._has_room_to_merge = memory.may_merge
 
     @property
     def has_work(self) -> bool:
@@ -311,7 +314,7 @@ class Sampler:
         return Route(spans=_spans(lengths))
 
     def _may_merge(self, step: Step) -> bool:
-        if self.config.merge_adapter == "never":
+        if not self._has_room_to_merge:
             return False
         policies = {row.request.policy for row in step.decode} | {p.row.request.policy for p in step.prefill}
         if len(policies) != 1 or isinstance(next(iter(policies)), BasePolicy):

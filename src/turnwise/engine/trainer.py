@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine.attention import upload
+from turnwise.engine.budget import PassLimit
 from turnwise.engine.columns import AnyLoss, DatumColumns, collate_columns
 from turnwise.engine.logprobs import TargetHead
 from turnwise.engine.lora import AnyPolicy, LoraWeights, Route, Span
@@ -48,9 +50,9 @@ class _Result:
 class Trainer:
     """Runs jobs through the model; jobs of several adapters may share a pass."""
 
-    def __init__(self, model: CausalModel, micro_batch_tokens: int, *, share_prefixes: bool) -> None:
+    def __init__(self, model: CausalModel, limit: PassLimit, *, share_prefixes: bool) -> None:
         self.model = model
-        self.micro_batch_tokens = micro_batch_tokens
+        self.limit = limit
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
 
     def logprobs(self, job: Job, *, only_trained: bool, with_entropy: bool = False) -> Generator[None, None, _Result]:
@@ -117,7 +119,7 @@ class Trainer:
         """The job's datums, cut into passes; a datum with nothing to train is not run for its gradient."""
         chosen = [i for i, datum in enumerate(job.datums) if datum.mask.any() or not only_trained]
         sequences = [job.datums[i].input_ids for i in chosen]
-        batches = split_batches(sequences, self.micro_batch_tokens, min_shared=self.min_shared)
+        batches = split_batches(sequences, self.limit, min_shared=self.min_shared)
         return [[chosen[i] for i in batch] for batch in batches]
 
     def _entries(self, job: Job, result: _Result, batch: PackedBatch, first_token: int, only_trained: bool) -> Entries:
@@ -135,8 +137,7 @@ class Trainer:
 
     def _hidden(self, batch: PackedBatch, route: Route, rows: Tensor) -> Tensor:
         device = self.model.device
-        input_ids = torch.from_numpy(batch.input_ids).to(device)
-        position_ids = torch.from_numpy(batch.position_ids).to(device)
+        input_ids, position_ids = upload(batch.input_ids, device), upload(batch.position_ids, device)
         return self.model.hidden(input_ids, position_ids, batch.plan, route, rows)
 
     def _backward_pass(
@@ -214,6 +215,9 @@ class Trainer:
             grad_rows, logprobs, entropies = head.backward(rows.detach(), by_job)
         if rows.requires_grad:
             rows.backward(grad_rows)
+        if len(jobs) == 1:  # no search for its own columns, for which the host would have to wait
+            self._store(results[0], entries.columns, logprobs, entropies)
+            return
         for job, result in enumerate(results):
             own = (entries.columns >= starts[job]) & (entries.columns < starts[job + 1])
             own_entropies = None if entropies is None else entropies[own]

@@ -292,6 +292,8 @@ class EngineWorker:
             if self._running is None:
                 self._running = (operation, operation.begin(engine))
             next(self._running[1])
+            if engine.sampler.has_work:  # it is to get as long as this really took
+                engine.wait()
         except StopIteration as done:
             self._running = None
             operation.future.set_result(done.value)

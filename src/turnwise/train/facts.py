@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.engine.budget import ModelSizes
 from turnwise.errors import ModelError
 from turnwise.train.config import ModelConfig
 
@@ -16,26 +17,13 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(ModelSizes):
     """A model's sizes; matrices are (outputs, inputs) by name."""
 
     directory: Path
     num_parameters: int
     context_length: int
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    """Of the MLP."""
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
     linears: dict[str, tuple[int, int]]
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     def num_adapter_parameters(self, model: ModelConfig, rank: int = 0) -> int:
         """Of an adapter of `rank`; 0: of the model's own."""

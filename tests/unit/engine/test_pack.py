@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from turnwise.engine.budget import PassLimit
 from turnwise.engine.pack import NO_SHARING, pack, split_batches
 
 sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
@@ -45,15 +46,15 @@ def test_with_full_sharing_the_tree_holds_each_distinct_prefix_once(rows: list[l
 @settings(max_examples=100, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 30))
 def test_passes_hold_every_datum_exactly_once(rows: list[list[int]], max_tokens: int) -> None:
-    batches = list(split_batches([np.asarray(row) for row in rows], max_tokens, min_shared=2))
+    batches = list(split_batches([np.asarray(row) for row in rows], PassLimit.of(max_tokens), min_shared=2))
     assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
 
 
 def test_unrelated_datums_are_cut_at_the_token_budget_and_a_group_stays_together() -> None:
     loners = [np.full(100, i) for i in range(6)]
-    assert [len(b) for b in split_batches(loners, 200)] == [2, 2, 2]
+    assert [len(b) for b in split_batches(loners, PassLimit.of(200))] == [2, 2, 2]
     group = [np.concatenate([np.zeros(100, dtype=int), np.full(50, i + 1)]) for i in range(6)]
-    assert [len(b) for b in split_batches(group, 200)] == [6]
+    assert [len(b) for b in split_batches(group, PassLimit.of(200))] == [6]
 
 
 def test_a_datum_that_is_the_start_of_another_adds_no_token_however_short() -> None:

@@ -67,6 +67,9 @@ class CountingEngine:
         self.sampler = CountingSampler(self.log)
         self.is_closed = False
 
+    def wait(self) -> None:
+        """A device that is always done."""
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turnwise.cli import main
+from turnwise.engine.budget import GIB, ModelSizes, split_memory, training_pass_bytes
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.pack import pack, split_batches
@@ -22,12 +23,16 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.config import Config
 from turnwise.train.config_files import load_config
 from turnwise.train.facts import read_facts
-from turnwise.train.memory import GIB, Memory, estimate_memory, pass_tokens, training_pass_bytes
+from turnwise.train.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 
 FACTOR = 1.3
 """How far an estimate may be from what was measured, either way."""
 CPU = Place(device="cpu", dtype="float32")
+QWEN = ModelSizes(
+    num_layers=28, hidden_size=1024, inner_size=3072, num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936
+)
+ADAPTED = 596_000_000
 LIMITS = RolloutLimits(max_turns=4, max_tokens_per_turn=16, max_trajectory_tokens=1024)
 
 
@@ -154,13 +159,16 @@ def test_no_pass_holds_more_tokens_than_the_plan_says() -> None:
     rng = np.random.default_rng(0)
     beginning = rng.integers(3, 400, 40)
     sequences = [np.concatenate([beginning, rng.integers(3, 400, 100)]) for _ in range(64)]
-    sizes = [pack(sequences, batch).num_tokens for batch in split_batches(sequences, 512)]
-    limit = pass_tokens(EngineConfig(micro_batch_tokens=512), CPU, LIMITS, num_attempts=64)
+    split = split_memory(
+        EngineConfig(micro_batch_tokens=512), CPU, QWEN, adapted_parameters=ADAPTED, context_length=40960
+    )
+    sizes = [pack(sequences, batch).num_tokens for batch in split_batches(sequences, split.limit)]
+    limit = pass_tokens(split, LIMITS, num_attempts=64)
     assert limit == 2048
     assert 0.9 * limit < max(sizes) <= limit
-    assert pass_tokens(EngineConfig(micro_batch_tokens=512), CPU, LIMITS, num_attempts=1) == 1024, "one dialogue"
+    assert pass_tokens(split, LIMITS, num_attempts=1) == 1024, "one dialogue"
     talkative = RolloutLimits(max_turns=100, max_tokens_per_turn=100, max_trajectory_tokens=8192)
-    assert pass_tokens(EngineConfig(micro_batch_tokens=512), CPU, talkative, num_attempts=64) == 8192
+    assert pass_tokens(split, talkative, num_attempts=64) == 8192
 
 
 def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weights_leave(wide_dir: Path) -> None:
@@ -169,9 +177,8 @@ def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weigh
     config = load_config("guess_number", ["model=x", "train.micro_batch_tokens=1024"])
     on_card, on_cpu = (_estimate(config, wide_dir, settings, place) for place in (card, CPU))
     assert on_card.weights * 2 == on_cpu.weights
-    left = card.free_bytes - on_card.weights - 0.1 * card.total_bytes
+    left = card.free_bytes - on_card.weights - on_card.merged - 0.1 * card.total_bytes
     assert on_card.kv_cache == pytest.approx(left / 2, rel=1e-3)
-    assert on_card.num_pass_tokens == 4 * 16384
     assert on_card.line().startswith(
         f"about {on_card.total / GIB:.2f} GiB of 2.00 GiB on the GPU in bfloat16: weights "
     )

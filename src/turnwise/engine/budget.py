@@ -1,0 +1,179 @@
+"""How an engine splits its device's memory: merged weights, KV cache, training passes. Imports without torch.
+
+A training pass keeps, per token and layer, what the hand-written backward pass reads (`engine.body`): the residual
+stream and its norms, the projections, attention's inputs and output, the gate, and each adapter's low-rank products. On
+top comes the larger of two things that never meet: a chunk of logits, or the gradients inside one layer. Models outside
+the Llama family keep about a third more. Numbers are of tensors; Python and its libraries add some hundred MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.place import Place
+
+GIB = 1 << 30
+FLOAT32_BYTES = 4
+LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
+"""Size of one chunk's float32 logits."""
+CPU_KV_BYTES = 1 << 30
+MAX_KV_TOKENS = 1 << 21
+CPU_PASS_TOKENS = 1024
+MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
+"""On a GPU: longer passes than that are no faster, and shorter ones leave the card idle."""
+SHARING_STRETCH = 4
+"""A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
+LOW_RANK_PARTS = 7
+"""Products of x and A in a layer: query, key, value, output, gate, up, down."""
+USUAL_RANK = 64
+"""What passes are sized for before any adapter is there."""
+WIDE_GRADIENTS = {"cpu": 8, "cuda": 4}
+"""Tensors of the MLP's inner size that live at once in a layer's backward pass; kernels fuse some of them."""
+STREAMS = 6
+"""Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
+MERGED_SHARE = 0.25
+"""The merged copy may take this share of what the weights leave; where it would be more, adapters stay beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What a model's memory depends on."""
+
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    """Of the MLP."""
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimit:
+    """Most tokens of one training pass."""
+
+    alone: int
+    """Where no datum shares its beginning with another."""
+    sharing: int
+    """Where one more datum adds what it does not share."""
+
+    @classmethod
+    def of(cls, tokens: int) -> PassLimit:
+        return cls(tokens, SHARING_STRETCH * tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySplit:
+    """What the sampler and the trainer of one engine may take beside the weights."""
+
+    may_merge: bool
+    """Whether there is room for a second copy of the adapted weights."""
+    merged_bytes: int
+    kv_tokens: int
+    kv_bytes: int
+    training_bytes: int
+    """For what a pass keeps; a longer one computes its activations twice instead (`body.FusedBody`)."""
+    limit: PassLimit
+
+    def line(self) -> str:
+        """As a person reads it."""
+        merged = f"merged weights {format_bytes(self.merged_bytes)}" if self.may_merge else "no merged weights"
+        return (
+            f"{merged}, KV cache {format_bytes(self.kv_bytes)} ({self.kv_tokens:,} tokens), training "
+            f"{format_bytes(self.training_bytes)} (passes of {self.limit.alone:,} tokens, up to "
+            f"{self.limit.sharing:,} where beginnings are shared)"
+        )
+
+
+def format_bytes(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
+
+
+def split_memory(
+    config: EngineConfig, place: Place, sizes: ModelSizes, *, adapted_parameters: int, context_length: int
+) -> MemorySplit:
+    """`place.free_bytes` is what a GPU has left beside the weights."""
+    left, merged = _left_bytes(config, place), adapted_parameters * place.dtype_bytes
+    may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
+    left = max(0, left - merged) if may_merge and place.device == "cuda" else left
+    per_token = sizes.kv_values_per_token * place.dtype_bytes
+    budget = config.kv_cache_gib * GIB or (left / 2 if place.device == "cuda" else CPU_KV_BYTES)
+    kv_tokens = min(int(budget // per_token), MAX_KV_TOKENS, config.max_num_seqs * context_length)
+    training = int(left - kv_tokens * per_token) if place.device == "cuda" else int(left / 2)
+    return MemorySplit(
+        may_merge=may_merge,
+        merged_bytes=merged if may_merge else 0,
+        kv_tokens=kv_tokens,
+        kv_bytes=kv_tokens * per_token,
+        training_bytes=max(0, training),
+        limit=_pass_limit(config, place, sizes, training),
+    )
+
+
+def _left_bytes(config: EngineConfig, place: Place) -> float:
+    """What may be planned with: of a GPU what is free within its share, of a CPU half of its memory."""
+    if place.device == "cuda":
+        return max(0.0, place.free_bytes - (1 - config.gpu_memory_utilization) * place.total_bytes)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+
+
+def _pass_limit(config: EngineConfig, place: Place, sizes: ModelSizes, training_bytes: int) -> PassLimit:
+    if config.micro_batch_tokens:
+        return PassLimit.of(config.micro_batch_tokens)
+    if place.device != "cuda":
+        return PassLimit.of(CPU_PASS_TOKENS)
+    logits = _logits_bytes(sizes, place, MAX_PASS_TOKENS, train_unembed=True)
+    fits = int((training_bytes - logits) // _bytes_per_token(sizes, place, USUAL_RANK))
+    alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
+    return PassLimit(alone, min(max(fits, alone), SHARING_STRETCH * MAX_PASS_TOKENS))
+
+
+def training_pass_bytes(sizes: ModelSizes, place: Place, num_tokens: int, *, rank: int, train_unembed: bool) -> int:
+    """What a pass over `num_tokens` packed tokens, all of them trained, needs besides weights and adapter."""
+    in_layer = num_tokens * _in_layer_bytes(sizes, place)
+    kept = num_tokens * _bytes_per_token(sizes, place, rank) - in_layer
+    return kept + max(in_layer, _logits_bytes(sizes, place, num_tokens, train_unembed))
+
+
+def kept_bytes(sizes: ModelSizes, size: int, rank: int) -> int:
+    """Of `engine.body._LayerSaved`, for one token in one layer."""
+    query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    residual = 4 * sizes.hidden_size
+    projections = query + 2 * key
+    attention = query + key + query
+    values = residual + projections + attention + 2 * sizes.inner_size + LOW_RANK_PARTS * rank
+    statistics = 2 + sizes.num_heads
+    return values * size + statistics * FLOAT32_BYTES
+
+
+def _bytes_per_token(sizes: ModelSizes, place: Place, rank: int) -> int:
+    """All layers, what lies outside them, and the gradients inside one layer."""
+    kept = sizes.num_layers * kept_bytes(sizes, place.dtype_bytes, rank)
+    return kept + STREAMS * sizes.hidden_size * place.dtype_bytes + _in_layer_bytes(sizes, place)
+
+
+def _in_layer_bytes(sizes: ModelSizes, place: Place) -> int:
+    each = FLOAT32_BYTES if place.device == "cpu" else place.dtype_bytes
+    return WIDE_GRADIENTS[place.device] * sizes.inner_size * each
+
+
+def _logits_bytes(sizes: ModelSizes, place: Place, num_rows: int, train_unembed: bool) -> int:
+    """Logits of a chunk and the adapter's part of them, beside what is left of the chunk before."""
+    size, is_fused = place.dtype_bytes, place.device == "cuda"
+    cast = size if size < FLOAT32_BYTES else 0
+    own = size if is_fused else FLOAT32_BYTES + cast
+    low_rank = FLOAT32_BYTES + cast if train_unembed else 0
+    each = max(own, size + low_rank)
+    before = size if is_fused else FLOAT32_BYTES
+    num_logits = num_rows * sizes.vocab_size
+    first = min(num_logits, LOGITS_CHUNK_BYTES[place.device] // FLOAT32_BYTES)
+    second = min(num_logits - first, first)
+    return max(first * each, first * before + second * each if second else 0)
