@@ -11,6 +11,7 @@ from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
 from turnwise.train.config import ModelConfig
 from turnwise.train.facts import read_facts
+from turnwise.train.memory import sizes_of
 from turnwise.types import LoraConfig
 
 
@@ -23,7 +24,7 @@ def test_sizes_are_the_engines(tiny_dir: Path, trained: tuple[str, ...]) -> None
     model = ModelConfig.model_validate({"rank": 3, **flags})
     assert facts.num_adapter_parameters(model) == adapter.flat.numel()
     assert facts.context_length == engine.max_context_length
-    assert facts.kv_values_per_token * 4 == engine.model.kv_shape.bytes_per_token(engine.dtype)
+    assert sizes_of(facts) == engine.model.sizes
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
