@@ -130,6 +130,12 @@ def test_tokens_are_those_of_the_original(tiny_dir: Path, converted: Path) -> No
     assert copy.model_max_length == tiny.MAX_POSITIONS
 
 
+def test_decoding_gives_back_every_character(converted: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    for text in (*TEXTS, "a != 3 , b . do n't ? \u2581x"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
 def test_digits_are_split_off_before_the_white_space_in_front_of_them(converted: Path) -> None:
     pre_tokenizer = AutoTokenizer.from_pretrained(converted).backend_tokenizer.pre_tokenizer
     assert [piece for piece, _ in pre_tokenizer.pre_tokenize_str("\n\n12")] == ["ĊĊ", "1", "2"]

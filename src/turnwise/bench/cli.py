@@ -1,11 +1,24 @@
-"""`turnwise bench sample | tenants | train | tree | branch | rollout | sandbox | async`."""
+"""`turnwise bench sample | tenants | train | tree | branch | both | agreement | rollout | sandbox | async | ...`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from turnwise.bench import async_train, branch, report, rollout, sample, sandbox, service, tenants, train, tree
+from turnwise.bench import (
+    agreement,
+    async_train,
+    both,
+    branch,
+    report,
+    rollout,
+    sample,
+    sandbox,
+    service,
+    tenants,
+    train,
+    tree,
+)
 
 BENCHES = {
     "sample": sample,
@@ -13,6 +26,8 @@ BENCHES = {
     "train": train,
     "tree": tree,
     "branch": branch,
+    "both": both,
+    "agreement": agreement,
     "rollout": rollout,
     "sandbox": sandbox,
     "service": service,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gguf import GGUFReader
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -19,6 +19,9 @@ from turnwise.errors import ModelError
 SINGLE_DIGIT_PRE_TOKENIZERS = frozenset({"smollm"})
 """`tokenizer.ggml.pre` of vocabularies that were trained with every digit split off. transformers reads these with
 GPT-2's splitting alone, and then "\\n\\n1" or "   7" become tokens that the model has rarely seen."""
+
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Hugging Face's names, and GGUF's: `tokenizer.ggml.bos_token_id` and so on."""
 
 
 def gguf_to_directory(gguf: Path, target: Path) -> None:
@@ -36,7 +39,11 @@ def gguf_to_directory(gguf: Path, target: Path) -> None:
         pad_token_id=model.config.pad_token_id,
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    if _pre_tokenizer_name(gguf) in SINGLE_DIGIT_PRE_TOKENIZERS:
+    fields = GGUFReader(gguf)
+    _set_special_tokens(tokenizer, fields)
+    if _read(fields, "tokenizer.ggml.model") == "gpt2":
+        _make_byte_level(tokenizer)
+    if _read(fields, "tokenizer.ggml.pre") in SINGLE_DIGIT_PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -66,9 +73,29 @@ def _drop_file_title(config: Any) -> None:
         del config._model_name_or_path
 
 
-def _pre_tokenizer_name(gguf: Path) -> str | None:
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    return None if field is None else str(field.contents())
+def _set_special_tokens(tokenizer: Any, fields: GGUFReader) -> None:
+    """As the file has them: some releases of transformers guess instead, and then no reply would ever end."""
+    for name, gguf_name in SPECIAL_TOKENS.items():
+        token_id = _read(fields, f"tokenizer.ggml.{gguf_name}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(token_id)))
+
+
+def _make_byte_level(tokenizer: Any) -> None:
+    """GPT-2's scheme and nothing else: some releases of transformers add steps of Llama's, or tidy what is decoded."""
+    tokenizer.clean_up_tokenization_spaces = False
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = None
+    backend.decoder = decoders.ByteLevel()
+    backend.model.unk_token = None
+    backend.model.fuse_unk = False
+    backend.model.byte_fallback = False
+
+
+def _read(fields: GGUFReader, key: str) -> Any:
+    """A field's value; None where the file has no such field."""
+    field = fields.get_field(key)
+    return None if field is None else field.contents()
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+"""An engine worked by hand: requests to their end, generators to their result. No worker, no clients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+from turnwise.engine.engine import Engine
+from turnwise.engine.lora import AnyPolicy
+from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+
+T = TypeVar("T")
+
+
+def finish(work: Generator[None, None, T]) -> T:
+    """What a generator of the engine returns once all of its passes have run."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value
+
+
+def sample_sequences(
+    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policy: AnyPolicy, *, num_samples: int = 1
+) -> list[SampledSequence]:
+    """`num_samples` continuations of every prompt, one prompt after the other; run together, and none stops early."""
+    replies: dict[int, Sequence[SampledSequence]] = {}
+    params = SamplingParams(max_tokens=new_tokens, stop=[])
+    for index, prompt in enumerate(prompts):
+
+        def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
+            if isinstance(reply, BaseException):
+                raise reply
+            replies[index] = reply.sequences
+
+        engine.sampler.submit(prompt, params, policy, num_samples=num_samples, on_done=keep)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    return list(itertools.chain.from_iterable(replies[index] for index in range(len(prompts))))
