@@ -191,7 +191,7 @@ def _build_parser() -> argparse.ArgumentParser:
     retriever_cli.add_parser(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure speed on this machine: sample, train, tree, branch, async, ...",
+        help="measure this machine: sample, train, both, agreement, tree, branch, async, ...",
         description="Measure speed on this machine; `turnwise bench NAME --help` shows the options of one.",
     )
     bench.set_defaults(parser=bench)
@@ -199,8 +199,9 @@ def _build_parser() -> argparse.ArgumentParser:
         "benchmark",
         nargs="?",
         metavar="NAME",
-        help="sample (tokens drawn per second), train (tokens trained per second), tree (shared prefixes), branch "
-        "(branched dialogues)",
+        help="sample (tokens drawn per second), train (tokens trained per second), both (what sampling and training by "
+        "turns costs), agreement (sampler against trainer), tree (shared prefixes), branch (branched dialogues), "
+        "tenants (many adapters), rollout, async, sandbox, service",
     )
     return parser
 

@@ -7,6 +7,7 @@ pydantic. Everything is in token ids. A datum's tensors are aligned to `model_in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class ModelInput:
         return cls(chunks=[])
 
     def to_ints(self) -> list[int]:
-        return [token for chunk in self.chunks for token in chunk.tokens]
+        return list(itertools.chain.from_iterable(chunk.tokens for chunk in self.chunks))
 
     @property
     def length(self) -> int:
@@ -82,7 +83,10 @@ class TensorData:
         return cls.from_numpy(tensor.detach().cpu().numpy())
 
     def to_numpy(self) -> NDArray[Any]:
-        array = np.asarray(self.data, dtype=self.dtype)
+        try:  # of a long list the quickest way, and most are flat
+            array = np.fromiter(self.data, dtype=self.dtype, count=len(self.data))
+        except ValueError:
+            array = np.asarray(self.data, dtype=self.dtype)
         return array if self.shape is None else array.reshape(tuple(self.shape))
 
     def to_torch(self) -> Any:

@@ -12,6 +12,7 @@ takes less than a millisecond. The event loop never waits.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from turnwise.errors import ConfigError, DataError
 
 Value = None | int | float | str | bytes
 
-MAX_WORKERS = 2
+MAX_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
+"""Queries that run at once; the other half of the machine plays and learns."""
 WAIT_FOR_WORKER_S = 60.0
 KILL_AFTER_S = 2.0
 """Beyond a query's own limit."""
