@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,8 +63,7 @@ class KvCache:
             values[target] = values[source]
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """How far a sequence's blocks are findable: its first `num_blocks`, ending in tree node `node`."""
 
     num_blocks: int
@@ -75,6 +75,7 @@ class Prefix:
         return cls(0, -version)
 
 
+NO_PREFIX = Prefix(0, 0)
 TOKEN_BYTES = 4
 
 

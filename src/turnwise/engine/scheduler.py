@@ -12,8 +12,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from turnwise.engine.kvcache import BlockPool, Prefix
+from turnwise.engine.kvcache import NO_PREFIX, BlockPool, Prefix
 from turnwise.engine.lora import AnyPolicy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -63,7 +64,7 @@ class Row:
     blocks: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
-    prefix: Prefix = field(default_factory=lambda: Prefix(0, 0))
+    prefix: Prefix = NO_PREFIX
     lane: int = -1
     """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
     num_pending: int = 0
@@ -94,8 +95,7 @@ class Row:
         return self.is_leader and self.request.wants_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Tokens [start, stop) of a row that one step reads."""
 
     row: Row
