@@ -275,6 +275,10 @@ ALIGNMENT = 64
 
 def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """The arrays on `device`, all in one copy; to a GPU through pinned memory, so that the host does not wait."""
+    return [torch.from_numpy(array) for array in arrays] if device.type == "cpu" else copy_packed(arrays, device)
+
+
+def copy_packed(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
     offsets = np.cumsum([0, *sizes]).tolist()
     staging = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import torch
 
-from turnwise.engine.attention import Chunk, PagedPlan, upload_all
+from turnwise.engine.attention import Chunk, PagedPlan, copy_packed
 from turnwise.engine.inputs import block_table, step_inputs
 from turnwise.engine.kvcache import KvCache, KvShape
 from turnwise.engine.lora import BasePolicy
@@ -105,7 +105,7 @@ def test_one_copy_brings_every_array_as_it_was() -> None:
         np.array([0.5, -1.0], dtype=np.float32),
         np.arange(10, dtype=np.int64)[::3],
     ]
-    for array_, tensor in zip(arrays, upload_all(arrays, CPU), strict=True):
+    for array_, tensor in zip(arrays, copy_packed(arrays, CPU), strict=True):
         assert torch.equal(tensor, torch.from_numpy(array_.copy()))
         assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0, "kernels are compiled for the pointers' alignment"
 
