@@ -8,6 +8,7 @@ side runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,10 +77,7 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
 
     def dialogues() -> None:
         engine.sampler.drop_cache()
-        histories = [list(start) for start in starts]
-        for turn in range(args.turns):
-            replies = sample_all(engine, histories, args.sampled, [policy] * len(histories))
-            histories = [h + r + o for h, r, o in zip(histories, replies, seen[turn], strict=True)]
+        play_all(engine, starts, seen, args.sampled, policy)
 
     return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch, dialogues)}
 
@@ -116,6 +114,8 @@ def _run_transformers(args: argparse.Namespace) -> dict[str, Any]:
 def _measure(
     args: argparse.Namespace, device: torch.device, batch: Callable[[], object], dialogues: Callable[[], object]
 ) -> dict[str, Any]:
+    gc.collect()
+    gc.freeze()  # modules and the model live as long as the process: no collection need walk them again
     seconds = timed(batch, args, device).median
     result = {"machine": machine(device), "tokens_per_s": args.prompts * args.new_tokens / seconds}
     if args.dialogues:
@@ -144,3 +144,34 @@ def sample_all(
     while engine.sampler.has_work:
         engine.sampler.step()
     return [replies[i] for i in range(len(prompts))]
+
+
+def play_all(
+    engine: Engine,
+    starts: Sequence[Sequence[int]],
+    seen: Sequence[Sequence[Sequence[int]]],
+    new_tokens: int,
+    policy: AnyPolicy,
+) -> list[list[int]]:
+    """All dialogues to their end; `seen[turn][dialogue]` is what the world adds after a turn.
+
+    A dialogue asks for its next turn as soon as its last one is done, as a rollout does: none waits for the others.
+    """
+    histories = [list(start) for start in starts]
+    params = SamplingParams(max_tokens=new_tokens, stop=[])
+
+    def ask(index: int, turn: int) -> None:
+        def go_on(reply: SampleResponse | BaseException) -> None:
+            if isinstance(reply, BaseException):
+                raise reply
+            histories[index] += [*reply.sequences[0].tokens, *seen[turn][index]]
+            if turn + 1 < len(seen):
+                ask(index, turn + 1)
+
+        engine.sampler.submit(histories[index], params, policy, on_done=go_on)
+
+    for index in range(len(histories)):
+        ask(index, 0)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    return histories

@@ -231,24 +231,71 @@ class PagedPlan:
         """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""
         if "_varlen" not in self.__dict__:
             device = self.slots.device
-            new = [chunk.stop - chunk.start for chunk in self.chunks]
-            q_bounds = upload(np.cumsum([0, *new], dtype=np.int32), device)
-            if any(chunk.num_cached for chunk in self.chunks):
-                lengths = [chunk.num_cached + length for chunk, length in zip(self.chunks, new, strict=True)]
-                slots = [chunk_slots(chunk, 0, self.cache.block_size) for chunk in self.chunks]
-                k_bounds = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
-                k_index = upload(np.concatenate(slots), device)
-                varlen = Varlen(q_bounds, k_bounds, max(new), max(lengths), None, k_index)
+            new = np.array([chunk.stop - chunk.start for chunk in self.chunks])
+            cached = np.array([chunk.num_cached for chunk in self.chunks])
+            q_bounds, k_bounds = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (new, cached + new))
+            max_q, max_k = int(new.max()), int((cached + new).max())
+            if cached.any():
+                blocks = [chunk.blocks for chunk in self.chunks]
+                spans = make_spans(np.zeros_like(new), cached + new, [len(b) for b in blocks])
+                q, k, lines, held = upload_all([q_bounds, k_bounds, spans, np.concatenate(blocks)], device)
+                _, k_index = span_slots(lines, held, int(k_bounds[-1]), self.cache.block_size)
+                varlen = Varlen(q, k, max_q, max_k, None, k_index)
             else:
-                varlen = Varlen(q_bounds, q_bounds, max(new), max(new))
+                bounds = upload(q_bounds, device)
+                varlen = Varlen(bounds, bounds, max_q, max_q)
             self.__dict__["_varlen"] = varlen
         return self.__dict__["_varlen"]
 
 
-def chunk_slots(chunk: Chunk, first: int, block_size: int) -> np.ndarray:
-    """Where positions [first, end of the chunk) of its sequence lie in the cache."""
-    positions = np.arange(first, chunk.num_cached + chunk.stop - chunk.start)
-    return chunk.blocks[positions // block_size] * block_size + positions % block_size
+def make_spans(firsts: np.ndarray, lengths: np.ndarray, num_blocks: Sequence[int]) -> np.ndarray:
+    """[3, spans] int64 for `span_slots`: `lengths` positions of each sequence from `firsts` on, all laid end to end.
+
+    Per span: its length, what turns a place in that line into a position, and where its sequence's blocks begin.
+    """
+    starts, first_blocks = np.cumsum(lengths) - lengths, np.cumsum(num_blocks) - num_blocks
+    return np.stack([lengths, firsts - starts, first_blocks]).astype(np.int64)
+
+
+def span_slots(spans: Tensor, blocks: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Positions and cache slots [num_tokens] of spans of sequences whose `blocks` stand end to end.
+
+    Computed where the tensors are: a device needs the blocks alone, not a number for each of many thousand tokens.
+    """
+    lengths, shifts, first_blocks = spans
+    owners = torch.repeat_interleave(lengths, output_size=num_tokens)
+    positions = torch.arange(num_tokens, device=spans.device) + shifts[owners]
+    held = blocks[first_blocks[owners] + positions // block_size]
+    return positions, held * block_size + positions % block_size
+
+
+ALIGNMENT = 64
+"""Bytes; kernels are compiled for how their pointers are aligned, so every array gets the same."""
+
+
+def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays on `device`, all in one copy; to a GPU through pinned memory, so that the host does not wait."""
+    return [torch.from_numpy(array) for array in arrays] if device.type == "cpu" else copy_packed(arrays, device)
+
+
+def copy_packed(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    offsets = np.cumsum([0, *sizes]).tolist()
+    staging = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    places = list(zip(arrays, offsets, strict=False))
+    for array, offset in places:
+        staging.numpy()[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    packed = staging.to(device, non_blocking=True)
+    return [
+        packed[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.str]).view(array.shape)
+        for array, offset in places
+    ]
+
+
+_TORCH_DTYPES = {
+    np.dtype(name).str: dtype
+    for name, dtype in (("int32", torch.int32), ("int64", torch.int64), ("float32", torch.float32))
+}
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from turnwise.engine.attention import PagedPlan
 from turnwise.engine.draw import draw_whole, uniforms
+from turnwise.engine.inputs import block_table
 from turnwise.engine.kvcache import KvCache
 from turnwise.engine.lora import Route
 from turnwise.engine.lora_bank import count_tiles, make_tiles
@@ -56,9 +57,6 @@ class _Batch:
     @staticmethod
     def of(rows: Sequence[Row]) -> _Batch:
         width = _power_of_two(max(len(row.blocks) for row in rows))
-        table = np.zeros((len(rows), width), dtype=np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.blocks)] = row.blocks
         return _Batch(
             rows=list(rows),
             bucket=row_bucket(len(rows)),
@@ -69,7 +67,7 @@ class _Batch:
             seeds=np.array([row.request.seed for row in rows], dtype=np.uint64),
             samples=np.array([row.index for row in rows], dtype=np.uint64),
             num_sampled=np.array([row.num_sampled + row.num_pending for row in rows], dtype=np.uint64),
-            table=table,
+            table=block_table([row.blocks for row in rows], width),
         )
 
     def advance(self, block_size: int) -> bool:
@@ -96,6 +94,11 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int, tuple[str | int, ...]], _Captured] = {}
         self._pool: Any = None
         self._batch: _Batch | None = None
+        self._merged_key: tuple[str | int, ...] | None = None
+
+    def weights_moved(self) -> None:
+        """A policy was merged: its weights may lie where those before it did not."""
+        self._merged_key = None
 
     def forget_rows(self) -> None:
         """Rows moved on without a replay."""
@@ -115,7 +118,8 @@ class DecodeGraphs:
         """The step's inputs in pinned memory."""
         size, count, bucket = self.cache.block_size, len(batch.rows), batch.bucket
         num_tiles = _num_tiles(route)
-        packed = torch.empty(_input_size(bucket, batch.width, num_tiles), dtype=torch.int32, pin_memory=True)
+        is_cuda = self.model.device.type == "cuda"
+        packed = torch.empty(_input_size(bucket, batch.width, num_tiles), dtype=torch.int32, pin_memory=is_cuda)
         array = packed.numpy()
         columns = array[: NUM_COLUMNS * bucket].reshape(NUM_COLUMNS, bucket)
         columns[:, count:] = np.array(self._padding(), dtype=np.int32)[:, None]
@@ -138,22 +142,28 @@ class DecodeGraphs:
         return [len(self.last_tokens) - 1, 0, self.scratch_slot, ones, halves]
 
     def _get(self, bucket: int, width: int, route: Route) -> _Captured:
-        key = (bucket, width, _weights_key(route))
+        key = (bucket, width, self._weights_key(route))
         if key not in self._captured:
             if route.bank is not None:  # older layouts of the banks are gone for good
                 self._captured = {k: c for k, c in self._captured.items() if k[2][0] != "bank" or k[2][1] == key[2][1]}
             self._captured[key] = self._capture(bucket, width, route)
         return self._captured[key]
 
+    def _weights_key(self, route: Route) -> tuple[str | int, ...]:
+        """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
+        if route.bank is not None:
+            return "bank", route.bank.generation, _num_tiles(route)
+        if route.merged is None:
+            return ("base",)
+        if self._merged_key is None:
+            self._merged_key = ("merged", *sorted(tensor.data_ptr() for tensor in route.merged.values()))
+        return self._merged_key
+
     def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
         device = self.model.device
-        num_tiles = _num_tiles(route)
-        inputs = torch.zeros(_input_size(bucket, width, num_tiles), dtype=torch.int32, device=device)
-        columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
+        inputs = torch.zeros(_input_size(bucket, width, _num_tiles(route)), dtype=torch.int32, device=device)
+        columns, table, route = self._views(inputs, bucket, width, route)
         columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
-        table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
-        if route.bank is not None:
-            route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -165,6 +175,15 @@ class DecodeGraphs:
             outputs = self._step(columns, table, route)
         self._pool = self._pool or graph.pool()
         return _Captured(graph, inputs, outputs)
+
+    def _views(self, inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
+        """What `_pack` laid out: columns, block table, and the route that reads its tiles there."""
+        columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
+        table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
+        if route.bank is not None:
+            num_tiles = _num_tiles(route)
+            route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
+        return columns, table, route
 
     def _step(self, columns: Tensor, table: Tensor, route: Route) -> Tensor:
         lanes = columns[0].long()
@@ -182,13 +201,6 @@ class DecodeGraphs:
         tokens, logprobs = draw_whole(logits, columns[3].view(torch.float32), columns[4].view(torch.float32))
         self.last_tokens.index_copy_(0, lanes, tokens)
         return torch.stack([tokens.float(), logprobs])
-
-
-def _weights_key(route: Route) -> tuple[str | int, ...]:
-    """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
-    if route.bank is not None:
-        return "bank", route.bank.generation, _num_tiles(route)
-    return ("merged", *sorted(tensor.data_ptr() for tensor in (route.merged or {}).values()))
 
 
 def _num_tiles(route: Route) -> int:

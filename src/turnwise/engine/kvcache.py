@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,8 +63,7 @@ class KvCache:
             values[target] = values[source]
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """How far a sequence's blocks are findable: its first `num_blocks`, ending in tree node `node`."""
 
     num_blocks: int
@@ -75,12 +75,7 @@ class Prefix:
         return cls(0, -version)
 
 
-@dataclass(slots=True)
-class _Cached:
-    node: int
-    key: tuple[int, bytes]
-
-
+NO_PREFIX = Prefix(0, 0)
 TOKEN_BYTES = 4
 
 
@@ -100,7 +95,10 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Blocks with content but no user, least recently used first."""
         self._block_of: dict[tuple[int, bytes], int] = {}
-        self._cached: dict[int, _Cached] = {}
+        """By (parent node, key of the block's own tokens)."""
+        self._node_of = [0] * num_blocks
+        """Each findable block's tree node, 0 for the others; a node's number is never used again."""
+        self._key_of: dict[int, tuple[int, bytes]] = {}
         self._nodes = itertools.count(1)
 
     @property
@@ -119,34 +117,48 @@ class BlockPool:
         self._users[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        if self._users[block] == 0:
-            del self._idle[block]
-        self._users[block] += 1
+    def allocate_many(self, count: int) -> list[int]:
+        """`count` blocks for one user, who has checked that so many are available."""
+        blocks = [block for block in (self.allocate() for _ in range(count)) if block is not None]
+        assert len(blocks) == count, "availability was checked"
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user for each."""
+        users, idle = self._users, self._idle
+        for block in blocks:
+            if users[block]:
+                users[block] += 1
+            else:
+                del idle[block]
+                users[block] = 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back blocks in sequence order; later blocks are forgotten first, they need the earlier ones."""
+        users, idle, free, node_of = self._users, self._idle, self._free, self._node_of
         for block in reversed(blocks):
-            assert self._users[block] > 0, f"block {block} has no user"
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                if block in self._cached:
-                    self._idle[block] = None
+            left = users[block] - 1
+            assert left >= 0, f"block {block} has no user"
+            users[block] = left
+            if left == 0:
+                if node_of[block]:
+                    idle[block] = None
                 else:
-                    self._free.append(block)
+                    free.append(block)
 
     def match(self, version: int, tokens: Sequence[int], limit: int) -> tuple[list[int], Prefix]:
         """Share the cached full blocks that hold the start of `tokens`, covering at most `limit` tokens."""
         blocks: list[int] = []
         root = Prefix.root(version)
         node, data, size = root.node, block_key(tokens), self.block_size * TOKEN_BYTES
+        block_of, node_of = self._block_of, self._node_of
         for start in range(0, (limit // self.block_size) * size, size):
-            block = self._block_of.get((node, data[start : start + size]))
+            block = block_of.get((node, data[start : start + size]))
             if block is None:
                 break
-            self.share(block)
             blocks.append(block)
-            node = self._cached[block].node
+            node = node_of[block]
+        self.share(blocks)
         return blocks, Prefix(len(blocks), node) if blocks else root
 
     def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
@@ -154,27 +166,34 @@ class BlockPool:
 
         A twin that holds the same tokens under the same weights stays the findable one; its children are ours too.
         """
-        parent = known.node
+        parent, first = known.node, known.num_blocks
         num_full = len(tokens) // self.block_size
-        for index in range(known.num_blocks, num_full):
-            key = (parent, block_key(tokens[index * self.block_size : (index + 1) * self.block_size]))
-            twin = self._block_of.get(key)
-            if twin is None and blocks[index] not in self._cached:
-                twin = self._block_of[key] = blocks[index]
-                self._cached[twin] = _Cached(node=next(self._nodes), key=key)
-            elif twin is None:
-                return Prefix(index, parent)
-            parent = self._cached[twin].node
-        return Prefix(max(num_full, known.num_blocks), parent)
+        data = block_key(tokens[first * self.block_size : num_full * self.block_size])
+        size = self.block_size * TOKEN_BYTES
+        block_of, node_of = self._block_of, self._node_of
+        for index in range(first, num_full):
+            start = (index - first) * size
+            key = (parent, data[start : start + size])
+            block = blocks[index]
+            holder = block_of.get(key)
+            if holder is None:
+                if node_of[block]:
+                    return Prefix(index, parent)
+                holder = block_of[key] = block
+                node_of[block] = next(self._nodes)
+                self._key_of[block] = key
+            parent = node_of[holder]
+        return Prefix(max(num_full, first), parent)
 
     def clear(self) -> None:
         """Forget every prefix; blocks in use stay with their users."""
-        for block in list(self._cached):
+        for block in list(self._key_of):
             self._forget(block)
         self._free.extend(self._idle)
         self._idle.clear()
 
     def _forget(self, block: int) -> None:
-        cached = self._cached.pop(block, None)
-        if cached is not None:
-            del self._block_of[cached.key]
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+            self._node_of[block] = 0

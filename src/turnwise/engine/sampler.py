@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention import Chunk, PagedPlan, chunk_slots, upload
+from turnwise.engine.attention import upload, upload_all
 from turnwise.engine.budget import MemorySplit
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.draw import DrawSettings, draw, uniforms
 from turnwise.engine.graphs import DecodeGraphs
+from turnwise.engine.inputs import step_inputs
 from turnwise.engine.kvcache import BlockPool, KvCache
 from turnwise.engine.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
 from turnwise.engine.lora_bank import bank_route, make_bank
@@ -41,6 +42,10 @@ class _Flight:
     def __init__(self) -> None:
         self._parts: list[tuple[Sequence[Row], Tensor]] = []
         self._event: torch.cuda.Event | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._parts)
 
     def add(self, rows: Sequence[Row], drawn: Tensor) -> None:
         """`drawn` is [2, rows] float32: token ids, logprobs."""
@@ -108,15 +113,12 @@ class Sampler:
         on_token: OnToken | None = None,
     ) -> int:
         """Queue a request; bad input is refused here and now."""
-        ids = np.frombuffer(array("q", prompt), dtype=np.int64)
-        tokens: list[int] = ids.tolist()
         if num_samples < 1:
             raise DataError(f"num_samples={num_samples}; expected at least 1")
-        max_tokens = self._check_lengths(tokens, params)
-        self._check_ids(ids)
+        max_tokens = self._check_lengths(len(prompt), params)
         request = Request(
             id=next(self._ids),
-            prompt=tokens,
+            prompt=self._checked_ids(prompt),
             params=params,
             policy=policy,
             num_samples=num_samples,
@@ -146,8 +148,7 @@ class Sampler:
         waits for the host. A row that turns out to have stopped gets one token too many, which is thrown away.
         """
         with torch.inference_mode():
-            step = self.scheduler.next_step()
-            flight = self._launch(step) if step.decode or step.prefill else None
+            flight = self._launch()
             if self._is_async:
                 flight, self._flight = self._flight, flight
             if flight is not None:
@@ -160,29 +161,38 @@ class Sampler:
         self._land(flight)
         return True
 
-    def _launch(self, step: Step) -> _Flight:
+    def _launch(self) -> _Flight | None:
+        """The next step, on its way; None when nothing can run.
+
+        Running rows go first where a graph takes them: the card decodes while the host admits what waits.
+        """
         flight = _Flight()
-        if step.decode and self._graphs is not None:
-            route = self._route(step, step.decode, [])
-            if self._may_replay(step.decode, route):
-                drawn = self._graphs.decode(step.decode, route)
-                for row in step.decode:
-                    self.scheduler.finish_decode(row)
-                flight.add(step.decode, drawn)
-                if not step.prefill:
-                    return flight
-                step = Step([], step.prefill)
-            else:
-                self._graphs.forget_rows()
-        self._run(step, flight)
-        return flight
+        decode = self.scheduler.next_decode()
+        if decode and self._replay(decode, flight):
+            decode = []
+        step = Step(decode, self.scheduler.next_pieces())
+        if step.decode or step.prefill:
+            self._run(step, flight)
+        return flight if flight.has_rows else None
+
+    def _replay(self, decode: Sequence[Row], flight: _Flight) -> bool:
+        """Decode by a captured graph; False when there is none for these rows."""
+        if self._graphs is None:
+            return False
+        route = self._route(Step(decode, []))
+        if not self._may_replay(decode, route):
+            self._graphs.forget_rows()
+            return False
+        drawn = self._graphs.decode(decode, route)
+        self.scheduler.finish_decode(decode)
+        flight.add(decode, drawn)
+        return True
 
     def _run(self, step: Step, flight: _Flight) -> None:
         """One packed pass, not captured: prompts, and whatever no graph takes."""
-        input_ids, position_ids, plan = self._inputs(step)
-        hidden = self.model.hidden(input_ids, position_ids, plan, self._route(step, step.decode, step.prefill))
-        for row in step.decode:
-            self.scheduler.finish_decode(row)
+        input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
+        hidden = self.model.hidden(input_ids, position_ids, plan, self._route(step))
+        self.scheduler.finish_decode(step.decode)
         ready: list[Row] = list(step.decode)
         sources = list(range(len(step.decode)))
         offset = len(step.decode)
@@ -195,25 +205,28 @@ class Sampler:
                 ready.append(row)
                 sources.append(offset - 1)
         if ready:
-            tokens, logprobs = self._draw(ready, sources, hidden)
-            lanes = upload(np.array([row.lane for row in ready]), self.model.device)
-            self._last_tokens.index_copy_(0, lanes, tokens)
-            flight.add(ready, torch.stack([tokens.float(), logprobs]))
+            flight.add(ready, self._draw(ready, sources, hidden))
 
     def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
         """One set of weights, and no tail to cut: what the captured graphs do."""
         is_plain = not any(isinstance(span.weights, Policy) for span in route.spans)
         return is_plain and not any(cuts_tail(row.request.params) for row in decode)
 
-    def _draw(self, ready: list[Row], sources: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        unique = sorted(set(sources))
-        place = {source: i for i, source in enumerate(unique)}
-        index = upload(np.array(unique), hidden.device)
+    def _draw(self, ready: list[Row], sources: list[int], hidden: Tensor) -> Tensor:
+        """[2, rows] float32: token ids and logprobs, drawn from hidden states `sources`; lanes get the tokens too."""
         owners = {source: row.request.policy for source, row in zip(sources, ready, strict=True)}
-        logits = self._logits(hidden[index], [owners[source] for source in unique])
-        if len(unique) < len(sources):
-            logits = logits[upload(np.array([place[s] for s in sources]), hidden.device)]
-        return draw(logits, self._settings(ready))
+        place = {source: i for i, source in enumerate(owners)}
+        indices = [list(owners), [place[source] for source in sources], [row.lane for row in ready]]
+        index, places, lanes, *settings = upload_all(
+            [*(np.array(numbers, dtype=np.int64) for numbers in indices), *_draw_arrays(ready)], hidden.device
+        )
+        logits = self._logits(hidden[index], list(owners.values()))
+        if len(owners) < len(sources):
+            logits = logits[places]
+        is_cut = any(cuts_tail(row.request.params) for row in ready)
+        tokens, logprobs = draw(logits, DrawSettings(*settings, is_cut=is_cut))
+        self._last_tokens.index_copy_(0, lanes, tokens)
+        return torch.stack([tokens.float(), logprobs])
 
     def _land(self, flight: _Flight) -> None:
         """Read the tokens of a step, book them, and let go of the rows that they complete."""
@@ -230,17 +243,22 @@ class Sampler:
                 self.scheduler.advance(row, int(token), logprob)
                 if request.on_token is not None:
                     request.on_token(row.index, int(token), logprob)
-                self._check_stop(row)
+                is_stop = self._is_stop(row)
+                if is_stop or len(row.logprobs) >= request.max_tokens:
+                    self._complete(row, is_stop=is_stop)
 
-    def _check_stop(self, row: Row) -> None:
+    def _is_stop(self, row: Row) -> bool:
         request = row.request
-        is_stop = row.tokens[-1] in request.stop_ids
-        if request.stop_strings and not is_stop:
-            is_stop = self.stops.ends_with_stop(row.tokens[len(request.prompt) :], request.stop_strings)
-        if not is_stop and row.num_sampled < request.max_tokens:
-            return
+        if row.tokens[-1] in request.stop_ids:
+            return True
+        if not request.stop_strings:
+            return False
+        return self.stops.ends_with_stop(row.tokens[len(request.prompt) :].tolist(), request.stop_strings)
+
+    def _complete(self, row: Row, *, is_stop: bool) -> None:
+        request = row.request
         self.scheduler.retire(row)
-        sampled = row.tokens[len(request.prompt) :]
+        sampled = row.tokens[len(request.prompt) :].tolist()
         request.finished[row.index] = SampledSequence("stop" if is_stop else "length", sampled, row.logprobs)
         if len(request.finished) == request.num_samples:
             del self._requests[request.id]
@@ -260,41 +278,7 @@ class Sampler:
         """Forget every prefix."""
         self.pool.clear()
 
-    def _inputs(self, step: Step) -> tuple[Tensor, Tensor, PagedPlan]:
-        device, size = self.model.device, self.config.block_size
-        last = [row.length - 1 for row in step.decode]
-        slots = [np.array([row.blocks[p // size] * size + p % size for row, p in zip(step.decode, last, strict=True)])]
-        positions = [np.array(last)]
-        tokens: list[int] = []
-        chunks = []
-        for piece in step.prefill:
-            row = piece.row
-            start = len(last) + len(tokens)
-            tokens += row.tokens[piece.start : piece.stop]
-            chunk = Chunk(start, len(last) + len(tokens), piece.start, np.array(row.blocks))
-            slots.append(chunk_slots(chunk, piece.start, size))
-            positions.append(np.arange(piece.start, piece.stop))
-            chunks.append(chunk)
-        width = max((len(row.blocks) for row in step.decode), default=0)
-        table = np.zeros((len(last), width), dtype=np.int32)
-        for filled, row in zip(table, step.decode, strict=True):
-            filled[: len(row.blocks)] = row.blocks
-        plan = PagedPlan(
-            cache=self.cache,
-            slots=upload(np.concatenate(slots).astype(np.int64), device),
-            num_decode=len(last),
-            block_table=upload(table, device),
-            context_lens=upload(np.array(last, dtype=np.int32) + np.int32(1), device),
-            max_context=max(last, default=-1) + 1,
-            chunks=chunks,
-        )
-        input_ids = upload(np.array(tokens, dtype=np.int64), device)
-        if last:
-            lanes = upload(np.array([row.lane for row in step.decode]), device)
-            input_ids = torch.cat([self._last_tokens[lanes], input_ids])
-        return input_ids, upload(np.concatenate(positions).astype(np.int64), device), plan
-
-    def _route(self, step: Step, decode: Sequence[Row], prefill: Sequence[Piece]) -> Route:
+    def _route(self, step: Step) -> Route:
         """The adapter of every packed token: merged into the weights when one policy has the sampler to itself."""
         if self._may_merge(step):
             policy = step.decode[0].request.policy if step.decode else step.prefill[0].row.request.policy
@@ -302,9 +286,11 @@ class Sampler:
             if self._merged_version != policy.version:
                 merge_into(self._merged, self.model.linears, self.model.groups, policy)
                 self._merged_version = policy.version
+                if self._graphs is not None:
+                    self._graphs.weights_moved()
             return Route(merged=self._merged)
-        lengths = [(row.request.policy, 1) for row in decode]
-        lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in prefill]
+        lengths = [(row.request.policy, 1) for row in step.decode]
+        lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in step.prefill]
         return self._unmerged(lengths)
 
     def _unmerged(self, lengths: Sequence[tuple[AnyPolicy, int]]) -> Route:
@@ -335,20 +321,6 @@ class Sampler:
         logits = head.apply_route(hidden[index], Route(spans=spans))
         return torch.empty_like(logits).index_copy_(0, index, logits)
 
-    def _settings(self, rows: Sequence[Row]) -> DrawSettings:
-        device = self.model.device
-        params = [row.request.params for row in rows]
-        num_sampled = [row.num_sampled + row.num_pending for row in rows]
-        noise = uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled)
-        return DrawSettings(
-            temperature=upload(np.array([p.temperature for p in params], dtype=np.float32), device),
-            top_k=upload(np.array([p.top_k for p in params]), device),
-            top_p=upload(np.array([p.top_p for p in params], dtype=np.float32), device),
-            min_p=upload(np.array([p.min_p for p in params], dtype=np.float32), device),
-            uniform=upload(noise, device),
-            is_cut=any(cuts_tail(p) for p in params),
-        )
-
     def _score_prompt(self, piece: Piece, hidden: Tensor) -> None:
         """Logprobs (temperature 1) of the prompt tokens that this piece's positions predict."""
         request = piece.row.request
@@ -365,35 +337,54 @@ class Sampler:
                     list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
                 ]
 
-    def _check_lengths(self, tokens: Sequence[int], params: SamplingParams) -> int:
+    def _check_lengths(self, num_tokens: int, params: SamplingParams) -> int:
         context = self.model.max_context_length
-        if not tokens:
+        if not num_tokens:
             raise DataError("the prompt is empty; send at least one token")
-        if len(tokens) >= context:
-            raise DataError(f"the prompt has {len(tokens)} tokens; this model's context holds {context}, shorten it")
-        max_tokens = min(params.max_tokens or context, context - len(tokens))
+        if num_tokens >= context:
+            raise DataError(f"the prompt has {num_tokens} tokens; this model's context holds {context}, shorten it")
+        max_tokens = min(params.max_tokens or context, context - num_tokens)
         capacity = self.pool.num_blocks * self.config.block_size
-        if len(tokens) + max_tokens > capacity and params.max_tokens is None:
-            max_tokens = capacity - len(tokens)
-        if len(tokens) + max_tokens > capacity or max_tokens < 1:
+        if num_tokens + max_tokens > capacity and params.max_tokens is None:
+            max_tokens = capacity - num_tokens
+        if num_tokens + max_tokens > capacity or max_tokens < 1:
             raise DataError(
-                f"prompt ({len(tokens)} tokens) and max_tokens ({max_tokens}) need more than the {capacity} tokens "
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more than the {capacity} tokens "
                 "that the KV cache holds; shorten them or raise kv_cache_gib"
             )
         return max_tokens
 
-    def _check_ids(self, ids: np.ndarray) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.model.vocab_size:
-            wrong = low if low < 0 else high
+    def _checked_ids(self, prompt: Sequence[int]) -> array[int]:
+        vocab = self.model.vocab_size
+        try:
+            ids = array("i", prompt)
+            is_known = int(np.frombuffer(ids, dtype=np.uint32).max()) < vocab  # a negative id is a large one here
+        except OverflowError:
+            is_known = False
+        if not is_known:
+            position, wrong = next((i, token) for i, token in enumerate(prompt) if not 0 <= token < vocab)
             raise DataError(
-                f"token id {wrong} at position {int(np.argmax(ids == wrong))} of the prompt is outside this model's "
-                f"vocabulary of {self.model.vocab_size}; was the text encoded with another model's tokenizer?"
+                f"token id {wrong} at position {position} of the prompt is outside this model's "
+                f"vocabulary of {vocab}; was the text encoded with another model's tokenizer?"
             )
+        return ids
 
 
 def cuts_tail(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _draw_arrays(rows: Sequence[Row]) -> list[np.ndarray]:
+    """The arrays of `DrawSettings`, in its order."""
+    params = [row.request.params for row in rows]
+    num_sampled = [row.num_sampled + row.num_pending for row in rows]
+    return [
+        np.array([p.temperature for p in params], dtype=np.float32),
+        np.array([p.top_k for p in params], dtype=np.int64),
+        np.array([p.top_p for p in params], dtype=np.float32),
+        np.array([p.min_p for p in params], dtype=np.float32),
+        uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled),
+    ]
 
 
 def _spans(lengths: Sequence[tuple[AnyPolicy, int]]) -> list[Span]:

@@ -8,11 +8,13 @@ lost and nothing fails.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from turnwise.engine.kvcache import BlockPool, Prefix
+from turnwise.engine.kvcache import NO_PREFIX, BlockPool, Prefix
 from turnwise.engine.lora import AnyPolicy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -26,7 +28,8 @@ class Request:
     """One call of `sample`."""
 
     id: int
-    prompt: list[int]
+    prompt: array[int]
+    """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
     params: SamplingParams
     policy: AnyPolicy
     num_samples: int
@@ -55,13 +58,13 @@ class Row:
 
     request: Request
     index: int
-    tokens: list[int]
+    tokens: array[int]
     """Prompt and what was sampled so far."""
     logprobs: list[float] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
-    prefix: Prefix = field(default_factory=lambda: Prefix(0, 0))
+    prefix: Prefix = NO_PREFIX
     lane: int = -1
     """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
     num_pending: int = 0
@@ -92,8 +95,7 @@ class Row:
         return self.is_leader and self.request.wants_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Tokens [start, stop) of a row that one step reads."""
 
     row: Row
@@ -144,7 +146,7 @@ class Scheduler:
         return bool(self.waiting or self.reading or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(Row(request, 0, list(request.prompt)))
+        self.waiting.append(Row(request, 0, request.prompt[:]))
 
     def remove(self, request: Request) -> None:
         """Drop every row of a request and free its blocks."""
@@ -156,16 +158,27 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """Choose rows and reserve the blocks they write to."""
-        for row in list(self.running):
-            if self._is_full(row) and row in self.running:
+        decode = self.next_decode()
+        return Step(decode, self.next_pieces())
+
+    def next_decode(self) -> list[Row]:
+        """The running rows that sample a token now, with a place for it; they come before anything that waits."""
+        size = self.pool.block_size
+        growing = [r for r in self.running if len(r.blocks) * size < len(r.tokens) + r.num_pending]
+        for row in growing:
+            if row in self.running:
                 self._reserve_decode(row)
-        pieces = self._pieces()
         decode = [row for row in self.running if not row.is_finishing]
+        decode.sort(key=_policy_version)
+        return decode
+
+    def next_pieces(self) -> list[Piece]:
+        """What is read of prompts now; waiting rows are admitted as far as there is room."""
+        pieces = self._pieces()
         # Every request was checked to fit an empty pool, so with nothing running the first waiting row is admitted.
         assert self.running or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
-        decode.sort(key=_policy_version)
         pieces.sort(key=lambda piece: _policy_version(piece.row))
-        return Step(decode, pieces)
+        return pieces
 
     def policies(self) -> set[int]:
         """Versions of everything that runs or waits."""
@@ -191,10 +204,13 @@ class Scheduler:
         row.tokens.append(token)
         row.logprobs.append(logprob)
 
-    def finish_decode(self, row: Row) -> None:
-        row.num_computed = row.length
-        if row.num_computed % self.pool.block_size == 0:
-            self._register(row)
+    def finish_decode(self, rows: Iterable[Row]) -> None:
+        """Book one more computed token for each; call it before the tokens that they sample count as pending."""
+        size = self.pool.block_size
+        for row in rows:
+            row.num_computed = computed = len(row.tokens) + row.num_pending
+            if computed % size == 0:
+                self._register(row)
 
     def retire(self, row: Row) -> None:
         """The row is complete: its blocks stay findable for the conversation's next turn."""
@@ -234,7 +250,7 @@ class Scheduler:
         if self.pool.num_available < missing + headroom:
             self.pool.release(blocks)
             return False
-        row.blocks = blocks + [self._must_allocate() for _ in range(missing)]
+        row.blocks = array("i", blocks + self.pool.allocate_many(missing))
         row.prefix = prefix
         row.num_computed = prefix.num_blocks * self.pool.block_size
         if row.is_leader:
@@ -242,11 +258,6 @@ class Scheduler:
             request.known_prompt_logprobs.clear()
             request.known_topk.clear()
         return True
-
-    def _must_allocate(self) -> int:
-        block = self.pool.allocate()
-        assert block is not None, "availability was checked"
-        return block
 
     def _is_full(self, row: Row) -> bool:
         return not row.is_finishing and len(row.blocks) * self.pool.block_size < row.length
@@ -276,20 +287,20 @@ class Scheduler:
 
     def _fork(self, parent: Row, index: int) -> Row:
         """A sibling that shares the parent's full blocks; where there is no room it has no blocks yet, and waits."""
-        child = Row(parent.request, index, list(parent.tokens))
+        child = Row(parent.request, index, parent.tokens[:])
         num_full, tail = divmod(parent.num_computed, self.pool.block_size)
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
             return child
-        own: list[int] = []
+        own = array("i")
         if tail:
             block = self.pool.allocate()
             if block is None:
                 return child
             self.copy_block(parent.blocks[num_full], block)
-            own = [block]
-        for shared in parent.blocks[:num_full]:
-            self.pool.share(shared)
-        child.blocks = parent.blocks[:num_full] + own
+            own.append(block)
+        shared = parent.blocks[:num_full]
+        self.pool.share(shared)
+        child.blocks = shared + own
         child.num_computed = parent.num_computed
         child.prefix = parent.prefix
         self._start_running(child)
@@ -309,7 +320,7 @@ class Scheduler:
         if row.lane >= 0:
             self._lanes.append(row.lane)
             row.lane = -1
-        row.blocks = []
+        row.blocks = array("i")
         row.num_computed = 0
         row.prefix = Prefix.root(row.request.policy.version)
 

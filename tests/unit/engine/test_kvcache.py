@@ -101,6 +101,61 @@ def test_a_match_always_holds_exactly_the_tokens_asked_for(sequences: list[list[
         assert pool.num_available == 5
 
 
+class Books:
+    """A pool, the sequences that use it, and what each block truly holds: its version and all tokens up to its end."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size=2)
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.open: list[list[int]] = []
+
+    def start(self, version: int, tokens: list[int]) -> None:
+        """Match, check what was found, compute the rest and register it."""
+        blocks, prefix = self.pool.match(version, tokens, limit=len(tokens) - 1)
+        for index, block in enumerate(blocks):
+            assert self.content[block] == (version, *tokens[: 2 * (index + 1)])
+        missing = -(-len(tokens) // 2) - len(blocks)
+        if missing > self.pool.num_available:
+            self.pool.release(blocks)
+            return
+        first = len(blocks)
+        blocks += self.pool.allocate_many(missing)
+        for index in range(first, len(blocks)):
+            self.content[blocks[index]] = (version, *tokens[: 2 * (index + 1)])
+        middle = len(tokens) // 2
+        prefix = self.pool.register(tokens[:middle], blocks, prefix)
+        self.pool.register(tokens, blocks, prefix)
+        self.open.append(blocks)
+
+    def check(self) -> None:
+        users = [block for blocks in self.open for block in blocks]
+        assert self.pool.num_available == self.pool.num_blocks - len(set(users))
+
+
+_STEPS = st.one_of(
+    st.tuples(st.integers(1, 2), st.lists(st.integers(0, 1), min_size=1, max_size=40)),
+    st.integers(0, 5),
+    st.just("clear"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_STEPS, min_size=1, max_size=40))
+def test_whatever_is_shared_evicted_and_cleared_a_match_holds_its_own_tokens_and_version(steps: list) -> None:
+    books = Books(num_blocks=45)
+    for step in steps:
+        if isinstance(step, tuple):
+            books.start(*step)
+        elif isinstance(step, int) and books.open:
+            books.pool.release(books.open.pop(step % len(books.open)))
+        elif step == "clear":
+            books.pool.clear()
+        books.check()
+    for blocks in books.open:
+        books.pool.release(blocks)
+    assert books.pool.num_available == 45
+
+
 def test_release_more_often_than_taken_is_our_bug() -> None:
     pool = BlockPool(num_blocks=2, block_size=2)
     block = pool.allocate()

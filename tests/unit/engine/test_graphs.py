@@ -1,0 +1,134 @@
+"""Decode as a graph does it, run eagerly on any device: the same tokens, launched before the host admits what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.engine import draw
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.engine.graphs import DecodeGraphs, _Captured, _input_size
+from turnwise.engine.lora import Route
+from turnwise.engine.scheduler import Row
+from turnwise.types import LoraConfig, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Stands where a captured graph does."""
+
+    replay: Callable[[], object]
+
+
+class EagerGraphs(DecodeGraphs):
+    """Everything of `DecodeGraphs` but the capture; notes how many rows waited when a step was launched."""
+
+    def __init__(self, engine: Engine) -> None:
+        sampler = engine.sampler
+        scratch = sampler.pool.allocate()
+        assert scratch is not None
+        super().__init__(sampler.model, sampler.cache, scratch, sampler._last_tokens)
+        self.scheduler = sampler.scheduler
+        self.num_waiting: list[int] = []
+
+    def decode(self, rows: Sequence[Row], route: Route) -> Tensor:
+        self.num_waiting.append(len(self.scheduler.waiting))
+        return super().decode(rows, route).clone()
+
+    def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
+        inputs, outputs = torch.zeros(_input_size(bucket, width, 0), dtype=torch.int32), torch.zeros(2, bucket)
+        columns, table, route = self._views(inputs, bucket, width, route)
+        rerun = Rerun(lambda: outputs.copy_(self._step(columns, table, route)))
+        return _Captured(cast(Any, rerun), inputs, outputs)
+
+
+@pytest.fixture(autouse=True)
+def _plain_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton may be installed where there is no GPU."""
+    monkeypatch.setattr(draw, "triton_draw", lambda: None)
+
+
+def play(engine: Engine, *, num_policies: int = 1, num_turns: int = 3, num_more: int = 0) -> list[list[int]]:
+    """Dialogues of unequal turns that go on by themselves, so that rows finish and wait at every step."""
+    policies = [engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=i))) for i in range(num_policies)]
+    rng = np.random.default_rng(0)
+    histories: list[list[int]] = rng.integers(20, engine.vocab_size, (9, 21)).tolist()
+
+    def go_on(index: int, turn: int, reply: Any) -> None:
+        histories[index] += [*reply.sequences[0].tokens, 30 + turn, 31, 32]
+        if turn < num_turns:
+            ask(index, turn + 1)
+
+    def ask(index: int, turn: int) -> None:
+        params = SamplingParams(max_tokens=5 + (index + turn) % 4 + num_more, seed=10 * index + turn, stop=[])
+        policy = policies[index % num_policies]
+        engine.sampler.submit(histories[index], params, policy, on_done=partial(go_on, index, turn))
+
+    for index in range(len(histories)):
+        ask(index, 1)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    return histories
+
+
+def make(directory: Path, **settings: Any) -> Engine:
+    config: dict[str, Any] = {"kv_cache_gib": 0.01, "block_size": 4, "max_num_seqs": 6, "prefill_tokens": 48, "seed": 1}
+    return Engine(directory, EngineConfig(device="cpu", **config | settings), name="tiny")
+
+
+def with_graphs(engine: Engine) -> EagerGraphs:
+    graphs = engine.sampler._graphs = EagerGraphs(engine)
+    engine.sampler._is_async = True
+    return graphs
+
+
+@pytest.mark.parametrize("merge_adapter", ["auto", "always"])
+def test_launching_decode_before_admission_changes_no_token(tiny_dir: Path, merge_adapter: str) -> None:
+    want = play(make(tiny_dir, merge_adapter=merge_adapter))
+    engine = make(tiny_dir, merge_adapter=merge_adapter)
+    graphs = with_graphs(engine)
+    assert play(engine) == want
+    assert max(graphs.num_waiting) > 0, "rows waited when a step was launched, and were admitted behind it"
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks - 1, "all but the scratch block"
+
+
+def test_two_policies_each_merged_in_its_own_part_of_a_step_give_the_same_tokens(tiny_dir: Path) -> None:
+    want = play(make(tiny_dir, merge_adapter="always"), num_policies=2)
+    engine = make(tiny_dir, merge_adapter="always")
+    with_graphs(engine)
+    assert play(engine, num_policies=2) == want
+
+
+def test_running_out_of_blocks_under_graphs_changes_no_token(tiny_dir: Path) -> None:
+    want = play(make(tiny_dir), num_turns=2, num_more=14)
+    engine = make(tiny_dir)
+    with_graphs(engine)
+    held = engine.sampler.pool.allocate_many(engine.sampler.pool.num_available - 24)
+    assert play(engine, num_turns=2, num_more=14) == want
+    assert engine.sampler.scheduler.num_preemptions > 0
+    engine.sampler.pool.release(held)
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks - 1
+
+
+def test_the_weights_of_a_graph_are_looked_up_again_when_a_policy_was_merged(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    graphs = with_graphs(engine)
+    narrow = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0, train_mlp=False, train_unembed=False)))
+    wide = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
+    keys = []
+    for policy in (narrow, wide, wide):
+        engine.sampler.submit([5, 6, 7], SamplingParams(max_tokens=3, stop=[]), policy, on_done=lambda _: None)
+        while engine.sampler.has_work:
+            engine.sampler.step()
+        keys.append(graphs._merged_key)
+    merged = sorted(tensor.data_ptr() for tensor in engine.sampler._merged.values())
+    assert keys[0] != keys[1] == keys[2] == ("merged", *merged)
