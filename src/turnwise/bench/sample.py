@@ -8,7 +8,6 @@ side runs in a process of its own.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,8 +113,6 @@ def _run_transformers(args: argparse.Namespace) -> dict[str, Any]:
 def _measure(
     args: argparse.Namespace, device: torch.device, batch: Callable[[], object], dialogues: Callable[[], object]
 ) -> dict[str, Any]:
-    gc.collect()
-    gc.freeze()  # modules and the model live as long as the process: no collection need walk them again
     seconds = timed(batch, args, device).median
     result = {"machine": machine(device), "tokens_per_s": args.prompts * args.new_tokens / seconds}
     if args.dialogues:

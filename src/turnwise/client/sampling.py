@@ -73,6 +73,20 @@ class SamplingClient:
     async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
         return await self.compute_logprobs(prompt)
 
+    def warm_up(self, max_context: int = 4096) -> ApiFuture[int]:
+        """Make the first requests as fast as the later ones, for dialogues of up to `max_context` tokens.
+
+        On a GPU this captures the graphs that decoding replays, a few seconds that can be waited for or not; without
+        it, each is captured when it is first needed. The result is how many were captured: 0 on a CPU.
+        """
+        if max_context < 1:
+            raise DataError(f"max_context={max_context}; expected at least 1 token")
+        future = self._model.worker.run_steps("warm-up", lambda engine: engine.warm_up(self._policy, max_context))
+        return ApiFuture(future, f"warm_up of {self._model.name}", on_abandoned=future.cancel)
+
+    async def warm_up_async(self, max_context: int = 4096) -> int:
+        return await self.warm_up(max_context)
+
     def get_tokenizer(self) -> Any:
         """The base model's transformers tokenizer."""
         return self._model.get_tokenizer()

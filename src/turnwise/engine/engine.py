@@ -30,7 +30,7 @@ from turnwise.engine.critic import (
 )
 from turnwise.engine.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
 from turnwise.engine.losses import make_loss
-from turnwise.engine.memory import keep_freed_memory
+from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.models import CausalModel
 from turnwise.engine.optim import adamw_step
 from turnwise.engine.place import Place, choose_device
@@ -57,6 +57,7 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
+        spare_imports_from_collection()
         if self.device.type == "cpu":
             keep_freed_memory()
         self.model = CausalModel(self.model_dir, self.device, self.dtype)
@@ -168,6 +169,10 @@ class Engine:
         """A frozen copy of the adapter for sampling, under a version of its own."""
         _refuse_critic(adapter, "sampling needs a policy")
         return adapter.publish(self.dtype)
+
+    def warm_up(self, policy: AnyPolicy, max_context: int) -> Generator[None, None, int]:
+        """Make ready, before the first request, what sampling from `policy` would capture when it needs it."""
+        return (yield from self.sampler.warm_up(policy, min(max_context, self.max_context_length)))
 
     def save_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
         adapter_files.write_adapter(adapter, directory, str(self.model_dir), with_optimizer=with_optimizer)

@@ -26,6 +26,7 @@ from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Row
 
 WARMUPS = 2
+MIN_WIDTH = 16
 NUM_COLUMNS = 5
 """Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
 
@@ -56,7 +57,7 @@ class _Batch:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> _Batch:
-        width = _power_of_two(max(len(row.blocks) for row in rows))
+        width = table_width(max(len(row.blocks) for row in rows))
         return _Batch(
             rows=list(rows),
             bucket=row_bucket(len(rows)),
@@ -149,6 +150,18 @@ class DecodeGraphs:
             self._captured[key] = self._capture(bucket, width, route)
         return self._captured[key]
 
+    def missing(self, max_rows: int, num_blocks: int, route: Route) -> list[tuple[int, int]]:
+        """(bucket, width) of the graphs that so many rows of so many blocks may need, and that are not there yet."""
+        widths = sorted({table_width(count) for count in range(1, num_blocks + 1)})
+        buckets = sorted({row_bucket(count) for count in range(1, max_rows + 1)})
+        key = self._weights_key(route)
+        return [(b, w) for w in widths for b in buckets if (b, w, key) not in self._captured]
+
+    def capture(self, bucket: int, width: int, route: Route) -> None:
+        """Ahead of need; what is there already stays."""
+        with torch.inference_mode():
+            self._get(bucket, width, route)
+
     def _weights_key(self, route: Route) -> tuple[str | int, ...]:
         """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
         if route.bank is not None:
@@ -210,6 +223,11 @@ def _num_tiles(route: Route) -> int:
 
 def _input_size(bucket: int, width: int, num_tiles: int) -> int:
     return bucket * (NUM_COLUMNS + width) + 3 * num_tiles
+
+
+def table_width(num_blocks: int) -> int:
+    """Columns of the block table of a graph: few sizes, and none so small that it is soon outgrown."""
+    return max(MIN_WIDTH, _power_of_two(num_blocks))
 
 
 def row_bucket(count: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +274,25 @@ class Sampler:
         for request in list(self._requests.values()):
             self._fail(request, error)
 
+    def warm_up(self, policy: AnyPolicy, max_context: int) -> Generator[None, None, int]:
+        """Capture the decode graphs of one policy for contexts of up to `max_context` tokens; returns how many.
+
+        Nobody has to: a graph that is missing is captured when a step first needs it. There are none on a CPU, and
+        those of a policy that is not merged depend on who else samples.
+        """
+        if self._graphs is None or (isinstance(policy, Policy) and not self._has_room_to_merge):
+            return 0
+        num_blocks = -(-max_context // self.config.block_size)
+        wanted = self._graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
+        for bucket, width in wanted:
+            self._graphs.capture(bucket, width, self._alone(policy))
+            yield
+        return len(wanted)
+
+    def _alone(self, policy: AnyPolicy) -> Route:
+        with torch.inference_mode():
+            return self._merge(policy) if isinstance(policy, Policy) else Route()
+
     def drop_cache(self) -> None:
         """Forget every prefix."""
         self.pool.clear()
@@ -283,15 +302,18 @@ class Sampler:
         if self._may_merge(step):
             policy = step.decode[0].request.policy if step.decode else step.prefill[0].row.request.policy
             assert isinstance(policy, Policy)
-            if self._merged_version != policy.version:
-                merge_into(self._merged, self.model.linears, self.model.groups, policy)
-                self._merged_version = policy.version
-                if self._graphs is not None:
-                    self._graphs.weights_moved()
-            return Route(merged=self._merged)
+            return self._merge(policy)
         lengths = [(row.request.policy, 1) for row in step.decode]
         lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in step.prefill]
         return self._unmerged(lengths)
+
+    def _merge(self, policy: Policy) -> Route:
+        if self._merged_version != policy.version:
+            merge_into(self._merged, self.model.linears, self.model.groups, policy)
+            self._merged_version = policy.version
+            if self._graphs is not None:
+                self._graphs.weights_moved()
+        return Route(merged=self._merged)
 
     def _unmerged(self, lengths: Sequence[tuple[AnyPolicy, int]]) -> Route:
         """Adapters beside the base, for neighbouring runs of (policy, rows)."""

@@ -153,6 +153,13 @@ class RememberingEngine:
         self.load_adapter(adapter, directory, with_optimizer=False)
         return self.publish(adapter)
 
+    def wait(self) -> None:
+        """There is no device to wait for."""
+
+    def warm_up(self, _policy: RememberingPolicy, max_context: int) -> Generator[None, None, int]:
+        yield
+        return max_context
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -256,6 +263,13 @@ def test_a_sampling_client_keeps_the_weights_it_was_made_with(service: ServiceCl
     response = sampler.sample(prompt(1)).result(DEADLINE_S)
     assert response.sequences[0].tokens == [0]
     assert response.policy_version == sampler.policy_version
+
+
+def test_a_warm_up_can_be_waited_for(service: ServiceClient, small: str) -> None:
+    sampler = service.create_lora_training_client(small, rank=2).save_weights_and_get_sampling_client()
+    assert sampler.warm_up(100).result(DEADLINE_S) == 100, "the engine was asked for that context"
+    with pytest.raises(DataError, match="max_context=0; expected at least 1 token"):
+        sampler.warm_up(0)
 
 
 def test_what_the_caller_changes_after_the_call_is_not_trained(

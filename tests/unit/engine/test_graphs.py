@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from turnwise.bench.drive import finish
 from turnwise.engine import draw
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -54,7 +56,7 @@ class EagerGraphs(DecodeGraphs):
 @pytest.fixture(autouse=True)
 def _plain_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton may be installed where there is no GPU."""
-    monkeypatch.setattr(draw, "triton_draw", lambda: None)
+    monkeypatch.setattr(draw, "has_triton", lambda: False)
 
 
 def play(engine: Engine, *, num_policies: int = 1, num_turns: int = 3, num_more: int = 0) -> list[list[int]]:
@@ -132,3 +134,25 @@ def test_the_weights_of_a_graph_are_looked_up_again_when_a_policy_was_merged(tin
         keys.append(graphs._merged_key)
     merged = sorted(tensor.data_ptr() for tensor in engine.sampler._merged.values())
     assert keys[0] != keys[1] == keys[2] == ("merged", *merged)
+
+
+def test_after_a_warm_up_nothing_is_left_to_capture(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    graphs = with_graphs(engine)
+    policy = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
+    assert finish(engine.warm_up(policy, 200)) == 4 * 3, "1, 2, 4 and 8 rows; tables of 16, 32 and 64 blocks"
+    captured = set(graphs._captured)
+    assert {(bucket, width) for bucket, width, _ in captured} == set(itertools.product((1, 2, 4, 8), (16, 32, 64)))
+    play(engine)
+    newer = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=1)))
+    assert finish(engine.warm_up(newer, 200)) == 0, "a new version is merged into the same buffers"
+    assert set(graphs._captured) == captured
+    assert finish(engine.warm_up(engine.base_policy, 10)) == 4
+
+
+def test_a_policy_that_is_not_merged_and_a_cpu_have_nothing_to_warm_up(tiny_dir: Path) -> None:
+    engine = make(tiny_dir, merge_adapter="never")
+    policy = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
+    assert finish(engine.warm_up(policy, 200)) == 0
+    with_graphs(engine)
+    assert finish(engine.warm_up(policy, 200)) == 0
