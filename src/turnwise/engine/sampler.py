@@ -191,7 +191,12 @@ class Sampler:
     def _run(self, step: Step, flight: _Flight) -> None:
         """One packed pass, not captured: prompts, and whatever no graph takes."""
         input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
-        hidden = self.model.hidden(input_ids, position_ids, plan, self._route(step))
+        route, lasts = self._route(step), _last_tokens(step)
+        # A bank's tiles count all rows, and scoring reads them all; else the last layer runs on what is sampled from.
+        is_whole = route.bank is not None or any(piece.row.scores_prompt for piece in step.prefill)
+        rows = None if is_whole else upload(np.array(lasts, dtype=np.int64), input_ids.device)
+        hidden = self.model.hidden(input_ids, position_ids, plan, route, rows)
+        place = {token: token if is_whole else row for row, token in enumerate(lasts)}
         self.scheduler.finish_decode(step.decode)
         ready: list[Row] = list(step.decode)
         sources = list(range(len(step.decode)))
@@ -203,7 +208,7 @@ class Sampler:
             offset += length
             for row in self.scheduler.finish_piece(piece):
                 ready.append(row)
-                sources.append(offset - 1)
+                sources.append(place[offset - 1])
         if ready:
             flight.add(ready, self._draw(ready, sources, hidden))
 
@@ -390,6 +395,14 @@ class Sampler:
                 f"vocabulary of {vocab}; was the text encoded with another model's tokenizer?"
             )
         return ids
+
+
+def _last_tokens(step: Step) -> list[int]:
+    """The packed tokens that something is sampled after: every decode row, and the end of each prompt that ends."""
+    stops = itertools.accumulate((piece.stop - piece.start for piece in step.prefill), initial=len(step.decode))
+    next(stops)
+    ends = [stop - 1 for piece, stop in zip(step.prefill, stops, strict=True) if piece.is_last]
+    return [*range(len(step.decode)), *ends]
 
 
 def cuts_tail(params: SamplingParams) -> bool:

@@ -243,7 +243,7 @@ class Trainer:
     @staticmethod
     def _store(result: _Result, columns: Tensor, logprobs: Tensor, entropies: Tensor | None) -> None:
         result.logprobs[columns] = logprobs
-        result.is_known[columns] = True
+        result.is_known.index_fill_(0, columns, True)  # an assignment of True would make the host wait
         if result.entropies is not None and entropies is not None:
             result.entropies[columns] = entropies
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
 
 GATE_BLOCK = 1024
+HEADS_BLOCK = 8
+"""Heads that one program turns: few, so that a decode step of a hundred rows fills the card."""
 
 
 @triton.jit
@@ -57,12 +59,12 @@ def _norm_backward_kernel(dx, h, rstd, weight, dh, SIZE: tl.constexpr, PAD: tl.c
 @triton.jit
 def _rotate_kernel(
     qkv, cos, sin, positions, query_norm, key_norm, out_q, out_k, cache_k, cache_v, slots, eps,
-    QUERY: tl.constexpr, KV: tl.constexpr, HEADS_PAD: tl.constexpr, SIZE: tl.constexpr, HALF_PAD: tl.constexpr,
+    QUERY: tl.constexpr, KV: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, HALF_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = SIZE // 2
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_PAD)[:, None]
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
     dim = tl.arange(0, HALF_PAD)[None, :]
     in_half = dim < HALF
     inside = (head < QUERY + KV) & in_half
@@ -204,9 +206,10 @@ def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | No
     query = torch.empty(rows, heads.num_query, heads.size, dtype=qkv.dtype, device=qkv.device)
     key = torch.empty(rows, heads.num_kv, heads.size, dtype=qkv.dtype, device=qkv.device)
     keys, values, slots = (qkv, qkv, qkv) if cache is None else (cache.keys, cache.values, cache.slots)
-    _rotate_kernel[(rows,)](
+    grid = (rows, triton.cdiv(heads.num_query + heads.num_kv, HEADS_BLOCK))
+    _rotate_kernel[grid](
         qkv, rotation.cos, rotation.sin, rotation.positions, *_norms(heads, qkv), query, key, keys, values, slots,
-        heads.eps, *_shape(heads),
+        heads.eps, heads.num_query, heads.num_kv, HEADS_BLOCK, heads.size, triton.next_power_of_2(heads.size // 2),
         heads.query_norm is not None, cache is not None,
     )  # fmt: skip
     return query, key, heads.split(qkv)[2]
