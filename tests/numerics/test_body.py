@@ -65,6 +65,30 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(
     assert torch.equal(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("missing", [(), ("k_proj", "up_proj"), ("q_proj", "gate_proj", "down_proj")])
+def test_low_rank_parts_inside_the_products_are_those_beside_them(
+    arch_dir: Path, make_engine: MakeEngine, missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One adapter on all rows, with and without some of a group's linears."""
+    engine = make_engine(arch_dir)
+    where = engine.model.device
+    adapter = displaced_adapter(engine, rank=4)
+    for pairs in (adapter.pairs, adapter.grad_pairs):
+        for name in [name for name in pairs if name.endswith(missing)] if missing else []:
+            del pairs[name]
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
+    found: list[list[torch.Tensor]] = []
+    for few in (0, 384):
+        monkeypatch.setattr("turnwise.engine.linear.MAX_FEW_ROWS", few)
+        hidden = engine.model.hidden(ids, positions, batch.plan, Route(spans=[Span(0, 70, adapter)]))
+        hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
+        found.append([hidden.detach(), adapter.grad.clone()])
+        adapter.grad.zero_()
+    for inside, beside in zip(*found, strict=True):
+        assert relative_error(inside, beside) < 1e-5
+
+
 def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engine: MakeEngine) -> None:
     engine = make_engine(arch_dir)
     policy = engine.publish(displaced_adapter(engine, rank=4))

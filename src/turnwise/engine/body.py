@@ -30,7 +30,13 @@ from turnwise.engine import layer_ops
 from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
 from turnwise.engine.budget import ModelSizes, kept_bytes
 from turnwise.engine.layer_ops import Heads, Rotation
-from turnwise.engine.linear import frozen_linear, multiply
+from turnwise.engine.linear import (
+    adds_low_rank,
+    frozen_linear,
+    low_rank_gradients,
+    multiply,
+    multiply_with_low_rank,
+)
 from turnwise.engine.lora import Adapter, LinearGroup, Route
 
 FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
@@ -38,8 +44,6 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotations whose angles do not depend on the length of the sequence."""
 MOST_ROWS = 0.75
 """When more than this share of the rows is asked for, the last layer runs on all."""
-CPU_ROWS = 256
-"""Rows of a gradient that two products read one after the other: few enough to stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +333,9 @@ def _project(
     group: LinearGroup, x_NI: Tensor, route: Route, spans: Sequence[_SpanWeights]
 ) -> tuple[Tensor, list[Tensor]]:
     """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
+    whole = _whole_span(group, x_NI, spans)
+    if whole is not None:
+        return _project_whole(group, x_NI, whole)
     weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
     y_NO = frozen_linear(x_NI, weight, group.bias)
     if route.bank is not None:
@@ -348,6 +355,33 @@ def _project(
     return y_NO, lows
 
 
+def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[_SpanWeights]) -> _SpanWeights | None:
+    """The span of all rows, where products take its low-rank part along."""
+    if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)) or not adds_low_rank(x_NI):
+        return None
+    return spans[0] if group.members(spans[0].pairs) else None
+
+
+def _project_whole(group: LinearGroup, x_NI: Tensor, span: _SpanWeights) -> tuple[Tensor, list[Tensor]]:
+    """`_project` with one adapter: each linear's outputs are written once, its low-rank part included."""
+    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
+    low = multiply(x_NI, _stacked(group.members(span.pairs)).t())
+    first = 0
+    for name in group.names:
+        bounds = group.bounds[name]
+        weight, own = group.weight[bounds].t(), y_NO[:, bounds]
+        if name not in span.pairs:
+            multiply(x_NI, weight, out=own)
+            continue
+        b = span.pairs[name][1]
+        stop = first + b.shape[1]
+        multiply_with_low_rank(x_NI, weight, low[:, first:stop], b.t(), out=own, scale=span.scale)
+        first = stop
+    if group.bias is not None:
+        y_NO.add_(group.bias)
+    return y_NO, [low]
+
+
 def _input_gradient(
     group: LinearGroup,
     dy_NO: Tensor,
@@ -363,6 +397,9 @@ def _input_gradient(
         dlows.append(_low_gradient(group, dy_NO[span.start : span.stop], low, span))
     if not need_input:
         return None, dlows
+    whole = _whole_span(group, dy_NO, spans)
+    if whole is not None:
+        return multiply_with_low_rank(dy_NO, group.weight, dlows[0], _stacked(group.members(whole.pairs))), dlows
     dx_NI = multiply(dy_NO, group.weight)
     for span, dlow in zip(present, dlows, strict=True):
         stacked = _stacked(group.members(span.pairs))
@@ -388,15 +425,13 @@ def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: _SpanWei
     """d loss / d (x A') [n, members * r] of one span; adds to its dB what the same rows say."""
     rank = low.shape[1] // len(group.members(span.pairs))
     dlow = torch.empty_like(low)
-    step = CPU_ROWS if dy_NO.is_cpu else len(dy_NO)
-    for start in range(0, len(dy_NO), max(step, 1)):
-        rows = slice(start, start + step)
-        for i, name in enumerate(name for name in group.names if name in span.pairs):
-            own = slice(i * rank, (i + 1) * rank)
-            dy = dy_NO[rows, group.bounds[name]]
-            multiply(dy, span.pairs[name][1], out=dlow[rows, own], alpha=span.scale)
-            if span.grads is not None and name in span.grads:
-                multiply(dy.t(), low[rows, own], out=span.grads[name][1], alpha=span.scale, is_added=True)
+    for i, name in enumerate(name for name in group.names if name in span.pairs):
+        own = slice(i * rank, (i + 1) * rank)
+        dy, b = dy_NO[:, group.bounds[name]], span.pairs[name][1]
+        if span.grads is not None and name in span.grads:
+            low_rank_gradients(dy, low[:, own], b, span.grads[name][1], out=dlow[:, own], scale=span.scale)
+        else:
+            multiply(dy, b, out=dlow[:, own], alpha=span.scale)
     return dlow
 
 

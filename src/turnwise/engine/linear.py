@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from turnwise.engine.kernels import cpu, cpu_products
+from turnwise.engine.kernels import cpu, cpu_low_rank, cpu_products
 
 MAX_FEW_ROWS = 384
 """Above this many rows the kernel for few rows brings nothing."""
@@ -39,6 +39,20 @@ def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
     return y if bias_O is None else y.add_(bias_O)
 
 
+def adds_low_rank(x_NI: Tensor) -> bool:
+    """Whether a product with these rows takes its adapter's part along (`multiply_with_low_rank`)."""
+    is_many = x_NI.is_cpu and x_NI.shape[0] > MAX_FEW_ROWS
+    return is_many and x_NI.dtype is torch.float32 and cpu_products.is_built()
+
+
+def multiply_with_low_rank(
+    a_MK: Tensor, b_KN: Tensor, low_a: Tensor, low_b: Tensor, *, out: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """a b + scale low_a low_b in one pass over the result, where `adds_low_rank`."""
+    out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
+    return cpu_products.multiply(a_MK, b_KN, out, low_rank=(low_a, low_b, scale))
+
+
 def multiply(
     a_MK: Tensor, b_KN: Tensor, *, out: Tensor | None = None, alpha: float = 1.0, is_added: bool = False
 ) -> Tensor:
@@ -54,6 +68,17 @@ def multiply(
         return out.addmm_(a_MK, b_KN, alpha=alpha) if out.dtype is a_MK.dtype else out.add_(a_MK @ b_KN, alpha=alpha)
     torch.mm(a_MK, b_KN, out=out)
     return out if alpha == 1.0 else out.mul_(alpha)
+
+
+def low_rank_gradients(
+    dy_NO: Tensor, low_Nr: Tensor, b_Or: Tensor, grad_b: Tensor, *, out: Tensor, scale: float
+) -> None:
+    """Of y = scale low B': d loss / d low goes to `out`, d loss / d B is added to `grad_b`."""
+    if dy_NO.is_cpu and cpu_low_rank.fits(dy_NO, low_Nr, b_Or, grad_b, out):
+        cpu_low_rank.gradients(dy_NO, low_Nr, grad_b, b_Or, out, scale)
+        return
+    multiply(dy_NO, b_Or, out=out, alpha=scale)
+    multiply(dy_NO.t(), low_Nr, out=grad_b, alpha=scale, is_added=True)
 
 
 def _is_ours(*tensors: Tensor | None) -> bool:

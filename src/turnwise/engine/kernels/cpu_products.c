@@ -2,7 +2,8 @@
  *
  * c[M,N] = a[M,K] b[K,N] in blocks: a block of b is packed into panels that stay in L2, MR rows of `a` are copied to
  * L1, and a register tile of those rows by one panel runs over the block's depth. Any of the three may be transposed: b
- * is turned as it is packed, `a` as it is copied, c as it is written.
+ * is turned as it is packed, `a` as it is copied, c as it is written. A low-rank part adds its rank to the depth: its
+ * two sides lie behind `a` and b as if they were longer, so c is written once.
  */
 #include "cpu_tiles.h"
 #if defined(_OPENMP)
@@ -10,13 +11,21 @@
 #endif
 
 enum {
-    MAX_DEPTH = 512, /* MR rows of this depth fit L1 */
+    MAX_DEPTH = 640, /* MR rows of this depth fit L1 */
     MAX_COLS = 384, /* a packed block of MAX_DEPTH by MAX_COLS fits L2 */
     ROW_STRIDE = MAX_DEPTH + 16, /* of the copied rows: no multiple of 4 KiB, which would put all rows in one L1 set */
 };
 DEFINE_TILES(choose_tile, ROW_STRIDE, 1)
 
-static void copy_rows(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
+/* c = alpha (a b + scale low_a low_b), or added to c; `low_K` is 0 where there is no low-rank part. */
+typedef struct {
+    Matrix a, b, c, low_a, low_b;
+    int64_t K, low_K;
+    float alpha, scale;
+    int is_added;
+} Product;
+
+INLINE void copy_part(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
     const float *from = a->data + row * a->row + start * a->col;
     if (a->col == 1) {
         for (int64_t r = 0; r < rows; r++) memcpy(to + r * ROW_STRIDE, from + r * a->row, sizeof(float) * depth);
@@ -26,12 +35,28 @@ static void copy_rows(const Matrix *a, int64_t row, int64_t rows, int64_t start,
         for (int64_t r = 0; r < rows; r++) to[r * ROW_STRIDE + k] = from[r * a->row + k * a->col];
 }
 
-typedef struct {
-    Matrix a, b, c;
-    int64_t K;
-    float alpha;
-    int is_added;
-} Product;
+/* How much of [start, start + depth) lies in `a` and b, before the low-rank part. */
+INLINE int64_t own_depth(const Product *p, int64_t start, int64_t depth) {
+    return start < p->K ? min_of(depth, p->K - start) : 0;
+}
+
+static void copy_rows(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
+    int64_t own = own_depth(p, start, depth);
+    copy_part(&p->a, row, rows, start, own, to);
+    if (own == depth) return;
+    copy_part(&p->low_a, row, rows, start + own - p->K, depth - own, to + own);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = own; k < depth; k++) to[r * ROW_STRIDE + k] *= p->scale;
+}
+
+static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t col, int64_t cols, float *panels) {
+    int64_t own = own_depth(p, start, depth), low = start + own - p->K;
+    Matrix b = {p->b.data + start * p->b.row + col * p->b.col, p->b.row, p->b.col};
+    pack_part(&b, 0, own, depth, cols, panels);
+    if (own == depth) return;
+    Matrix more = {p->low_b.data + low * p->low_b.row + col * p->low_b.col, p->low_b.row, p->low_b.col};
+    pack_part(&more, own, depth - own, depth, cols, panels);
+}
 
 /* Ask for rows of `a` that are needed next, a share at a time: `turn` of `turns`. */
 INLINE void fetch_rows(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
@@ -52,7 +77,7 @@ static void multiply_rows(const Product *p, int64_t row, int64_t rows, int64_t c
         const float *panel = panels + start * depth;
         float *to = p->c.data + row * p->c.row + (col + start) * p->c.col;
         int64_t real = min_of(width, cols - start);
-        fetch_rows(&p->a, row + rows, after, first, depth, start / NR, (cols + NR - 1) / NR);
+        fetch_rows(&p->a, row + rows, after, first, own_depth(p, first, depth), start / NR, (cols + NR - 1) / NR);
         if (real == width && rows % ROW_STEP == 0 && p->c.col == 1) {
             tile(copied, panel, depth, p->alpha, to, p->c.row, is_added);
             continue;
@@ -69,33 +94,36 @@ static void multiply_rows(const Product *p, int64_t row, int64_t rows, int64_t c
 /* A block of c; `panels` holds MAX_DEPTH * (MAX_COLS + NR) floats. */
 static void multiply_block(const Product *p, int64_t row, int64_t rows, int64_t col, int64_t cols, float *panels) {
     float copied[MR * ROW_STRIDE];
-    int64_t steps = (p->K + MAX_DEPTH - 1) / MAX_DEPTH, step = (p->K + steps * 8 - 1) / (steps * 8) * 8;
-    for (int64_t k = 0; k < p->K; k += step) {
-        int64_t depth = min_of(step, p->K - k);
-        Matrix b = {p->b.data + k * p->b.row + col * p->b.col, p->b.row, p->b.col};
-        pack(&b, depth, cols, panels);
+    int64_t K = p->K + p->low_K, steps = (K + MAX_DEPTH - 1) / MAX_DEPTH, step = (K + steps * 8 - 1) / (steps * 8) * 8;
+    for (int64_t k = 0; k < K; k += step) {
+        int64_t depth = min_of(step, K - k);
+        pack_block(p, k, depth, col, cols, panels);
         for (int64_t r = row; r < row + rows; r += MR) {
             int64_t present = min_of(MR, row + rows - r);
-            copy_rows(&p->a, r, present, k, depth, copied);
+            copy_rows(p, r, present, k, depth, copied);
             int64_t after = min_of(MR, row + rows - r - present);
             multiply_rows(p, r, present, col, cols, depth, p->is_added || k > 0, copied, panels, k, after);
         }
     }
 }
 
-/* c = alpha a b, or added to c. Strides are (row, column) in floats; scratch holds MAX_DEPTH * (MAX_COLS + NR) floats
- * for each thread. No size is 0. */
-void tw_product(float *a, int64_t a_row, int64_t a_col, float *b, int64_t b_row, int64_t b_col, float *c, int64_t c_row,
-                int64_t c_col, int64_t M, int64_t N, int64_t K, float alpha, int is_added, float *scratch,
-                int threads) {
-    const Product p = {{a, a_row, a_col}, {b, b_row, b_col}, {c, c_row, c_col}, K, alpha, is_added};
-    if (M * N * K < (int64_t)SERIAL_FLOATS * 32) threads = 1;
+/* c = alpha (a b + scale low_a low_b), or added to c. `strides` are (row, column) in floats of a, b, c, low_a and
+ * low_b, `sizes` M, N, K and low_K. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread. M, N and
+ * K + low_K are not 0. */
+void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes, float alpha, float scale,
+                int is_added, float *scratch, int threads) {
+    Matrix sides[5];
+    for (int i = 0; i < 5; i++) sides[i] = (Matrix){data[i], strides[2 * i], strides[2 * i + 1]};
+    int64_t M = sizes[0], N = sizes[1];
+    const Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4], .K = sizes[2],
+                       .low_K = sizes[3], .alpha = alpha, .scale = scale, .is_added = is_added};
+    if (M * N * (p.K + p.low_K) < (int64_t)SERIAL_FLOATS * 32) threads = 1;
     int64_t col_tasks = (N + MAX_COLS - 1) / MAX_COLS;
     int64_t cols = (N + col_tasks * NR - 1) / (col_tasks * NR) * NR;
     col_tasks = (N + cols - 1) / cols;
     /* Every block of rows packs b once more, so they are halved only while threads would be short of work. */
     int64_t rows = (M + MR - 1) / MR * MR;
-    while (threads > 1 && (M + rows - 1) / rows * col_tasks < 3 * threads && rows > 8 * MR)
+    while (threads > 1 && (M + rows - 1) / rows * col_tasks < 2 * threads && rows > 8 * MR)
         rows = (rows / 2 + MR - 1) / MR * MR;
     int64_t row_tasks = (M + rows - 1) / rows;
 #pragma omp parallel num_threads(threads)

@@ -16,7 +16,7 @@ from torch import Tensor
 from turnwise.engine.kernels import build
 from turnwise.errors import DataError
 
-_SCRATCH = 512 * (384 + 32)
+_SCRATCH = 640 * (384 + 32)
 """MAX_DEPTH * (MAX_COLS + NR) of cpu_products.c: floats of a thread's packed block."""
 
 
@@ -25,34 +25,45 @@ def is_built() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and build.library() is not None
 
 
+LowRank = tuple[Tensor, Tensor, float]
+"""A product's low-rank part: a [M, r], b [r, N] and its scale."""
+
+
 class ProductKernel:
     """The function of one compiled library, and the room that its threads pack into."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._product = library.tw_product
-        self._product.argtypes = [*[pointer, int64, int64] * 3, *[int64] * 3, ctypes.c_float, int32, pointer, int32]
+        self._product.argtypes = [
+            ctypes.c_void_p * 5, ctypes.c_int64 * 10, ctypes.c_int64 * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int,
+            ctypes.c_void_p, ctypes.c_int,
+        ]  # fmt: skip
         self._product.restype = None
         self._scratch = threading.local()
 
-    def multiply(self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, alpha: float, is_added: bool) -> None:
-        """out = alpha a b, or added to it; float32 on the CPU, any strides."""
-        (rows, depth), cols = a_MK.shape, b_KN.shape[1]
-        for tensor, shape in ((a_MK, (rows, depth)), (b_KN, (depth, cols)), (out_MN, (rows, cols))):
+    def multiply(
+        self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, alpha: float, is_added: bool, low_rank: LowRank | None
+    ) -> None:
+        """out = alpha (a b + its low-rank part), or added to it; float32 on the CPU, any strides."""
+        low_a, low_b, scale = (a_MK[:, :0], b_KN[:0], 0.0) if low_rank is None else low_rank
+        (rows, depth), cols, rank = a_MK.shape, b_KN.shape[1], low_a.shape[1]
+        sides = (a_MK, b_KN, out_MN, low_a, low_b)
+        shapes = ((rows, depth), (depth, cols), (rows, cols), (rows, rank), (rank, cols))
+        for tensor, shape in zip(sides, shapes, strict=True):
             if tensor.shape != shape or tensor.dtype is not torch.float32 or not tensor.is_cpu:
                 raise DataError(
                     f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} in the product of {rows} x {depth} "
                     f"and {depth} x {cols}; expected float32 {shape} on the CPU"
                 )
-        if 0 in (rows, depth, cols):
+        if 0 in (rows, depth + rank, cols):
             if not is_added:
                 out_MN.zero_()
             return
+        pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
+        strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
+        sizes = (ctypes.c_int64 * 4)(rows, cols, depth, rank)
         threads = torch.get_num_threads()
-        self._product(
-            a_MK.data_ptr(), *a_MK.stride(), b_KN.data_ptr(), *b_KN.stride(), out_MN.data_ptr(), *out_MN.stride(),
-            rows, cols, depth, alpha, is_added, self._room(threads), threads,
-        )  # fmt: skip
+        self._product(pointers, strides, sizes, alpha, scale, is_added, self._room(threads), threads)
 
     def _room(self, threads: int) -> int:
         """Address of this thread's room for the packed blocks of all its workers."""
@@ -69,11 +80,19 @@ def _kernel() -> ProductKernel:
     return ProductKernel(library)
 
 
-def multiply(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, alpha: float = 1.0, is_added: bool = False) -> Tensor:
-    """out = alpha a b, or added to it."""
-    if a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
+def multiply(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    out_MN: Tensor,
+    *,
+    alpha: float = 1.0,
+    is_added: bool = False,
+    low_rank: LowRank | None = None,
+) -> Tensor:
+    """out = alpha (a b + scale low_a low_b), or added to it."""
+    if low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
         # Packing the large operand in its own order beats turning it: the other one is copied a few rows at a time.
-        _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added)
+        _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
     else:
-        _kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added)
+        _kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added, low_rank)
     return out_MN

@@ -76,12 +76,12 @@ typedef void Tile(const float *, const float *, int64_t, float, float *, int64_t
 
 INLINE int64_t panel_width(int64_t left) { return left > LANES ? NR : LANES; }
 
-/* Rows [k, k + 8) or fewer of b into the panels; columns that do not exist become zeros. */
+/* The first 8 rows of b, or fewer, become rows k and on of panels; columns that do not exist become zeros. */
 INLINE void pack_rows(const Matrix *b, int64_t k, int64_t rows, int64_t depth, int64_t cols, float *panels) {
     for (int64_t start = 0, width; start < cols; start += width) {
         width = panel_width(cols - start);
         float *panel = panels + start * depth + k * width;
-        const float *from = b->data + k * b->row + start * b->col;
+        const float *from = b->data + start * b->col;
         if (cols - start < width) {
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < width; j++)
@@ -98,9 +98,17 @@ INLINE void pack_rows(const Matrix *b, int64_t k, int64_t rows, int64_t depth, i
     }
 }
 
+/* b [rows, cols] becomes rows [first, first + rows) of panels that are `depth` deep. */
+static void pack_part(const Matrix *b, int64_t first, int64_t rows, int64_t depth, int64_t cols, float *panels) {
+    for (int64_t k = 0; k < rows; k += 8) {
+        Matrix from = {b->data + k * b->row, b->row, b->col};
+        pack_rows(&from, first + k, min_of(8, rows - k), depth, cols, panels);
+    }
+}
+
 /* All of b [depth, cols] into panels. */
 static void pack(const Matrix *b, int64_t depth, int64_t cols, float *panels) {
-    for (int64_t k = 0; k < depth; k += 8) pack_rows(b, k, min_of(8, depth - k), depth, cols, panels);
+    pack_part(b, 0, depth, depth, cols, panels);
 }
 
 #endif

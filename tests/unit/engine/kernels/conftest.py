@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from turnwise.engine.kernels import build, cpu_attention, cpu_head, cpu_layers, cpu_products
+from turnwise.engine.kernels import build, cpu_attention, cpu_head, cpu_layers, cpu_low_rank, cpu_products
 
 # The C files have branches for AVX-512, for AVX2 and portable ones; an older target takes the lower branches.
 _TARGETS = {"native": ("-march=native",)}
@@ -36,5 +36,7 @@ def _same_numbers_every_time() -> None:
 
 
 def _forget() -> None:
-    for function in (cpu_layers._kernels, cpu_head._kernels, cpu_attention._kernels, cpu_products._kernel):
-        function.cache_clear()
+    for module in (cpu_layers, cpu_head, cpu_attention):
+        module._kernels.cache_clear()
+    for module in (cpu_products, cpu_low_rank):
+        module._kernel.cache_clear()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.kernels import cpu_products
-from turnwise.engine.linear import multiply
+from turnwise.engine.linear import multiply, multiply_with_low_rank
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -38,6 +38,21 @@ def test_a_product_equals_float64_whichever_sides_are_transposed(shape: tuple[in
     torch.testing.assert_close(multiply(a, b, out=out, alpha=-0.5, is_added=True).double(), added, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(multiply(a, b, out=out, alpha=2.0).double(), 2 * exact, rtol=1e-5, atol=2e-4)
     torch.testing.assert_close(multiply(a, b).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 8, 16, 48])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_product_with_a_low_rank_part_equals_float64(shape: tuple[int, int, int], rank: int, is_turned: bool) -> None:
+    rows, cols, depth = shape
+    a, b = torch.randn(rows, depth), make(depth, cols, is_turned=is_turned)
+    low_a, low_b = torch.randn(rows, 3 * rank)[:, rank : 2 * rank], make(rank, cols, is_turned=is_turned)
+    exact = a.double() @ b.double() + 0.25 * low_a.double() @ low_b.double()
+    around = torch.full((rows, cols + 2), 7.0)
+    for out in (around[:, 1:-1], None):
+        found = multiply_with_low_rank(a, b, low_a, low_b, out=out, scale=0.25)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    assert (around[:, [0, -1]] == 7.0).all()
 
 
 def test_a_product_writes_its_part_of_a_tensor_and_nothing_around_it() -> None:
@@ -75,3 +90,6 @@ def test_other_dtypes_take_torch() -> None:
 def test_sizes_that_do_not_agree_are_refused() -> None:
     with pytest.raises(DataError, match=r"product of 3 x 4 and 4 x 6; expected float32 \(4, 6\)"):
         cpu_products.multiply(torch.ones(3, 4), torch.ones(5, 6), torch.ones(3, 6))
+    low_rank = torch.ones(3, 2), torch.ones(1, 6), 1.0
+    with pytest.raises(DataError, match=r"\(1, 6\) on cpu .* expected float32 \(2, 6\)"):
+        cpu_products.multiply(torch.ones(3, 4), torch.ones(4, 6), torch.ones(3, 6), low_rank=low_rank)
