@@ -169,7 +169,9 @@ class DecodeGraphs:
         if route.merged is None:
             return ("base",)
         if self._merged_key is None:
-            self._merged_key = ("merged", *sorted(tensor.data_ptr() for tensor in route.merged.values()))
+            # By name: two layers whose buffers changed places need another graph, though the addresses are the same.
+            places = (part for name in sorted(route.merged) for part in (name, route.merged[name].data_ptr()))
+            self._merged_key = ("merged", *places)
         return self._merged_key
 
     def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
