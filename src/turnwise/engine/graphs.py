@@ -145,8 +145,7 @@ class DecodeGraphs:
     def _get(self, bucket: int, width: int, route: Route) -> _Captured:
         key = (bucket, width, self._weights_key(route))
         if key not in self._captured:
-            if route.bank is not None:  # older layouts of the banks are gone for good
-                self._captured = {k: c for k, c in self._captured.items() if k[2][0] != "bank" or k[2][1] == key[2][1]}
+            self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[2], key[2])}
             self._captured[key] = self._capture(bucket, width, route)
         return self._captured[key]
 
@@ -216,6 +215,13 @@ class DecodeGraphs:
         tokens, logprobs = draw_whole(logits, columns[3].view(torch.float32), columns[4].view(torch.float32))
         self.last_tokens.index_copy_(0, lanes, tokens)
         return torch.stack([tokens.float(), logprobs])
+
+
+def _is_given_up(old: tuple[str | int, ...], new: tuple[str | int, ...]) -> bool:
+    """Whether a graph's weights are gone: a bank of an older generation, merged weights that lie elsewhere now."""
+    if old[0] != new[0]:
+        return False
+    return old[1] != new[1] if old[0] == "bank" else old != new
 
 
 def _num_tiles(route: Route) -> int:

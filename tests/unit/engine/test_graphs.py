@@ -169,3 +169,14 @@ def test_a_policy_that_is_not_merged_and_a_cpu_have_nothing_to_warm_up(tiny_dir:
     assert finish(engine.warm_up(policy, 200)) == 0
     with_graphs(engine)
     assert finish(engine.warm_up(policy, 200)) == 0
+
+
+def test_graphs_of_merged_weights_that_moved_are_dropped(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    graphs = with_graphs(engine)
+    wide = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
+    narrow = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0, train_mlp=False)))
+    for policy in (engine.base_policy, wide, narrow):
+        assert finish(engine.warm_up(policy, 10)) == 4
+    assert {key[0] for _, _, key in graphs._captured} == {"base", "merged"}
+    assert len(graphs._captured) == 8, "those of the wider policy read buffers that are gone"
