@@ -156,11 +156,6 @@ class Scheduler:
                 self._free(row)
         self.waiting = deque(s for s in self.waiting if s.request is not request)
 
-    def next_step(self) -> Step:
-        """Choose rows and reserve the blocks they write to."""
-        decode = self.next_decode()
-        return Step(decode, self.next_pieces())
-
     def next_decode(self) -> list[Row]:
         """The running rows that sample a token now, with a place for it; they come before anything that waits."""
         size = self.pool.block_size
