@@ -94,7 +94,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.nda
     scale = 0.0
     for size in args.batches:
         prompts = draw(size, args.prompt_tokens)
-        replies = sample_sequences(engine, prompts, args.new_tokens, policy)
+        replies = sample_sequences(engine, prompts, args.new_tokens, [policy] * len(prompts))
         known = trainer_logprobs(engine, adapter, prompts, replies)
         found[f"batch_{size}"] = known - sampler_logprobs(replies)
         scale = k2(known - trainer_logprobs(engine, adapter, prompts, replies, of="base"))
@@ -103,7 +103,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.nda
     histories = draw(args.dialogues, args.prompt_tokens)
     turns: list[np.ndarray] = []
     for _ in range(args.turns):
-        replies = sample_sequences(engine, histories, args.new_tokens, policy)
+        replies = sample_sequences(engine, histories, args.new_tokens, [policy] * len(histories))
         turns.append(trainer_logprobs(engine, adapter, histories, replies) - sampler_logprobs(replies))
         seen = draw(args.dialogues, args.observed)
         histories = [[*h, *r.tokens, *o] for h, r, o in zip(histories, replies, seen, strict=True)]

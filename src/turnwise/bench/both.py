@@ -20,12 +20,12 @@ from torch import Tensor
 
 from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
+from turnwise.engine.budget import GIB
 from turnwise.engine.engine import Engine
 from turnwise.engine.lora import Adapter, Policy, merge_into
 from turnwise.errors import ConfigError
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
-GIB = 1 << 30
 T = TypeVar("T")
 
 
@@ -150,13 +150,15 @@ class RlStep:
         for turn in range(args.turns):
             replies: list[SampledSequence]
             if turn == 0:
+                owners = [policy] * len(self._prompts)
                 replies = sample_sequences(
-                    self._engine, self._prompts, args.new_tokens, policy, num_samples=args.group_size
+                    self._engine, self._prompts, args.new_tokens, owners, num_samples=args.group_size
                 )
             else:
                 for dialogue, seen in zip(dialogues, self._observed[turn], strict=True):
                     dialogue.add(seen, None)
-                replies = sample_sequences(self._engine, [d.ids for d in dialogues], args.new_tokens, policy)
+                owners = [policy] * len(dialogues)
+                replies = sample_sequences(self._engine, [d.ids for d in dialogues], args.new_tokens, owners)
             for dialogue, reply in zip(dialogues, replies, strict=True):
                 dialogue.add(reply.tokens, reply.logprobs)
         return dialogues
@@ -170,8 +172,7 @@ class RlStep:
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
         result = work()
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+        self._engine.wait()
         self.seconds[name].append(time.perf_counter() - start)
         return result
 

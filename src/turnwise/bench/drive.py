@@ -23,12 +23,20 @@ def finish(work: Generator[None, None, T]) -> T:
 
 
 def sample_sequences(
-    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policy: AnyPolicy, *, num_samples: int = 1
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    policies: Sequence[AnyPolicy],
+    *,
+    num_samples: int = 1,
 ) -> list[SampledSequence]:
-    """`num_samples` continuations of every prompt, one prompt after the other; run together, and none stops early."""
+    """`num_samples` continuations of every prompt, each prompt under its own policy, one prompt after the other.
+
+    They run together, and none stops early.
+    """
     replies: dict[int, Sequence[SampledSequence]] = {}
     params = SamplingParams(max_tokens=new_tokens, stop=[])
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
 
         def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
             if isinstance(reply, BaseException):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
@@ -72,7 +73,7 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
 
     def batch() -> None:
         engine.sampler.drop_cache()
-        sample_all(engine, prompts, args.new_tokens, [policy] * len(prompts))
+        sample_sequences(engine, prompts, args.new_tokens, [policy] * len(prompts))
 
     def dialogues() -> None:
         engine.sampler.drop_cache()
@@ -123,24 +124,6 @@ def _measure(
 
 def _policy(engine: Engine, rank: int) -> AnyPolicy:
     return engine.publish(engine.create_adapter(LoraConfig(rank=rank, seed=0))) if rank else engine.base_policy
-
-
-def sample_all(
-    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, policies: Sequence[AnyPolicy]
-) -> list[list[int]]:
-    """The sampled tokens of every prompt, each under its own policy, run together to the end."""
-    replies: dict[int, list[int]] = {}
-    for index, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
-
-        def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
-            if isinstance(reply, BaseException):
-                raise reply
-            replies[index] = list(reply.sequences[0].tokens)
-
-        engine.sampler.submit(prompt, SamplingParams(max_tokens=new_tokens, stop=[]), policy, on_done=keep)
-    while engine.sampler.has_work:
-        engine.sampler.step()
-    return [replies[i] for i in range(len(prompts))]
 
 
 def play_all(

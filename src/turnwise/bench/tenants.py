@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
-from turnwise.bench.sample import sample_all
 from turnwise.engine.engine import Engine
 from turnwise.engine.lora import AnyPolicy
 from turnwise.types import LoraConfig
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     def sample(owners: Sequence[AnyPolicy]) -> None:
         engine.sampler.drop_cache()
-        sample_all(engine, prompts, args.new_tokens, owners)
+        sample_sequences(engine, prompts, args.new_tokens, owners)
 
     one = timed(lambda: sample(policies[:1] * total), args, engine.device)
     many = timed(lambda: sample(of_tenants), args, engine.device)

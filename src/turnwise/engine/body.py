@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from turnwise.engine import layer_ops
 from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
-from turnwise.engine.budget import ModelSizes, kept_bytes
+from turnwise.engine.budget import kept_bytes
 from turnwise.engine.layer_ops import Heads, Rotation
 from turnwise.engine.linear import (
     adds_low_rank,
@@ -38,6 +38,7 @@ from turnwise.engine.linear import (
     multiply_with_low_rank,
 )
 from turnwise.engine.lora import Adapter, LinearGroup, Route
+from turnwise.model_sizes import ModelSizes
 
 FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")

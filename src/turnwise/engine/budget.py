@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import Place
+from turnwise.model_sizes import ModelSizes
 
 GIB = 1 << 30
 FLOAT32_BYTES = 4
@@ -35,25 +36,6 @@ STREAMS = 6
 """Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
 MERGED_SHARE = 0.25
 """The merged copy may take this share of what the weights leave; where it would be more, adapters stay beside them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """What a model's memory depends on."""
-
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    """Of the MLP."""
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True)

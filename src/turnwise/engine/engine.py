@@ -33,7 +33,7 @@ from turnwise.engine.losses import make_loss
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.models import CausalModel
 from turnwise.engine.optim import adamw_step
-from turnwise.engine.place import Place, choose_device
+from turnwise.engine.place import choose_device, find_place
 from turnwise.engine.preference_losses import DEFAULTS as PREFERENCE_LOSSES
 from turnwise.engine.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.sampler import Sampler
@@ -243,12 +243,9 @@ class Engine:
         return self._references[where]
 
     def _split_memory(self) -> MemorySplit:
-        is_gpu = self.device.type == "cuda"
-        free, total = torch.cuda.mem_get_info(self.device) if is_gpu else (0, 0)
-        dtype = str(self.dtype).removeprefix("torch.")
         split = split_memory(
             self.config,
-            Place(device=self.device.type, dtype=dtype, free_bytes=free, total_bytes=total),
+            find_place(self.config),
             self.model.sizes,
             adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
             context_length=self.max_context_length,

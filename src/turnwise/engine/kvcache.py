@@ -25,9 +25,6 @@ class KvShape:
     num_kv_heads: int
     head_size: int
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * dtype.itemsize
-
 
 class KvCache:
     """The storage: per layer, keys and values [blocks, block size, KV heads, D]."""

@@ -23,8 +23,8 @@ from turnwise.engine.linear import frozen_linear, multiply
 from turnwise.engine.lora import LoraLinear, Route
 from turnwise.engine.pack import Entries
 
-TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
-"""(logprobs [E], entropies [E] or None, columns [E]) -> d loss / d logprob, d loss / d entropy."""
+TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
+"""(logprobs [E], entropies [E] or None, which entries they are) -> d loss / d logprob, d loss / d entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class TargetHead:
             chunk = self._forward(hidden_RH[rows], rows, picked)
             local_E = self.entries.rows[picked] - rows.start
             entropies_E = None if chunk.entropies_R is None else chunk.entropies_R[local_E]
-            grads = gradients(chunk.logprobs_E, entropies_E, self.entries.columns[picked])
+            grads = gradients(chunk.logprobs_E, entropies_E, picked)
             grad_logits = self._grad_logits(chunk, rows, picked, local_E, *grads)
             grad_hidden[rows] = self._grad_hidden(grad_logits, hidden_RH, rows)
             logprobs.append(chunk.logprobs_E)

@@ -13,10 +13,10 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.engine.attention import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.body import FusedBody
-from turnwise.engine.budget import ModelSizes
 from turnwise.engine.kvcache import KvShape
 from turnwise.engine.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.errors import ModelError
+from turnwise.model_sizes import ModelSizes
 
 _REFUSED_SETTINGS = (
     "final_logit_softcapping",

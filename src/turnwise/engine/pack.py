@@ -213,7 +213,7 @@ class Entries:
     targets: torch.Tensor
     """[E]"""
     columns: torch.Tensor
-    """[E] where the entry stands in the batch's loss columns."""
+    """[E] where the entry stands in its job's loss columns."""
 
     @classmethod
     def join(cls, parts: Sequence[Entries]) -> Entries:

@@ -16,7 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A device and a dtype, by name; the bytes are a GPU's, before anything is loaded."""
+    """A device and a dtype, by name; the bytes are a GPU's, at the time of asking."""
 
     device: str
     """`cpu` or `cuda`."""

@@ -191,7 +191,7 @@ class Sampler:
     def _run(self, step: Step, flight: _Flight) -> None:
         """One packed pass, not captured: prompts, and whatever no graph takes."""
         input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
-        route, lasts = self._route(step), _last_tokens(step)
+        route, lasts = self._route(step), _sampled_after(step)
         # A bank's tiles count all rows, and scoring reads them all; else the last layer runs on what is sampled from.
         is_whole = route.bank is not None or any(piece.row.scores_prompt for piece in step.prefill)
         rows = None if is_whole else upload(np.array(lasts, dtype=np.int64), input_ids.device)
@@ -397,7 +397,7 @@ class Sampler:
         return ids
 
 
-def _last_tokens(step: Step) -> list[int]:
+def _sampled_after(step: Step) -> list[int]:
     """The packed tokens that something is sampled after: every decode row, and the end of each prompt that ends."""
     stops = itertools.accumulate((piece.stop - piece.start for piece in step.prefill), initial=len(step.decode))
     next(stops)

@@ -8,6 +8,7 @@ Shape legend: T target positions of all datums of a job laid end to end, E the t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
@@ -157,7 +158,7 @@ class Trainer:
         """A loss over whole sequences: logprobs first, then the gradient by a second head product."""
         if not members:
             return
-        batch, route, entries = self._packed([job], [result], [members])
+        batch, route, entries, _ = self._packed([job], [result], [members])
         with torch.enable_grad():
             rows = self._hidden(batch, route, entries.row_tokens)
         head = TargetHead(self.model.head, route, entries, with_entropy=loss.needs_entropy)
@@ -171,12 +172,9 @@ class Trainer:
         sorted_entropies = None if entropies is None else entropies[order]
         grad, grad_entropy = token_gradients(loss, logprobs[order], sorted_entropies, sorted_columns)
         grad_E, grad_entropy_E = grad[inverse], None if grad_entropy is None else grad_entropy[inverse]
-        position = torch.zeros(len(result.logprobs), dtype=torch.int64, device=self.model.device)
-        position[entries.columns] = torch.arange(len(entries.columns), device=self.model.device)
 
-        def stored(_l: Tensor, _e: Tensor | None, columns: Tensor):
-            at = position[columns]
-            return grad_E[at], None if grad_entropy_E is None else grad_entropy_E[at]
+        def stored(_l: Tensor, _e: Tensor | None, picked: slice):
+            return grad_E[picked], None if grad_entropy_E is None else grad_entropy_E[picked]
 
         with torch.no_grad():
             grad_rows, _, _ = head.backward(rows.detach(), stored)
@@ -190,24 +188,23 @@ class Trainer:
         members: Sequence[list[int]],
         gradients: Callable[[int, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]],
     ) -> None:
-        """One packed pass for all jobs; entry columns of job j are shifted by the T of the jobs before it."""
-        batch, route, entries = self._packed(jobs, results, members)
+        """One packed pass for all jobs; the entries of a job are one run, so none has to be looked for."""
+        batch, route, entries, edges = self._packed(jobs, results, members)
         with torch.enable_grad():
             rows = self._hidden(batch, route, entries.row_tokens)
-        starts = np.cumsum([0, *(len(r.logprobs) for r in results)])
 
-        def by_job(logprobs: Tensor, entropies: Tensor | None, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-            if len(jobs) == 1:
-                return gradients(0, logprobs, entropies, columns)
-            grad = torch.empty_like(logprobs)
-            grad_entropy = None if entropies is None else torch.empty_like(entropies)
-            for job in range(len(jobs)):
-                own = (columns >= starts[job]) & (columns < starts[job + 1])
-                own_entropies = None if entropies is None else entropies[own]
-                grad[own], part = gradients(job, logprobs[own], own_entropies, columns[own] - starts[job])
-                if grad_entropy is not None and part is not None:
-                    grad_entropy[own] = part
-            return grad, grad_entropy
+        def by_job(logprobs: Tensor, entropies: Tensor | None, picked: slice) -> tuple[Tensor, Tensor | None]:
+            parts = []
+            for job, (low, high) in enumerate(itertools.pairwise(edges)):
+                start, stop = max(low, picked.start), min(high, picked.stop)
+                if start < stop:
+                    own = slice(start - picked.start, stop - picked.start)
+                    own_entropies = None if entropies is None else entropies[own]
+                    parts.append(gradients(job, logprobs[own], own_entropies, entries.columns[start:stop]))
+            if len(parts) == 1:
+                return parts[0]
+            filled = [torch.zeros_like(grad) if entropy is None else entropy for grad, entropy in parts]
+            return torch.cat([grad for grad, _ in parts]), None if entropies is None else torch.cat(filled)
 
         with_entropy = results[0].entropies is not None
         head = TargetHead(self.model.head, route, entries, with_entropy=with_entropy)
@@ -215,30 +212,25 @@ class Trainer:
             grad_rows, logprobs, entropies = head.backward(rows.detach(), by_job)
         if rows.requires_grad:
             rows.backward(grad_rows)
-        if len(jobs) == 1:  # no search for its own columns, for which the host would have to wait
-            self._store(results[0], entries.columns, logprobs, entropies)
-            return
-        for job, result in enumerate(results):
-            own = (entries.columns >= starts[job]) & (entries.columns < starts[job + 1])
-            own_entropies = None if entropies is None else entropies[own]
-            self._store(result, entries.columns[own] - starts[job], logprobs[own], own_entropies)
+        for result, (low, high) in zip(results, itertools.pairwise(edges), strict=True):
+            own_entropies = None if entropies is None else entropies[low:high]
+            self._store(result, entries.columns[low:high], logprobs[low:high], own_entropies)
 
     def _packed(
         self, jobs: Sequence[Job], results: Sequence[_Result], members: Sequence[list[int]]
-    ) -> tuple[PackedBatch, Route, Entries]:
-        """Each job's datums as a forest of their own, one after the other."""
-        batches, spans, entries = [], [], []
-        token, column = 0, 0
+    ) -> tuple[PackedBatch, Route, Entries, list[int]]:
+        """Each job's datums as a forest of their own, one after the other, and where each job's entries start."""
+        batches, spans, entries, edges = [], [], [], [0]
+        token = 0
         for job, result, chosen in zip(jobs, results, members, strict=True):
             if chosen:
                 batch = pack([d.input_ids for d in job.datums], chosen, min_shared=self.min_shared)
                 spans.append(Span(token, token + batch.num_tokens, job.weights))
-                part = self._entries(job, result, batch, token, True)
-                entries.append(replace(part, columns=part.columns + column))
+                entries.append(self._entries(job, result, batch, token, True))
                 batches.append(batch)
                 token += batch.num_tokens
-            column += len(result.logprobs)
-        return PackedBatch.join(batches), Route(spans=spans), Entries.join(entries)
+            edges.append(sum(len(part.columns) for part in entries))
+        return PackedBatch.join(batches), Route(spans=spans), Entries.join(entries), edges
 
     @staticmethod
     def _store(result: _Result, columns: Tensor, logprobs: Tensor, entropies: Tensor | None) -> None:

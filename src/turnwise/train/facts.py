@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ModelError
+from turnwise.model_sizes import ModelSizes
 from turnwise.train.config import ModelConfig
 
 DEFAULT_CONTEXT = 4096
@@ -16,20 +17,12 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(ModelSizes):
     """A model's sizes; matrices are (outputs, inputs) by name."""
 
     directory: Path
     num_parameters: int
     context_length: int
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    """Of the MLP."""
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
     linears: dict[str, tuple[int, int]]
 
     def num_adapter_parameters(self, model: ModelConfig, rank: int = 0) -> int:

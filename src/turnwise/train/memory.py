@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from turnwise.engine.budget import (
     FLOAT32_BYTES,
     MemorySplit,
-    ModelSizes,
     format_bytes,
     split_memory,
     training_pass_bytes,
@@ -65,16 +64,16 @@ def estimate_memory(
         num_attempts: dialogues that one optimizer step learns from, at most.
     """
     model, size = config.model, place.dtype_bytes
-    weights, sizes = facts.num_parameters * size, sizes_of(facts)
+    weights = facts.num_parameters * size
     split = split_memory(
         engine,
         replace(place, free_bytes=max(0, place.free_bytes - weights)),
-        sizes,
+        facts,
         adapted_parameters=sum(outputs * inputs for outputs, inputs in facts.linears.values()),
         context_length=facts.context_length,
     )
     num_tokens = pass_tokens(split, limits, num_attempts)
-    kept = training_pass_bytes(sizes, place, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
+    kept = training_pass_bytes(facts, place, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
     return Memory(
         place=place,
         weights=weights,
@@ -84,11 +83,6 @@ def estimate_memory(
         training_pass=min(kept, split.training_bytes),
         num_pass_tokens=num_tokens,
     )
-
-
-def sizes_of(facts: ModelFacts) -> ModelSizes:
-    """What the engine's split of the memory depends on."""
-    return ModelSizes(**{field.name: getattr(facts, field.name) for field in fields(ModelSizes)})
 
 
 def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) -> int:

@@ -12,13 +12,13 @@ from turnwise.engine.budget import (
     GIB,
     MAX_PASS_TOKENS,
     MIN_PASS_TOKENS,
-    ModelSizes,
     PassLimit,
     split_memory,
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import Place
+from turnwise.model_sizes import ModelSizes
 
 SMALL = ModelSizes(
     num_layers=28, hidden_size=1024, inner_size=3072, num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936

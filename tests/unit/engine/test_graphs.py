@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.bench.drive import finish
+from naive import run
 from turnwise.engine import draw
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -153,22 +153,22 @@ def test_after_a_warm_up_nothing_is_left_to_capture(tiny_dir: Path) -> None:
     engine = make(tiny_dir)
     graphs = with_graphs(engine)
     policy = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
-    assert finish(engine.warm_up(policy, 200)) == 4 * 3, "1, 2, 4 and 8 rows; tables of 16, 32 and 64 blocks"
+    assert run(engine.warm_up(policy, 200)) == 4 * 3, "1, 2, 4 and 8 rows; tables of 16, 32 and 64 blocks"
     captured = set(graphs._captured)
     assert {(bucket, width) for bucket, width, _ in captured} == set(itertools.product((1, 2, 4, 8), (16, 32, 64)))
     play(engine)
     newer = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=1)))
-    assert finish(engine.warm_up(newer, 200)) == 0, "a new version is merged into the same buffers"
+    assert run(engine.warm_up(newer, 200)) == 0, "a new version is merged into the same buffers"
     assert set(graphs._captured) == captured
-    assert finish(engine.warm_up(engine.base_policy, 10)) == 4
+    assert run(engine.warm_up(engine.base_policy, 10)) == 4
 
 
 def test_a_policy_that_is_not_merged_and_a_cpu_have_nothing_to_warm_up(tiny_dir: Path) -> None:
     engine = make(tiny_dir, merge_adapter="never")
     policy = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
-    assert finish(engine.warm_up(policy, 200)) == 0
+    assert run(engine.warm_up(policy, 200)) == 0
     with_graphs(engine)
-    assert finish(engine.warm_up(policy, 200)) == 0
+    assert run(engine.warm_up(policy, 200)) == 0
 
 
 def test_graphs_of_merged_weights_that_moved_are_dropped(tiny_dir: Path) -> None:
@@ -177,6 +177,6 @@ def test_graphs_of_merged_weights_that_moved_are_dropped(tiny_dir: Path) -> None
     wide = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
     narrow = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0, train_mlp=False)))
     for policy in (engine.base_policy, wide, narrow):
-        assert finish(engine.warm_up(policy, 10)) == 4
+        assert run(engine.warm_up(policy, 10)) == 4
     assert {key[0] for _, _, key in graphs._captured} == {"base", "merged"}
     assert len(graphs._captured) == 8, "those of the wider policy read buffers that are gone"

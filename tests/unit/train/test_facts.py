@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
+from turnwise.model_sizes import ModelSizes
 from turnwise.train.config import ModelConfig
 from turnwise.train.facts import read_facts
-from turnwise.train.memory import sizes_of
 from turnwise.types import LoraConfig
 
 
@@ -24,7 +25,8 @@ def test_sizes_are_the_engines(tiny_dir: Path, trained: tuple[str, ...]) -> None
     model = ModelConfig.model_validate({"rank": 3, **flags})
     assert facts.num_adapter_parameters(model) == adapter.flat.numel()
     assert facts.context_length == engine.max_context_length
-    assert sizes_of(facts) == engine.model.sizes
+    sizes = {field.name: getattr(facts, field.name) for field in fields(ModelSizes)}
+    assert ModelSizes(**sizes) == engine.model.sizes
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:

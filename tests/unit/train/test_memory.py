@@ -14,16 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turnwise.cli import main
-from turnwise.engine.budget import GIB, ModelSizes, split_memory, training_pass_bytes
+from turnwise.engine.budget import GIB, split_memory, training_pass_bytes
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.pack import pack, split_batches
 from turnwise.engine.place import Place, find_place
+from turnwise.model_sizes import ModelSizes
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.config import Config
 from turnwise.train.config_files import load_config
 from turnwise.train.facts import read_facts
-from turnwise.train.memory import Memory, estimate_memory, pass_tokens, sizes_of
+from turnwise.train.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 
 FACTOR = 1.3
@@ -108,8 +109,8 @@ def test_a_training_pass_takes_what_was_estimated(
     step()  # kernels are built, angles are read
     measured = _peak_bytes(step, tmp_path / "trace.json")
     place = find_place(engine.config)
-    sizes = sizes_of(read_facts(directory))
-    estimated = training_pass_bytes(sizes, place, sum(lengths), rank=rank, train_unembed=train_unembed)
+    facts = read_facts(directory)
+    estimated = training_pass_bytes(facts, place, sum(lengths), rank=rank, train_unembed=train_unembed)
     estimated += adapter.flat.numel() * 4  # the copy of the gradient, which the plan counts with the adapter
     assert measured / FACTOR < estimated < measured * FACTOR, (measured / 2**20, estimated / 2**20)
 
