@@ -7,6 +7,7 @@ pydantic. Everything is in token ids. A datum's tensors are aligned to `model_in
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,28 +66,53 @@ class ModelInput:
         return self.append(EncodedTextChunk(tokens=[int(token)]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class TensorData:
-    """A flat list of numbers with its dtype and shape; `shape=None` means one-dimensional."""
+    """A flat list of numbers with its dtype and shape; `shape=None` means one-dimensional.
 
-    data: Sequence[int] | Sequence[float]
-    dtype: TensorDtype = "float32"
-    shape: Sequence[int] | None = None
+    What was made from an array stays one until somebody reads `data`: lists of a whole batch would take the engine
+    longer to fill and to read than to upload.
+    """
+
+    _values: Sequence[int] | Sequence[float] | NDArray[Any]
+    """A list that others may hold too, or a flat array that nobody else has."""
+    dtype: TensorDtype
+    shape: Sequence[int] | None
+
+    def __init__(
+        self,
+        data: Sequence[int] | Sequence[float],
+        dtype: TensorDtype = "float32",
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        for name, value in (("_values", data), ("dtype", dtype), ("shape", shape)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> Sequence[int] | Sequence[float]:
+        if isinstance(self._values, np.ndarray):
+            object.__setattr__(self, "_values", self._values.tolist())
+        return self._values  # pyright: ignore[reportReturnType] - no array any more
 
     @classmethod
     def from_numpy(cls, array: NDArray[Any]) -> TensorData:
         dtype: TensorDtype = "int64" if np.issubdtype(array.dtype, np.integer) else "float32"
-        return cls(data=array.astype(dtype).ravel().tolist(), dtype=dtype, shape=list(array.shape))
+        made = cls(data=(), dtype=dtype, shape=list(array.shape))
+        object.__setattr__(made, "_values", array.astype(dtype).ravel())
+        return made
 
     @classmethod
     def from_torch(cls, tensor: Any) -> TensorData:
         return cls.from_numpy(tensor.detach().cpu().numpy())
 
     def to_numpy(self) -> NDArray[Any]:
-        try:  # of a long list the quickest way, and most are flat
-            array = np.fromiter(self.data, dtype=self.dtype, count=len(self.data))
-        except ValueError:
-            array = np.asarray(self.data, dtype=self.dtype)
+        if isinstance(self._values, np.ndarray):
+            array = self._values.copy()
+        else:
+            try:  # of a long list the quickest way, and most are flat
+                array = np.fromiter(self._values, dtype=self.dtype, count=len(self._values))
+            except ValueError:
+                array = np.asarray(self._values, dtype=self.dtype)
         return array if self.shape is None else array.reshape(tuple(self.shape))
 
     def to_torch(self) -> Any:
@@ -97,8 +123,24 @@ class TensorData:
     def tolist(self) -> list[Any]:
         return self.to_numpy().tolist()
 
+    def copy(self) -> TensorData:
+        """One that stays as it is when the caller goes on to change its lists."""
+        made = TensorData(data=(), dtype=self.dtype, shape=copy.copy(self.shape))
+        object.__setattr__(made, "_values", copy.copy(self._values))
+        return made
+
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorData):
+            return NotImplemented
+        return (self.data, self.dtype, self.shape) == (other.data, other.dtype, other.shape)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - as any list's
+
+    def __repr__(self) -> str:
+        return f"TensorData(data={self.data!r}, dtype={self.dtype!r}, shape={self.shape!r})"
 
 
 def to_tensor_data(key: str, value: Any) -> TensorData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from transformers import Qwen3Config
 
 from naive import displaced_adapter, make_model, random_ids, run, sample_many
-from turnwise.engine import layer_ops
+from turnwise.engine import attention_cuda, layer_ops
+from turnwise.engine.attention import Pair, Saved, TreePlan
 from turnwise.engine.attention_cpu import merge
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.draw import DrawSettings, draw_torch, draw_whole
 from turnwise.engine.engine import Engine
+from turnwise.engine.kernels import flash4
 from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
 from turnwise.types import Datum, ModelInput
 
@@ -132,6 +135,28 @@ def test_parts_of_a_tree_are_merged_and_added_in_place() -> None:
     triton_tree.merge_rows(out, lse, part, part_lse, index)
     torch.testing.assert_close(out[index], want.transpose(0, 1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[:, index], want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (9, 3, 64)])
+def test_flash_attention_4_computes_a_tree_as_dense_attention_does(
+    heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("needs the flash4 extra")
+    monkeypatch.setattr(attention_cuda, "FLASH4_OPERATIONS", 0)
+    plan = TreePlan([0, 300, 310, 470, 601, 640], [[Pair(300, 601, 0, 300)], [Pair(470, 601, 310, 470)]])
+    query, grad = (rand(1, 640, heads, size, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
+    key, value = (rand(1, 640, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    q, k, v = (side.transpose(1, 2) for side in (query, key, value))
+    assert flash4.fits(q), "else this would test PyTorch's kernels"
+    out, lse = attention_cuda.tree_forward(q, k, v, plan, 0.1)
+    grads = attention_cuda.tree_backward(grad, Saved(q, k, v, out, lse), plan, 0.1)
+    q, k, v = q.float(), k.float(), v.float()
+    want, want_lse = attention_cuda.tree_forward(q, k, v, plan, 0.1)
+    want_grads = attention_cuda.tree_backward(grad.float(), Saved(q, k, v, want, want_lse), plan, 0.1)
+    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
+    for got, expected in zip((out, *grads), (want, *want_grads), strict=True):
+        assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ from turnwise.types import (
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
-    TensorData,
 )
 
 if TYPE_CHECKING:
@@ -326,10 +325,7 @@ def copy_datums(data: Sequence[Datum]) -> list[Datum]:
 
 def _copy_datum(datum: Datum) -> Datum:
     chunks = [EncodedTextChunk(tokens=copy.copy(chunk.tokens)) for chunk in datum.model_input.chunks]
-    inputs = {
-        key: TensorData(data=copy.copy(tensor.data), dtype=tensor.dtype, shape=copy.copy(tensor.shape))
-        for key, tensor in datum.loss_fn_inputs.items()
-    }
+    inputs = {key: tensor.copy() for key, tensor in datum.loss_fn_inputs.items()}
     return Datum(model_input=ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 

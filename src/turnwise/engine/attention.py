@@ -88,6 +88,8 @@ class Varlen:
     k_bounds: Tensor
     max_q: int
     max_k: int
+    num_pairs: int
+    """Queries times the keys that they see, of all runs: how much work this is."""
     q_index: Tensor | None = None
     """Packed tokens of the queries; None: all of them, in order."""
     k_index: Tensor | None = None
@@ -130,31 +132,40 @@ class TreePlan:
     def varlen(self, device: torch.device) -> list[Varlen]:
         """The same as few variable-length calls: all nodes on themselves, then one call per level."""
         if "_varlen" not in self.__dict__:
-            lengths = [stop - start for start, stop in itertools.pairwise(self.bounds)]
-            nodes = upload(np.array(self.bounds, dtype=np.int32), device)
-            parts = [Varlen(nodes, nodes, max(lengths), max(lengths))]
-            parts += [_level_varlen(level, device) for level in self.levels]
+            arrays = [np.array(self.bounds, dtype=np.int32)]
+            for level in self.levels:
+                arrays += _level_arrays(level)
+            nodes, *uploaded = upload_all(arrays, device)
+            lengths = np.diff(self.bounds)
+            longest = int(lengths.max())
+            parts = [Varlen(nodes, nodes, longest, longest, int((lengths**2).sum()) // 2)]
+            for i, level in enumerate(self.levels):
+                parts.append(_level_varlen(level, *uploaded[4 * i : 4 * i + 4]))
             self.__dict__["_varlen"] = parts
         return self.__dict__["_varlen"]
 
 
-def _level_varlen(level: Sequence[Pair], device: torch.device) -> Varlen:
+def _level_arrays(level: Sequence[Pair]) -> list[np.ndarray]:
+    """Bounds of the query and key runs once they are laid end to end, and the packed tokens in those lines."""
     q_runs = [(pair.q_start, pair.q_stop) for pair in level]
     k_runs = [(pair.k_start, pair.k_stop) for pair in level]
+    bounds = [np.cumsum([0, *(stop - start for start, stop in runs)], dtype=np.int32) for runs in (q_runs, k_runs)]
+    return [*bounds, *(np.concatenate([np.arange(*run) for run in runs]) for runs in (q_runs, k_runs))]
+
+
+def _level_varlen(
+    level: Sequence[Pair], q_bounds: Tensor, k_bounds: Tensor, q_index: Tensor, k_index: Tensor
+) -> Varlen:
+    lengths = [(pair.q_stop - pair.q_start, pair.k_stop - pair.k_start) for pair in level]
     return Varlen(
-        q_bounds=run_bounds(q_runs, device),
-        k_bounds=run_bounds(k_runs, device),
-        max_q=max(stop - start for start, stop in q_runs),
-        max_k=max(stop - start for start, stop in k_runs),
-        q_index=upload(np.concatenate([np.arange(*run) for run in q_runs]), device),
-        k_index=upload(np.concatenate([np.arange(*run) for run in k_runs]), device),
+        q_bounds=q_bounds,
+        k_bounds=k_bounds,
+        max_q=max(queries for queries, _ in lengths),
+        max_k=max(keys for _, keys in lengths),
+        num_pairs=sum(queries * keys for queries, keys in lengths),
+        q_index=q_index,
+        k_index=k_index,
     )
-
-
-def run_bounds(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """[runs + 1] int32: where each run starts once they are laid end to end."""
-    lengths = [stop - start for start, stop in runs]
-    return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 
 class Saved(NamedTuple):
@@ -234,16 +245,16 @@ class PagedPlan:
             new = np.array([chunk.stop - chunk.start for chunk in self.chunks])
             cached = np.array([chunk.num_cached for chunk in self.chunks])
             q_bounds, k_bounds = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (new, cached + new))
-            max_q, max_k = int(new.max()), int((cached + new).max())
+            sizes = int(new.max()), int((cached + new).max()), int((new * (2 * cached + new)).sum()) // 2
             if cached.any():
                 blocks = [chunk.blocks for chunk in self.chunks]
                 spans = make_spans(np.zeros_like(new), cached + new, [len(b) for b in blocks])
                 q, k, lines, held = upload_all([q_bounds, k_bounds, spans, np.concatenate(blocks)], device)
                 _, k_index = span_slots(lines, held, int(k_bounds[-1]), self.cache.block_size)
-                varlen = Varlen(q, k, max_q, max_k, None, k_index)
+                varlen = Varlen(q, k, *sizes, k_index=k_index)
             else:
                 bounds = upload(q_bounds, device)
-                varlen = Varlen(bounds, bounds, max_q, max_q)
+                varlen = Varlen(bounds, bounds, *sizes)
             self.__dict__["_varlen"] = varlen
         return self.__dict__["_varlen"]
 

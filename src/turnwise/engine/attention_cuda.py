@@ -1,5 +1,6 @@
-"""Attention on CUDA: PyTorch's variable-length flash kernels for trees and prompts, our Triton kernel for decode.
+"""Attention on CUDA: variable-length flash kernels for trees and prompts, our Triton kernel for decode.
 
+The flash kernels are PyTorch's, and for much work at once FlashAttention 4's where it is there (`kernels/flash4.py`).
 Flash attention takes bfloat16 and float16; float32 runs as plain torch (`attention_dense`), exact and slower. Every
 function takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D].
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from turnwise.engine import attention_dense
 from turnwise.engine.attention_cpu import gather_decode, merge
+from turnwise.engine.kernels import flash4
 
 if TYPE_CHECKING:
     from turnwise.engine.attention import PagedPlan, Saved, TreePlan, Varlen
@@ -26,6 +28,8 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 MAX_FLASH_HEAD = 256
 OLDEST_CARD = (8, 0)
 """Compute capability from which the flash kernels run, and bfloat16 in Triton."""
+FLASH4_OPERATIONS = 3e10
+"""Of one forward call, from which FlashAttention 4 saves more time on the card than it costs the host."""
 
 
 def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
@@ -34,9 +38,9 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
         return _dense_tree_forward(query, key, value, plan, scale)
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
     parts = plan.varlen(query.device)
-    out, logsumexp, _ = _varlen_forward(q, k, v, parts[0], True, scale)
+    out, logsumexp = _varlen_forward(q, k, v, parts[0], True, scale)
     for part in parts[1:]:
-        below, lse_below, _ = _varlen_forward(q[part.q_index], k[part.k_index], v[part.k_index], part, False, scale)
+        below, lse_below = _varlen_forward(q[part.q_index], k[part.k_index], v[part.k_index], part, False, scale)
         if has_triton():
             triton_tree().merge_rows(out, logsumexp, below, lse_below, part.q_index)
             continue
@@ -161,11 +165,12 @@ def _warn_slower(what: str) -> None:
 
 def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, part: Varlen, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, logsumexp, rng_state, *_ = _flash(
-        q, k, v, part.q_bounds, part.k_bounds, part.max_q, part.max_k, 0.0, is_causal, False, scale=scale
-    )
-    return out, logsumexp, rng_state
+) -> tuple[Tensor, Tensor]:
+    if _takes_flash4(q, part):
+        return flash4.forward(q, k, v, part, is_causal, scale)
+    runs = part.q_bounds, part.k_bounds, part.max_q, part.max_k
+    out, logsumexp, *_ = _flash(q, k, v, *runs, 0.0, is_causal, False, scale=scale)
+    return out, logsumexp
 
 
 def _varlen_backward(
@@ -179,24 +184,16 @@ def _varlen_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out = grad.contiguous(), out.contiguous()
+    if _takes_flash4(q, part):
+        return flash4.backward(grad, q, k, v, out, logsumexp, part, is_causal, scale)
+    runs = part.q_bounds, part.k_bounds, part.max_q, part.max_k
     state = _no_dropout(q.device)
-    return _flash_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        out.contiguous(),
-        logsumexp,
-        part.q_bounds,
-        part.k_bounds,
-        part.max_q,
-        part.max_k,
-        0.0,
-        is_causal,
-        state,
-        state,
-        scale=scale,
-    )
+    return _flash_backward(grad, q, k, v, out, logsumexp, *runs, 0.0, is_causal, state, state, scale=scale)
+
+
+def _takes_flash4(q: Tensor, part: Varlen) -> bool:
+    return 4 * part.num_pairs * q.shape[1] * q.shape[2] >= FLASH4_OPERATIONS and flash4.fits(q)
 
 
 @functools.cache

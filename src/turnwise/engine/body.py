@@ -19,7 +19,7 @@ Shape legend: N packed tokens, I inputs, O outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +71,15 @@ class _SpanWeights:
     scale: float
     pairs: dict[str, tuple[Tensor, Tensor]]
     grads: dict[str, tuple[Tensor, Tensor]] | None
+    stacks: dict[str, Tensor] = field(default_factory=dict)
+    """By group: what `stacked` gave, for the backward pass to find."""
+
+    def stacked(self, group: LinearGroup) -> Tensor:
+        """The A of every member of a group, one below the other [members * r, I]."""
+        if group.name not in self.stacks:
+            own = [a for _, (a, _) in group.members(self.pairs)]
+            self.stacks[group.name] = own[0] if len(own) == 1 else torch.cat(own)
+        return self.stacks[group.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +345,7 @@ def _project(
     """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
     whole = _whole_span(group, x_NI, spans)
     if whole is not None:
-        return _project_whole(group, x_NI, whole)
+        return _project_joined(group, x_NI, whole) if x_NI.is_cuda else _project_whole(group, x_NI, whole)
     weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
     y_NO = frozen_linear(x_NI, weight, group.bias)
     if route.bank is not None:
@@ -347,7 +356,7 @@ def _project(
         members = group.members(span.pairs)
         if not members:
             continue
-        low = multiply(x_NI[span.start : span.stop], _stacked(members).t())
+        low = multiply(x_NI[span.start : span.stop], span.stacked(group).t())
         rank = low.shape[1] // len(members)
         for i, (bounds, (_, b)) in enumerate(members):
             own = y_NO[span.start : span.stop, bounds]
@@ -360,13 +369,27 @@ def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[_SpanWeights])
     """The span of all rows, where products take its low-rank part along."""
     if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)) or not adds_low_rank(x_NI):
         return None
-    return spans[0] if group.members(spans[0].pairs) else None
+    num_adapted = len(group.members(spans[0].pairs))
+    is_taken = num_adapted == len(group.names) and group.bias is None if x_NI.is_cuda else num_adapted > 0
+    return spans[0] if is_taken else None
+
+
+def _project_joined(group: LinearGroup, x_NI: Tensor, span: _SpanWeights) -> tuple[Tensor, list[Tensor]]:
+    """`_project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
+    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
+    low = multiply(x_NI, span.stacked(group).t())
+    first = 0
+    for bounds, (_, b) in group.members(span.pairs):
+        stop = first + b.shape[1]
+        multiply(low[:, first:stop], b.t(), out=y_NO[:, bounds], alpha=span.scale)
+        first = stop
+    return multiply(x_NI, group.weight.t(), out=y_NO, is_added=True), [low]
 
 
 def _project_whole(group: LinearGroup, x_NI: Tensor, span: _SpanWeights) -> tuple[Tensor, list[Tensor]]:
     """`_project` with one adapter: each linear's outputs are written once, its low-rank part included."""
     y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
-    low = multiply(x_NI, _stacked(group.members(span.pairs)).t())
+    low = multiply(x_NI, span.stacked(group).t())
     first = 0
     for name in group.names:
         bounds = group.bounds[name]
@@ -400,11 +423,10 @@ def _input_gradient(
         return None, dlows
     whole = _whole_span(group, dy_NO, spans)
     if whole is not None:
-        return multiply_with_low_rank(dy_NO, group.weight, dlows[0], _stacked(group.members(whole.pairs))), dlows
+        return multiply_with_low_rank(dy_NO, group.weight, dlows[0], whole.stacked(group)), dlows
     dx_NI = multiply(dy_NO, group.weight)
     for span, dlow in zip(present, dlows, strict=True):
-        stacked = _stacked(group.members(span.pairs))
-        multiply(dlow, stacked, out=dx_NI[span.start : span.stop], is_added=True)
+        multiply(dlow, span.stacked(group), out=dx_NI[span.start : span.stop], is_added=True)
     return dx_NI, dlows
 
 
@@ -442,17 +464,18 @@ def _add_a_gradients(group: LinearGroup, x_NI: Tensor, dlows: Sequence[Tensor], 
     for span, dlow in zip(present, dlows, strict=True):
         if span.grads is None:
             continue
-        names = [name for name in group.names if name in span.pairs]
+        x, names = x_NI[span.start : span.stop], [name for name in group.names if name in span.pairs]
         rank = dlow.shape[1] // len(names)
-        grad_a = multiply(dlow.t(), x_NI[span.start : span.stop])
+        # A card is given few launches, a CPU reads x once for all members.
+        together = None if x.is_cuda else multiply(dlow.t(), x)
         for i, name in enumerate(names):
-            if name in span.grads:
-                span.grads[name][0].add_(grad_a[i * rank : (i + 1) * rank])
-
-
-def _stacked(members: Sequence[tuple[slice, tuple[Tensor, Tensor]]]) -> Tensor:
-    """The A of every member, one below the other [members * r, I]."""
-    return members[0][1][0] if len(members) == 1 else torch.cat([a for _, (a, _) in members])
+            own = slice(i * rank, (i + 1) * rank)
+            if name not in span.grads:
+                continue
+            if together is None:
+                multiply(dlow[:, own].t(), x, out=span.grads[name][0], is_added=True)
+            else:
+                span.grads[name][0].add_(together[own])
 
 
 def _ops(device: torch.device) -> ModuleType:

@@ -10,6 +10,7 @@ several datums, laid end to end.
 
 from __future__ import annotations
 
+from array import array as number_array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -163,6 +164,8 @@ class _Reader:
 
     def aligned(self, values: np.ndarray, filler: float) -> np.ndarray:
         """[N] targets belong to the end of the input; what stands before them has none."""
+        if not self.target_start:
+            return values
         before = np.full(self.target_start, filler, dtype=values.dtype)
         return np.concatenate([before, values])
 
@@ -174,7 +177,7 @@ class _Reader:
     def optional(self, key: str, filler: float = 0.0) -> FloatArray | None:
         if key not in self.inputs:
             return None
-        values = _to_array(key, self.inputs[key]).astype(np.float32)
+        values = _to_array(key, self.inputs[key]).astype(np.float32, copy=False)
         is_bad = ~np.isfinite(values)
         if is_bad.any():
             at = int(np.argmax(is_bad))
@@ -235,11 +238,14 @@ def _input_ids(model_input: ModelInput, *, vocab_size: int, max_length: int) -> 
             f"model_input has {len(tokens)} tokens; expected at most {max_length} (the model's limit here); "
             "drop or split the longest turns"
         )
-    ids = np.asarray(tokens)
+    try:  # of a long list the quickest way that takes nothing but integers
+        ids = np.frombuffer(number_array("q", tokens), dtype=np.int64)
+    except (TypeError, OverflowError):
+        ids = np.asarray(tokens)
     if not np.issubdtype(ids.dtype, np.integer):
         raise DataError(f"model_input holds {ids.dtype} values; expected integer token ids")
     _check_ids("model_input", ids, vocab_size)
-    return ids.astype(np.int64)
+    return ids.astype(np.int64, copy=False)
 
 
 def _target_ids(tensor: TensorData, *, num_inputs: int, vocab_size: int) -> NDArray[np.int64]:

@@ -58,8 +58,7 @@ class Engine:
         self.config = config
         self.device, self.dtype = choose_device(config)
         spare_imports_from_collection()
-        if self.device.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory()
         self.model = CausalModel(self.model_dir, self.device, self.dtype)
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size
@@ -144,7 +143,7 @@ class Engine:
         job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], CROSS_ENTROPY))
         result = yield from self.trainer.logprobs(job, only_trained=False)
         outputs = outputs_of(job, result)
-        leaves = [torch.tensor(out["logprobs"].data, dtype=torch.float32, requires_grad=True) for out in outputs]
+        leaves = [out["logprobs"].to_torch().requires_grad_(True) for out in outputs]
         with torch.enable_grad():
             loss, metrics = loss_fn(list(datums), leaves)
         if loss.dim() != 0 or not torch.isfinite(loss):

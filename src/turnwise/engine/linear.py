@@ -41,6 +41,8 @@ def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
 
 def adds_low_rank(x_NI: Tensor) -> bool:
     """Whether a product with these rows takes its adapter's part along (`multiply_with_low_rank`)."""
+    if x_NI.is_cuda:
+        return True
     is_many = x_NI.is_cpu and x_NI.shape[0] > MAX_FEW_ROWS
     return is_many and x_NI.dtype is torch.float32 and cpu_products.is_built()
 
@@ -48,8 +50,10 @@ def adds_low_rank(x_NI: Tensor) -> bool:
 def multiply_with_low_rank(
     a_MK: Tensor, b_KN: Tensor, low_a: Tensor, low_b: Tensor, *, out: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """a b + scale low_a low_b in one pass over the result, where `adds_low_rank`."""
+    """a b + scale low_a low_b, where `adds_low_rank`: the large product is written once, low-rank part included."""
     out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
+    if a_MK.is_cuda:  # reading what the small product wrote is hidden behind the large one
+        return multiply(a_MK, b_KN, out=multiply(low_a, low_b, out=out, alpha=scale), is_added=True)
     return cpu_products.multiply(a_MK, b_KN, out, low_rank=(low_a, low_b, scale))
 
 
@@ -64,10 +68,12 @@ def multiply(
     if out is None:
         out = a_MK @ b_KN
         return out if alpha == 1.0 else out.mul_(alpha)
-    if is_added:
-        return out.addmm_(a_MK, b_KN, alpha=alpha) if out.dtype is a_MK.dtype else out.add_(a_MK @ b_KN, alpha=alpha)
-    torch.mm(a_MK, b_KN, out=out)
-    return out if alpha == 1.0 else out.mul_(alpha)
+    if out.dtype is a_MK.dtype:
+        return torch.addmm(out, a_MK, b_KN, beta=float(is_added), alpha=alpha, out=out)
+    if out.is_cuda:  # a sum in float32 of products in bfloat16, in one launch
+        return torch.addmm(out, a_MK, b_KN, out_dtype=out.dtype, beta=float(is_added), alpha=alpha, out=out)
+    product = a_MK @ b_KN
+    return out.add_(product, alpha=alpha) if is_added else out.copy_(product).mul_(alpha)
 
 
 def low_rank_gradients(

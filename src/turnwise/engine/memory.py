@@ -2,7 +2,8 @@
 
 glibc gives large blocks back to the kernel as soon as they are freed, and every new tensor then pays for its pages
 again: on a CPU that costs more than most elementwise operations themselves (measured: 12x for an RMS norm of 512 x
-576). Raising two thresholds keeps such blocks in the process, where the next tensor of that size finds them warm.
+576), and beside a GPU it is the time in which the card waits for a batch to be laid out. Raising two thresholds keeps
+such blocks in the process, where the next tensor of that size finds them warm.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention import upload
+from turnwise.engine.attention import upload_all
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.columns import AnyLoss, DatumColumns, collate_columns
 from turnwise.engine.logprobs import TargetHead
@@ -138,7 +138,7 @@ class Trainer:
 
     def _hidden(self, batch: PackedBatch, route: Route, rows: Tensor) -> Tensor:
         device = self.model.device
-        input_ids, position_ids = upload(batch.input_ids, device), upload(batch.position_ids, device)
+        input_ids, position_ids = upload_all([batch.input_ids, batch.position_ids], device)
         return self.model.hidden(input_ids, position_ids, batch.plan, route, rows)
 
     def _backward_pass(

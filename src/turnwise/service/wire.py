@@ -179,7 +179,7 @@ def _with_mask(datum: Datum, loss_fn: str) -> Datum:
     inputs = datum.loss_fn_inputs
     if loss_fn not in TINKER_LOSSES or "target_tokens" not in inputs or "mask" in inputs:
         return datum
-    ones = array_to_tensor(np.ones(len(inputs["target_tokens"]), dtype=np.float32))
+    ones = TensorData.from_numpy(np.ones(len(inputs["target_tokens"]), dtype=np.float32))
     added = {"mask": ones}
     if loss_fn == "cross_entropy" and "weights" not in inputs:
         added["weights"] = ones
@@ -202,7 +202,9 @@ def _split_columns(index: int, datum: Datum) -> list[Datum] | None:
     return [
         Datum(
             model_input=datum.model_input,
-            loss_fn_inputs={key: array_to_tensor(np.ascontiguousarray(array[:, k])) for key, array in arrays.items()},
+            loss_fn_inputs={
+                key: TensorData.from_numpy(np.ascontiguousarray(array[:, k])) for key, array in arrays.items()
+            },
         )
         for k in range(targets.shape[1])
     ]
@@ -220,7 +222,7 @@ def join_columns(output: ForwardBackwardOutput, widths: Sequence[int]) -> Forwar
     for width in widths:
         columns = [next(rest)["logprobs"].to_numpy() for _ in range(width or 1)]
         array = np.stack(columns, axis=1) if width else columns[0]
-        outputs.append({"logprobs": array_to_tensor(array.astype(np.float32))})
+        outputs.append({"logprobs": TensorData.from_numpy(array.astype(np.float32))})
     return replace(output, loss_fn_outputs=outputs)
 
 
@@ -247,7 +249,7 @@ def _proto_tensor(key: str, message: Any) -> TensorData:
         csr = message.sparse_csr
         values = _array(csr.values, numpy_dtype, key)
         return _dense(key, values, _array(csr.crow_indices, "<i8", key), _array(csr.col_indices, "<i8", key), shape)
-    return array_to_tensor(_reshaped(key, _array(message.dense, numpy_dtype, key).astype(dtype), shape))
+    return TensorData.from_numpy(_reshaped(key, _array(message.dense, numpy_dtype, key).astype(dtype), shape))
 
 
 def _array(data: bytes, dtype: str, what: str) -> NDArray[Any]:
@@ -283,13 +285,7 @@ def _dense(
         raise DataError(f"{key}: the sparse indices do not describe a tensor of shape {list(shape)}")
     dense = np.zeros((rows, width), dtype=np.int64 if values.dtype.kind == "i" else np.float32)
     dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
-    return array_to_tensor(dense)
-
-
-def array_to_tensor(array: NDArray[Any]) -> TensorData:
-    dtype: TensorDtype = "int64" if array.dtype.kind in "iu" else "float32"
-    flat: Any = array.astype(dtype, copy=False).ravel()  # numpy's own array serves as the sequence
-    return TensorData(data=flat, dtype=dtype, shape=list(array.shape))
+    return TensorData.from_numpy(dense)
 
 
 def read_tensor(key: str, body: schemas.TensorBody) -> TensorData:
@@ -308,7 +304,7 @@ def read_tensor(key: str, body: schemas.TensorBody) -> TensorData:
     if body.sparse_crow_indices is not None:
         crow = np.asarray(body.sparse_crow_indices, dtype=np.int64)
         return _dense(key, values, crow, np.asarray(body.sparse_col_indices or [], dtype=np.int64), body.shape)
-    return array_to_tensor(_reshaped(key, values, body.shape))
+    return TensorData.from_numpy(_reshaped(key, values, body.shape))
 
 
 def read_model_input(body: schemas.ModelInputBody, index: int = 0) -> ModelInput:

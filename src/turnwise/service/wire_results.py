@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.service import proto_schema as pb
-from turnwise.service.wire import JSON, PROTOBUF, JsonObject, Result, SampleReply, array_to_tensor
+from turnwise.service.wire import JSON, PROTOBUF, JsonObject, Result, SampleReply
 from turnwise.types import ForwardBackwardOutput, TensorData
 
 MISSING_TOPK_LOGPROB = -99999.0
@@ -69,7 +69,7 @@ def output_from_proto(data: bytes) -> ForwardBackwardOutput:
             offsets = np.frombuffer(tensor.offsets, dtype="<i8")
             for entry, (start, stop) in zip(entries, itertools.pairwise(offsets), strict=True):
                 array = np.frombuffer(tensor.data[int(start) : int(stop)], dtype="<f4")
-                entry[key] = array_to_tensor(array.reshape(-1, *tensor.trailing_shape))
+                entry[key] = TensorData.from_numpy(array.reshape(-1, *tensor.trailing_shape))
         outputs += entries
     return ForwardBackwardOutput(message.loss_fn_output_type, outputs, dict(message.metrics))
 

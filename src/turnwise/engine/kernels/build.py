@@ -84,8 +84,7 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
     texts = [path.read_text() for path in (*sources, *sorted(_FOLDER.glob("cpu*.h")))]
     parts = (texts, compiler, version, compile_flags, link_flags, _processor())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
-    folder = home.expanduser().absolute() / "kernels"
+    folder = kernels_folder()
     path = folder / f"{name}.so"
     if path.exists():
         return path
@@ -100,6 +99,12 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
         _run([*compiler, *map(str, objects), *link_flags, "-lm", "-o", str(shared)])
         shared.replace(path)
     return path
+
+
+def kernels_folder() -> Path:
+    """Where compiled kernels are kept."""
+    home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
+    return home.expanduser().absolute() / "kernels"
 
 
 def _run(command: list[str]) -> None:
