@@ -14,8 +14,8 @@ enum {
     QUERY_BLOCK = 48, /* rows whose key and value gradients are summed at once */
     MAX_D = 256,
 };
-DEFINE_TILES(row_tile, SCORE_STRIDE, 1)
-DEFINE_TILES(col_tile, 1, SCORE_STRIDE)
+DEFINE_TILES(row_tile, step, 1)
+DEFINE_TILES(col_tile, 1, step)
 
 /* [batch, heads, tokens, D] floats, or [batch, heads, tokens]. */
 typedef struct {
@@ -59,7 +59,8 @@ INLINE void times_panels(Tile *choose(int64_t, int64_t), int64_t rows, const flo
                          int64_t stride, int is_added) {
     for (int64_t start = 0, width; start < cols; start += width) {
         width = panel_width(all_cols - start);
-        choose(rows, width)(a, panels + start * packed, depth, alpha, to + start, stride, is_added);
+        Strip strip = {a, SCORE_STRIDE, depth};
+        choose(rows, width)(&strip, 1, panels + start * packed, alpha, to + start, stride, is_added);
     }
 }
 
@@ -260,8 +261,10 @@ static void backward_rows(const Attention *at, const Workspace *w, int64_t b, in
                 Tile *tile = col_tile(few, width);
                 int64_t panel = start * rows + first * width, to = (k + key) * room + start;
                 int64_t from = first * SCORE_STRIDE + key;
-                tile(w->probs + from, w->grad_panels + panel, rows - first, 1, grad_values + to, room, 1);
-                tile(w->grads + from, w->query_panels + panel, rows - first, 1, grad_keys + to, room, 1);
+                Strip probs = {w->probs + from, SCORE_STRIDE, rows - first};
+                Strip grads = {w->grads + from, SCORE_STRIDE, rows - first};
+                tile(&probs, 1, w->grad_panels + panel, 1, grad_values + to, room, 1);
+                tile(&grads, 1, w->query_panels + panel, 1, grad_keys + to, room, 1);
             }
         }
     }

@@ -1,9 +1,9 @@
 /* Matrix products of training, float32, on the CPU: many rows, weights that do not change, and low-rank parts.
  *
- * c[M,N] = a[M,K] b[K,N] in blocks: a block of b is packed into panels that stay in L2, MR rows of `a` are copied to
- * L1, and a register tile of those rows by one panel runs over the block's depth. Any of the three may be transposed: b
- * is turned as it is packed, `a` as it is copied, c as it is written. A low-rank part adds its rank to the depth: its
- * two sides lie behind `a` and b as if they were longer, so c is written once.
+ * c[M,N] = a[M,K] b[K,N] in blocks: a block of b is packed into panels that stay in L2, and a register tile of MR rows
+ * of `a` by one panel runs over the block's depth. Any of the three may be transposed: b is turned as it is packed, c
+ * as it is written, and rows of `a` that cannot be read where they lie are copied to L1. A low-rank part adds its rank
+ * to the depth: its two sides lie behind `a` and b as if they were longer, so c is written once.
  */
 #include "cpu_tiles.h"
 #if defined(_OPENMP)
@@ -11,18 +11,21 @@
 #endif
 
 enum {
-    MAX_DEPTH = 640, /* MR rows of this depth fit L1 */
+    MAX_DEPTH = 640, /* copied rows of this depth fit L1 */
     MAX_COLS = 384, /* a packed block of MAX_DEPTH by MAX_COLS fits L2 */
-    ROW_STRIDE = MAX_DEPTH + 16, /* of the copied rows: no multiple of 4 KiB, which would put all rows in one L1 set */
+    MIN_STREAMED = 1 << 18, /* floats of c, as many as L2 holds */
+    ONE_SET = 1024, /* floats: rows a multiple of this apart, 4 KiB, fall into one L1 set */
+    ROW_STRIDE = MAX_DEPTH + 16, /* of the copied rows: no such multiple */
 };
-DEFINE_TILES(choose_tile, ROW_STRIDE, 1)
+DEFINE_TILES(choose_tile, step, 1)
 
 /* c = alpha (a b + scale low_a low_b), or added to c; `low_K` is 0 where there is no low-rank part. */
 typedef struct {
     Matrix a, b, c, low_a, low_b;
     int64_t K, low_K;
     float alpha, scale;
-    int is_added;
+    int is_added, is_streamed;
+    int is_in_place; /* tiles read rows of `a` and low_a where they lie */
 } Product;
 
 INLINE void copy_part(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
@@ -40,13 +43,20 @@ INLINE int64_t own_depth(const Product *p, int64_t start, int64_t depth) {
     return start < p->K ? min_of(depth, p->K - start) : 0;
 }
 
-static void copy_rows(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
-    int64_t own = own_depth(p, start, depth);
-    copy_part(&p->a, row, rows, start, own, to);
-    if (own == depth) return;
-    copy_part(&p->low_a, row, rows, start + own - p->K, depth - own, to + own);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = own; k < depth; k++) to[r * ROW_STRIDE + k] *= p->scale;
+/* `rows` rows of `a` and of its low-rank part as strips: where they lie, or copied. */
+static int lay_strips(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, float *copied,
+                      Strip *strips) {
+    int64_t own = own_depth(p, start, depth), low = start + own - p->K;
+    if (!p->is_in_place || rows % ROW_STEP != 0) {
+        copy_part(&p->a, row, rows, start, own, copied);
+        if (own < depth) copy_part(&p->low_a, row, rows, low, depth - own, copied + own);
+        strips[0] = (Strip){copied, ROW_STRIDE, depth};
+        return 1;
+    }
+    strips[0] = (Strip){p->a.data + row * p->a.row + start, p->a.row, own};
+    if (own == depth) return 1;
+    strips[1] = (Strip){p->low_a.data + row * p->low_a.row + low, p->low_a.row, depth - own};
+    return 2;
 }
 
 static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t col, int64_t cols, float *panels) {
@@ -56,20 +66,27 @@ static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t c
     if (own == depth) return;
     Matrix more = {p->low_b.data + low * p->low_b.row + col * p->low_b.col, p->low_b.row, p->low_b.col};
     pack_part(&more, own, depth - own, depth, cols, panels);
+    for (int64_t at = 0, width; at < cols; at += width) {
+        width = panel_width(cols - at);
+        for (int64_t i = own * width; i < depth * width; i += LANES) {
+            float *to = panels + at * depth + i;
+            store(to, load(to) * p->scale);
+        }
+    }
 }
 
 /* Ask for rows of `a` that are needed next, a share at a time: `turn` of `turns`. */
-INLINE void fetch_rows(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
-                       int64_t turns) {
+INLINE void fetch_share(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
+                        int64_t turns) {
     if (a->col != 1) return;
     for (int64_t r = rows * turn / turns; r < rows * (turn + 1) / turns; r++)
         for (int64_t k = 0; k < depth; k += 16) __builtin_prefetch(a->data + (row + r) * a->row + start + k, 0, 2);
 }
 
-/* Rows [row, row + rows) of c, rows <= MR, and columns [col, col + cols), from the packed b and the copied rows of a;
+/* Rows [row, row + rows) of c, rows <= MR, and columns [col, col + cols), from the packed b and the strips of `a`;
  * meanwhile the `after` rows of `a` behind them are fetched, from column `first` on. */
 static void multiply_rows(const Product *p, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t depth,
-                          int is_added, const float *copied, const float *panels, int64_t first, int64_t after) {
+                          int how, const Strip *strips, int num, const float *panels, int64_t first, int64_t after) {
     float corner[MR * NR];
     for (int64_t start = 0, width; start < cols; start += width) {
         width = panel_width(cols - start);
@@ -77,16 +94,16 @@ static void multiply_rows(const Product *p, int64_t row, int64_t rows, int64_t c
         const float *panel = panels + start * depth;
         float *to = p->c.data + row * p->c.row + (col + start) * p->c.col;
         int64_t real = min_of(width, cols - start);
-        fetch_rows(&p->a, row + rows, after, first, own_depth(p, first, depth), start / NR, (cols + NR - 1) / NR);
+        fetch_share(&p->a, row + rows, after, first, own_depth(p, first, depth), start / NR, (cols + NR - 1) / NR);
         if (real == width && rows % ROW_STEP == 0 && p->c.col == 1) {
-            tile(copied, panel, depth, p->alpha, to, p->c.row, is_added);
+            tile(strips, num, panel, p->alpha, to, p->c.row, how);
             continue;
         }
-        tile(copied, panel, depth, p->alpha, corner, NR, 0);
+        tile(strips, num, panel, p->alpha, corner, NR, 0);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < real; j++) {
                 float *at = to + r * p->c.row + j * p->c.col;
-                *at = is_added ? *at + corner[r * NR + j] : corner[r * NR + j];
+                *at = how & ADD ? *at + corner[r * NR + j] : corner[r * NR + j];
             }
     }
 }
@@ -98,13 +115,21 @@ static void multiply_block(const Product *p, int64_t row, int64_t rows, int64_t 
     for (int64_t k = 0; k < K; k += step) {
         int64_t depth = min_of(step, K - k);
         pack_block(p, k, depth, col, cols, panels);
+        /* What is added to in steps stays in the caches meanwhile. */
+        int how = (p->is_added || k > 0 ? ADD : 0) | (p->is_streamed && step >= K ? STREAM : 0);
         for (int64_t r = row; r < row + rows; r += MR) {
             int64_t present = min_of(MR, row + rows - r);
-            copy_rows(p, r, present, k, depth, copied);
+            Strip strips[2];
+            int num = lay_strips(p, r, present, k, depth, copied, strips);
             int64_t after = min_of(MR, row + rows - r - present);
-            multiply_rows(p, r, present, col, cols, depth, p->is_added || k > 0, copied, panels, k, after);
+            multiply_rows(p, r, present, col, cols, depth, how, strips, num, panels, k, after);
         }
     }
+}
+
+/* Whether c goes past the caches: it is too large to be found there later, and tiles write whole vectors of it. */
+static int can_stream(const Matrix *c, int64_t size) {
+    return size >= MIN_STREAMED && c->col == 1 && c->row % LANES == 0 && (uintptr_t)c->data % sizeof(vec) == 0;
 }
 
 /* c = alpha (a b + scale low_a low_b), or added to c. `strides` are (row, column) in floats of a, b, c, low_a and
@@ -116,7 +141,9 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
     for (int i = 0; i < 5; i++) sides[i] = (Matrix){data[i], strides[2 * i], strides[2 * i + 1]};
     int64_t M = sizes[0], N = sizes[1];
     const Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4], .K = sizes[2],
-                       .low_K = sizes[3], .alpha = alpha, .scale = scale, .is_added = is_added};
+                       .low_K = sizes[3], .alpha = alpha, .scale = scale, .is_added = is_added,
+                       .is_in_place = sides[0].col == 1 && sides[3].col == 1 && sides[0].row % ONE_SET != 0,
+                       .is_streamed = can_stream(&sides[2], M * N)};
     if (M * N * (p.K + p.low_K) < (int64_t)SERIAL_FLOATS * 32) threads = 1;
     int64_t col_tasks = (N + MAX_COLS - 1) / MAX_COLS;
     int64_t cols = (N + col_tasks * NR - 1) / (col_tasks * NR) * NR;
@@ -137,6 +164,7 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
         for (int64_t task = 0; task < row_tasks * col_tasks; task++) {
             int64_t row = task % row_tasks * rows, col = task / row_tasks * cols;
             multiply_block(&p, row, min_of(rows, M - row), col, min_of(cols, N - col), panels);
+            finish_stores();
         }
     }
 }

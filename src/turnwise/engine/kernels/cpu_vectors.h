@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -50,6 +50,21 @@ INLINE void store8(float *p, vec8 v) { *(vec8_mem *)p = v; }
 INLINE vec8 splat8(float f) { return (vec8){f, f, f, f, f, f, f, f}; }
 INLINE vec load(const float *p) { return *(const vec_mem *)p; }
 INLINE void store(float *p, vec v) { *(vec_mem *)p = v; }
+/* p is at a multiple of the vector's size. Whoever reads it in another thread waits for `finish_stores` here. */
+INLINE void store_past_caches(float *p, vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    store(p, v);
+#endif
+}
+INLINE void finish_stores(void) {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
 INLINE vec splat(float f) { return (vec){0} + f; }
 
 /* The first `count` floats, `rest` in the other lanes; and back. For the ends of rows. */

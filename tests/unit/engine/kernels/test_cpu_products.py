@@ -55,6 +55,29 @@ def test_a_product_with_a_low_rank_part_equals_float64(shape: tuple[int, int, in
     assert (around[:, [0, -1]] == 7.0).all()
 
 
+@pytest.mark.parametrize("start", [0, 16, 3])
+@pytest.mark.parametrize("depth", [40, 700])
+def test_a_large_result_equals_float64_at_any_address(start: int, depth: int) -> None:
+    rows, cols = 605, 464
+    a, b = torch.randn(rows, depth), torch.randn(depth, cols)
+    around = torch.full((rows, 512), 7.0)
+    out = around[:, start : start + cols]
+    exact = a.double() @ b.double()
+    torch.testing.assert_close(multiply(a, b, out=out).double(), exact, rtol=1e-5, atol=3e-4)
+    torch.testing.assert_close(multiply(a, b, out=out, is_added=True).double(), 2 * exact, rtol=1e-5, atol=6e-4)
+    out.fill_(7.0)
+    assert (around == 7.0).all()
+
+
+@pytest.mark.parametrize("stride", [1024, 1040])
+def test_rows_may_lie_any_distance_apart(stride: int) -> None:
+    a, low_a = torch.randn(45, stride)[:, 5:305], torch.randn(45, stride)[:, :7]
+    b, low_b = torch.randn(300, 40), torch.randn(7, 40)
+    exact = a.double() @ b.double() + 3 * low_a.double() @ low_b.double()
+    found = multiply_with_low_rank(a, b, low_a, low_b, scale=3.0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+
 def test_a_product_writes_its_part_of_a_tensor_and_nothing_around_it() -> None:
     around = torch.full((30, 90), 7.0)
     a, b = torch.randn(19, 40), torch.randn(40, 51)
