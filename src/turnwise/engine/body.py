@@ -92,18 +92,18 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _LayerSaved:
-    """What one layer's backward pass needs of its forward pass."""
+    """What one layer's backward pass needs of its forward pass; a CPU forms `x` and `inner_x` again from `h`."""
 
     h: Tensor
     rstd: Tensor
-    x: Tensor
+    x: Tensor | None
     low_qkv: list[Tensor]
     qkv: Tensor | None
     attention: Saved
     low_out: list[Tensor]
     inner_h: Tensor
     inner_rstd: Tensor
-    inner_x: Tensor
+    inner_x: Tensor | None
     low_gate_up: list[Tensor]
     gate_up: Tensor
     low_down: list[Tensor]
@@ -115,6 +115,17 @@ class _LayerInput:
 
     h: Tensor
     delta: Tensor | None
+
+
+@dataclass(slots=True)
+class _Room:
+    """Where a layer leaves what nobody keeps, for the next layer to write over.
+
+    Freed one by one, such tensors leave gaps between those that are kept, and a pass takes a third more memory.
+    """
+
+    normed: Tensor | None = None
+    act: Tensor | None = None
 
 
 class FusedBody:
@@ -129,6 +140,7 @@ class FusedBody:
         self.layers = [self._read_layer(layer, config) for layer in self._model.layers]
         self.groups = [group for layer in self.layers for group in layer.groups]
         self.ops = _ops(device)
+        self._keeps_normed = device.type != "cpu"
         self._angles = self._read_angles(int(config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
@@ -198,9 +210,8 @@ class FusedBody:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        return (
-            len(embedded) * len(self.layers) * kept_bytes(self.sizes, embedded.itemsize, rank) <= self.most_kept_bytes
-        )
+        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, on_cpu=embedded.is_cpu)
+        return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[_SpanWeights]) -> int | None:
         """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
@@ -224,9 +235,10 @@ class FusedBody:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normed hidden states of the wanted rows, the residual stream before the last norm, and its 1 / rms."""
         delta = None
+        room = None if saved is None or self._keeps_normed else _Room()
         for index in range(len(self.layers)):
             before = _LayerInput(h, delta)
-            h, delta, kept = self._forward_layer(index, before, rotation, plan, route, spans, wanted)
+            h, delta, kept = self._forward_layer(index, before, rotation, plan, route, spans, wanted, room)
             if saved is not None and index >= first_saved:
                 saved.append(kept if keeps_all else before)
             del before, kept  # what nobody keeps is freed before the next layer runs
@@ -242,10 +254,11 @@ class FusedBody:
         route: Route,
         spans: Sequence[_SpanWeights],
         wanted: _Wanted | None,
+        room: _Room | None = None,
     ) -> tuple[Tensor, Tensor, _LayerSaved]:
         """The residual stream, what the MLP adds to it, and what backward needs."""
         ops, layer = self.ops, self.layers[index]
-        h, x, rstd = ops.add_norm(before.h, before.delta, layer.input_norm, self.eps)
+        h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
         qkv, low_qkv = _project(layer.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
         q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
@@ -254,12 +267,33 @@ class FusedBody:
         if wanted is not None and layer is self.layers[-1]:
             mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
         attended, low_out = _project(layer.out, mixed, route, spans)
-        inner_h, inner_x, inner_rstd = ops.add_norm(kept_h, attended, layer.inner_norm, self.eps)
+        inner_h, inner_x, inner_rstd = self._add_norm(kept_h, attended, layer.inner_norm, room)
         gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
-        delta, low_down = _project(layer.down, ops.swiglu(gate_up), route, spans)
+        delta, low_down = _project(layer.down, self._swiglu(gate_up, room), route, spans)
         raw = None if layer.heads.query_norm is None else qkv
+        if not self._keeps_normed:
+            x = inner_x = None
         early = (h, rstd, x, low_qkv, raw, attention, low_out)
         return inner_h, delta, _LayerSaved(*early, inner_h, inner_rstd, inner_x, low_gate_up, gate_up, low_down)
+
+    def _add_norm(
+        self, h: Tensor, delta: Tensor | None, weight: Tensor, room: _Room | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if room is None:
+            return self.ops.add_norm(h, delta, weight, self.eps)
+        h, x, rstd = self.ops.add_norm(h, delta, weight, self.eps, room=room.normed)
+        room.normed = x
+        return h, x, rstd
+
+    def _swiglu(self, gate_up: Tensor, room: _Room | None) -> Tensor:
+        if room is None:
+            return self.ops.swiglu(gate_up)
+        act = self.ops.swiglu(gate_up, room=room.act)
+        room.act = act
+        return act
+
+    def _normed(self, kept: Tensor | None, h: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.add_norm(h, None, weight, self.eps)[1] if kept is None else kept
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
@@ -291,7 +325,8 @@ class FusedBody:
             dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
             _add_a_gradients(layer.down, act, dlow, own)
             dx, dlow = _input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
-            _add_a_gradients(layer.gate_up, kept.inner_x, dlow, own)
+            inner_x = self._normed(kept.inner_x, kept.inner_h, layer.inner_norm)
+            _add_a_gradients(layer.gate_up, inner_x, dlow, own)
             dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
             dmixed, dlow = _input_gradient(layer.out, dh, kept.low_out, own)
             out = kept.attention.out
@@ -303,7 +338,7 @@ class FusedBody:
             turned = tuple(grad[0].transpose(0, 1) for grad in grads)
             dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
             dx, dlow = _input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
-            _add_a_gradients(layer.qkv, kept.x, dlow, spans)
+            _add_a_gradients(layer.qkv, self._normed(kept.x, kept.h, layer.input_norm), dlow, spans)
             if dx is not None:
                 dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
 

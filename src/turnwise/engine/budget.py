@@ -21,7 +21,8 @@ LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
 """Size of one chunk's float32 logits."""
 CPU_KV_BYTES = 1 << 30
 MAX_KV_TOKENS = 1 << 21
-CPU_PASS_TOKENS = 1024
+CPU_PASS_TOKENS, CPU_SHARED_TOKENS = 2048, 4096
+"""Most tokens of a pass without and with shared beginnings: a longer one is hardly faster, and takes its memory."""
 MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
 """On a GPU: longer passes than that are no faster, and shorter ones leave the card idle."""
 SHARING_STRETCH = 4
@@ -111,7 +112,7 @@ def _pass_limit(config: EngineConfig, place: Place, sizes: ModelSizes, training_
     if config.micro_batch_tokens:
         return PassLimit.of(config.micro_batch_tokens)
     if place.device != "cuda":
-        return PassLimit.of(CPU_PASS_TOKENS)
+        return PassLimit(CPU_PASS_TOKENS, CPU_SHARED_TOKENS)
     logits = _logits_bytes(sizes, place, MAX_PASS_TOKENS, train_unembed=True)
     fits = int((training_bytes - logits) // _bytes_per_token(sizes, place, USUAL_RANK))
     alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
@@ -125,10 +126,10 @@ def training_pass_bytes(sizes: ModelSizes, place: Place, num_tokens: int, *, ran
     return kept + max(in_layer, _logits_bytes(sizes, place, num_tokens, train_unembed))
 
 
-def kept_bytes(sizes: ModelSizes, size: int, rank: int) -> int:
-    """Of `engine.body._LayerSaved`, for one token in one layer."""
+def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
+    """Of `engine.body._LayerSaved`, for one token in one layer; a CPU does not keep the norms' results."""
     query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    residual = 4 * sizes.hidden_size
+    residual = (2 if on_cpu else 4) * sizes.hidden_size
     projections = query + 2 * key
     attention = query + key + query
     values = residual + projections + attention + 2 * sizes.inner_size + LOW_RANK_PARTS * rank
@@ -138,7 +139,7 @@ def kept_bytes(sizes: ModelSizes, size: int, rank: int) -> int:
 
 def _bytes_per_token(sizes: ModelSizes, place: Place, rank: int) -> int:
     """All layers, what lies outside them, and the gradients inside one layer."""
-    kept = sizes.num_layers * kept_bytes(sizes, place.dtype_bytes, rank)
+    kept = sizes.num_layers * kept_bytes(sizes, place.dtype_bytes, rank, on_cpu=place.device == "cpu")
     return kept + STREAMS * sizes.hidden_size * place.dtype_bytes + _in_layer_bytes(sizes, place)
 
 

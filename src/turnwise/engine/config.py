@@ -35,8 +35,9 @@ class EngineConfig:
     share_prefixes: bool = True
     """Train datums that share leading tokens as one tree."""
     micro_batch_tokens: int = 0
-    """Tokens in one training pass; datums that share a beginning may take four times as many. 0: 1024 on a CPU, as many
-    as fit on a GPU, up to 32768. A pass that does not fit computes its activations twice instead of keeping them."""
+    """Tokens in one training pass; datums that share a beginning may take four times as many. 0: 2048 on a CPU (4096
+    where they share), as many as fit on a GPU, up to 32768. A pass that does not fit computes its activations twice
+    instead of keeping them."""
     seed: int | None = None
     """Seeds requests that bring no seed of their own; None draws one."""
 

@@ -1,7 +1,8 @@
 """The small steps between a decoder layer's matrix products, in plain torch: norm, rotation, gate.
 
 `kernels/triton_layers.py` has the same functions as fused kernels for a GPU; `body.py` calls one or the other. Sums
-and products run in float32, results are stored in the activations' dtype. Norm weights are frozen: no gradient.
+and products run in float32, results are stored in the activations' dtype. Norm weights are frozen: no gradient. A
+`room` is a tensor nobody reads any more, which a kernel for the CPU may write its result to.
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size.
 """
@@ -54,7 +55,14 @@ class Rotation:
         return self.cos[self.positions][:, None], self.sin[self.positions][:, None]
 
 
-def add_norm(h: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm(
+    h: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    room: Tensor | None = None,  # noqa: ARG001 - torch makes tensors of its own
+) -> tuple[Tensor, Tensor, Tensor]:
     """h + delta, its RMS norm times `weight`, and 1 / rms [N]."""
     if delta is not None:
         h = h + delta
@@ -102,7 +110,7 @@ def rotate_backward(
     return torch.cat([part.to(dvalue.dtype) for part in parts], dim=1).flatten(1)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:  # noqa: ARG001
     """silu(gate) * up, from [N, 2 I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)

@@ -109,6 +109,7 @@ class TargetHead:
             logprobs.append(chunk.logprobs_E)
             if entropies_E is not None:
                 entropies.append(entropies_E)
+            del chunk, grad_logits  # freed before the next chunk is formed
         return grad_hidden, _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:

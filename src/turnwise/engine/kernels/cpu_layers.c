@@ -147,9 +147,10 @@ INLINE void turn_head_back(const float *grad, const float *raw, const float *nor
     })
 }
 
-/* qkv [rows, (Q + 2 K) D] -> query [rows, Q, D], key [rows, K, D]. With a cache (keys, values [num_slots, K, D]) the
- * row's key and value also go to its slot. Returns 0, or 1 if a position or a slot does not exist. */
-int tw_rotate(const float *qkv, const float *cos, const float *sin, const int64_t *positions, int64_t num_positions,
+/* qkv [rows, (Q + 2 K) D] -> query [rows, Q, D], key [rows, K, D], or turned in place where both are NULL. With a cache
+ * (keys, values [num_slots, K, D]) the row's key and value also go to its slot. Returns 0, or 1 if a position or a slot
+ * does not exist. */
+int tw_rotate(float *qkv, const float *cos, const float *sin, const int64_t *positions, int64_t num_positions,
               const float *query_norm, const float *key_norm, float eps, float *query, float *key, float *cache_keys,
               float *cache_values, const int64_t *slots, int64_t num_slots, int64_t rows, int64_t query_heads,
               int64_t kv_heads, int64_t D, int threads) {
@@ -158,15 +159,15 @@ int tw_rotate(const float *qkv, const float *cos, const float *sin, const int64_
     if (rows * width < SERIAL_FLOATS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const float *from = qkv + row * width;
+        float *from = qkv + row * width, *own_query = query ? query + row * query_heads * D : from;
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
         for (int64_t h = 0; h < query_heads; h++)
-            turn_head(from + h * D, query_norm, eps, c, s, D, query + (row * query_heads + h) * D);
+            turn_head(from + h * D, query_norm, eps, c, s, D, own_query + h * D);
         from += query_heads * D;
-        for (int64_t h = 0; h < kv_heads; h++)
-            turn_head(from + h * D, key_norm, eps, c, s, D, key + row * kv_width + h * D);
+        float *own_key = key ? key + row * kv_width : from;
+        for (int64_t h = 0; h < kv_heads; h++) turn_head(from + h * D, key_norm, eps, c, s, D, own_key + h * D);
         if (slots) {
-            memcpy(cache_keys + slots[row] * kv_width, key + row * kv_width, sizeof(float) * kv_width);
+            memcpy(cache_keys + slots[row] * kv_width, own_key, sizeof(float) * kv_width);
             memcpy(cache_values + slots[row] * kv_width, from + kv_width, sizeof(float) * kv_width);
         }
     }

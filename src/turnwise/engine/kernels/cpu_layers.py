@@ -55,14 +55,16 @@ def _kernels() -> LayerKernels:
     return LayerKernels(library)
 
 
-def add_norm(h: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """h + delta, its RMS norm times `weight`, and 1 / rms [N]."""
+def add_norm(
+    h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, room: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h + delta, its RMS norm times `weight`, written to `room` if it fits, and 1 / rms [N]."""
     if not _is_read(h, delta, weight):
         return layer_ops.add_norm(h, delta, weight, eps)
     rows, size = h.shape
     _check_sizes(add_norm.__name__, h, (delta, (rows, size)), (weight, (size,)))
     out_h = h if delta is None else torch.empty_like(h)
-    out_x = torch.empty_like(h)
+    out_x = _take(room, rows, size)
     rstd = torch.empty(rows, dtype=torch.float32)
     _kernels().add_norm(
         h.data_ptr(), _pointer(delta), weight.data_ptr(), eps, out_h.data_ptr(), out_x.data_ptr(), rstd.data_ptr(),
@@ -86,7 +88,10 @@ def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tenso
 
 
 def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Head norms and rotary position: query [N, Q, D], key and value [N, K, D]."""
+    """Head norms and rotary position: query [N, Q, D], key and value [N, K, D].
+
+    A training pass, which keeps what it reads, keeps one copy: heads that are not normed are turned where they lie.
+    """
     stored = () if cache is None else (cache.keys, cache.values)
     if not _is_read(qkv, heads.query_norm, heads.key_norm, *stored) or not _is_turned(rotation, cache):
         return layer_ops.rotate(qkv, heads, rotation, cache)
@@ -94,18 +99,20 @@ def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | No
     width = (heads.num_query + 2 * heads.num_kv) * heads.size
     sides = [(side, (len(side), heads.num_kv, heads.size)) for side in stored]
     _check_sizes(rotate.__name__, qkv, (qkv, (rows, width)), (rotation.positions, (rows,)), *sides)
-    query = torch.empty(rows, heads.num_query, heads.size)
-    key = torch.empty(rows, heads.num_kv, heads.size)
+    is_in_place = cache is None and heads.query_norm is None
+    query = None if is_in_place else torch.empty(rows, heads.num_query, heads.size)
+    key = None if is_in_place else torch.empty(rows, heads.num_kv, heads.size)
     slots = None if cache is None else cache.slots
     num_slots = 0 if cache is None else min(len(cache.keys), len(cache.values))
     _check_sizes(rotate.__name__, qkv, (slots, (rows,)))
     failed = _kernels().rotate(
-        qkv.data_ptr(), *_angles(heads, rotation), query.data_ptr(), key.data_ptr(),
+        qkv.data_ptr(), *_angles(heads, rotation), _pointer(query), _pointer(key),
         *([None] * 2 if cache is None else [cache.keys.data_ptr(), cache.values.data_ptr()]), _pointer(slots),
         num_slots, rows, heads.num_query, heads.num_kv, heads.size, torch.get_num_threads(),
     )  # fmt: skip
     _check_positions(failed, rotation, num_slots)
-    return query, key, heads.split(qkv)[2]
+    parts = heads.split(qkv)
+    return parts if query is None or key is None else (query, key, parts[2])
 
 
 def rotate_backward(
@@ -130,12 +137,12 @@ def rotate_backward(
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, from [N, 2 I]."""
+def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, from [N, 2 I], written to `room` if it fits."""
     if not _is_read(gate_up):
         return layer_ops.swiglu(gate_up)
     rows, size = len(gate_up), gate_up.shape[1] // 2
-    act = torch.empty(rows, size)
+    act = _take(room, rows, size)
     _kernels().swiglu(gate_up.data_ptr(), act.data_ptr(), rows, size, torch.get_num_threads())
     return act
 
@@ -153,6 +160,11 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _is_read(*tensors: Tensor | None) -> bool:
     """Whether the kernels can read them as they lie."""
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.is_cpu) for t in tensors)
+
+
+def _take(room: Tensor | None, rows: int, size: int) -> Tensor:
+    fits = room is not None and room.shape == (rows, size) and _is_read(room)
+    return room if room is not None and fits else torch.empty(rows, size)
 
 
 def _is_turned(rotation: Rotation, cache: CacheSlots | None) -> bool:

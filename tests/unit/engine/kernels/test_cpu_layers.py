@@ -67,7 +67,7 @@ def test_rotate_equals_the_plain_steps(rows: int, shape: tuple[int, int, int], h
     for ops in (cpu_layers, layer_ops):
         empty = torch.zeros(2, rows + 5, *shape[1:])
         caches.append(CacheSlots(empty[0], empty[1], torch.arange(rows).flip(0) + 3) if has_cache else None)
-        result = ops.rotate(qkv, heads, rotation, caches[-1])
+        result = ops.rotate(qkv.clone(), heads, rotation, caches[-1])
         if ops is cpu_layers:
             ours = result
     for actual, expected in zip(ours, result, strict=True):
@@ -75,6 +75,16 @@ def test_rotate_equals_the_plain_steps(rows: int, shape: tuple[int, int, int], h
     if caches[0] is not None and caches[1] is not None:
         assert_close(caches[0].keys, caches[1].keys)
         assert_close(caches[0].values, caches[1].values)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_pass_without_a_cache_keeps_heads_once_unless_it_needs_them_as_they_were(has_norm: bool) -> None:
+    qkv = torch.randn(5, 32)
+    before = qkv.clone()
+    parts = cpu_layers.rotate(qkv, make_heads(2, 1, 8, has_norm=has_norm), make_rotation(5, 8), None)
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    assert (len(storages) == 1) is not has_norm
+    assert torch.equal(qkv, before) is has_norm
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -103,6 +113,18 @@ def test_swiglu_equals_the_plain_steps_forward_and_backward(rows: int, size: int
     expected = layer_ops.swiglu_backward(dact.clone(), gate_up.clone())
     for actual, wanted in zip(cpu_layers.swiglu_backward(dact, gate_up), expected, strict=True):
         assert_close(actual, wanted)
+
+
+def test_results_take_the_room_they_are_given_where_it_fits() -> None:
+    h, weight, gate_up = torch.randn(5, 40), torch.randn(40), torch.randn(5, 80)
+    fitting, other = torch.empty(5, 40), torch.empty(6, 40)
+    for room in (fitting, other):
+        x = cpu_layers.add_norm(h, None, weight, 1e-5, room=room)[1]
+        assert (x is room) is (room is fitting)
+        assert_close(x, layer_ops.add_norm(h, None, weight, 1e-5)[1])
+        act = cpu_layers.swiglu(gate_up, room=room)
+        assert (act is room) is (room is fitting)
+        assert_close(act, layer_ops.swiglu(gate_up))
 
 
 def test_swiglu_is_exact_for_gates_of_any_size() -> None:
