@@ -9,17 +9,14 @@ keeps only what it needs. Other architectures run transformers' own modelling co
     h, x = add_norm(h, attention(q, k, v) Wo')
     from the layer = swiglu(x Wgate_up') Wdown'
 
-Every product adds its adapters' low-rank parts, span by span (`lora.py`). The base is frozen, so backward forms
-gradients of activations and adapters alone, adapters' in place in `Adapter.grad_pairs`. After its attention, the last
-layer runs on the rows that are asked for alone: in a dialogue, those that a trained token follows.
-
-Shape legend: N packed tokens, I inputs, O outputs, r rank.
+Every product takes its adapters' low-rank parts along (`adapted.py`). After its attention, the last layer runs on the
+rows that are asked for alone: in a dialogue, those that a trained token follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine import layer_ops
+from turnwise.engine.adapted import SpanWeights, add_a_gradients, input_gradient, project, read_spans, spans_of_rows
 from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
 from turnwise.engine.budget import kept_bytes
 from turnwise.engine.layer_ops import Heads, Rotation
-from turnwise.engine.linear import (
-    adds_low_rank,
-    frozen_linear,
-    low_rank_gradients,
-    multiply,
-    multiply_with_low_rank,
-)
-from turnwise.engine.lora import Adapter, LinearGroup, Route
+from turnwise.engine.lora import LinearGroup, Route
 from turnwise.model_sizes import ModelSizes
 
 FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
@@ -63,31 +54,11 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _SpanWeights:
-    """One adapter's part in one pass: its weights in the activations' dtype, and where its gradients go."""
-
-    start: int
-    stop: int
-    scale: float
-    pairs: dict[str, tuple[Tensor, Tensor]]
-    grads: dict[str, tuple[Tensor, Tensor]] | None
-    stacks: dict[str, Tensor] = field(default_factory=dict)
-    """By group: what `stacked` gave, for the backward pass to find."""
-
-    def stacked(self, group: LinearGroup) -> Tensor:
-        """The A of every member of a group, one below the other [members * r, I]."""
-        if group.name not in self.stacks:
-            own = [a for _, (a, _) in group.members(self.pairs)]
-            self.stacks[group.name] = own[0] if len(own) == 1 else torch.cat(own)
-        return self.stacks[group.name]
-
-
-@dataclass(frozen=True, slots=True)
 class _Wanted:
     """The rows that leave the stack, and the adapters' places among them."""
 
     rows: Tensor
-    spans: list[_SpanWeights]
+    spans: list[SpanWeights]
 
 
 @dataclass(slots=True)
@@ -196,8 +167,8 @@ class FusedBody:
             return self.hidden(input_ids, position_ids, plan, route)[rows]
         embedded = self._model.embed_tokens(input_ids)
         rotation = Rotation(*self._angles, position_ids)
-        spans = _span_weights(route, embedded.dtype)
-        wanted = None if rows is None else _Wanted(rows, _spans_of_rows(spans, rows, len(input_ids)))
+        spans = read_spans(route, embedded.dtype)
+        wanted = None if rows is None else _Wanted(rows, spans_of_rows(spans, rows, len(input_ids)))
         first = self._first_trained(spans)
         if torch.is_grad_enabled() and first is not None:
             assert isinstance(plan, TreePlan), "training runs over a prefix tree"
@@ -205,7 +176,7 @@ class FusedBody:
         with torch.no_grad():
             return self._forward(embedded, rotation, plan, route, spans, wanted)[0]
 
-    def keeps_all(self, embedded: Tensor, spans: Sequence[_SpanWeights]) -> bool:
+    def keeps_all(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> bool:
         """Whether there is room for what every layer's backward pass reads; else only the layers' inputs are kept."""
         if self.most_kept_bytes is None:
             return True
@@ -213,7 +184,7 @@ class FusedBody:
         in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, on_cpu=embedded.is_cpu)
         return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
 
-    def _first_trained(self, spans: Sequence[_SpanWeights]) -> int | None:
+    def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
         """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
         for index, layer in enumerate(self.layers):
             names = [name for group in layer.groups for name in group.names]
@@ -227,7 +198,7 @@ class FusedBody:
         rotation: Rotation,
         plan: AttentionPlan,
         route: Route,
-        spans: Sequence[_SpanWeights],
+        spans: Sequence[SpanWeights],
         wanted: _Wanted | None,
         saved: list[_LayerSaved | _LayerInput] | None = None,
         first_saved: int = 0,
@@ -252,24 +223,24 @@ class FusedBody:
         rotation: Rotation,
         plan: AttentionPlan,
         route: Route,
-        spans: Sequence[_SpanWeights],
+        spans: Sequence[SpanWeights],
         wanted: _Wanted | None,
         room: _Room | None = None,
     ) -> tuple[Tensor, Tensor, _LayerSaved]:
         """The residual stream, what the MLP adds to it, and what backward needs."""
         ops, layer = self.ops, self.layers[index]
         h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
-        qkv, low_qkv = _project(layer.qkv, x, route, spans)
+        qkv, low_qkv = project(layer.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
         q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
         attention = self._attend(index, q, k, v, plan)
         mixed, kept_h = attention.out[0].flatten(1), h
         if wanted is not None and layer is self.layers[-1]:
             mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
-        attended, low_out = _project(layer.out, mixed, route, spans)
+        attended, low_out = project(layer.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(kept_h, attended, layer.inner_norm, room)
-        gate_up, low_gate_up = _project(layer.gate_up, inner_x, route, spans)
-        delta, low_down = _project(layer.down, self._swiglu(gate_up, room), route, spans)
+        gate_up, low_gate_up = project(layer.gate_up, inner_x, route, spans)
+        delta, low_down = project(layer.down, self._swiglu(gate_up, room), route, spans)
         raw = None if layer.heads.query_norm is None else qkv
         if not self._keeps_normed:
             x = inner_x = None
@@ -308,7 +279,7 @@ class FusedBody:
         dh: Tensor,
         rotation: Rotation,
         plan: TreePlan,
-        spans: Sequence[_SpanWeights],
+        spans: Sequence[SpanWeights],
         saved: list[_LayerSaved | _LayerInput],
         first: int,
         wanted: _Wanted | None,
@@ -321,24 +292,24 @@ class FusedBody:
                 _, _, kept = self._forward_layer(index, kept, rotation, plan, Route(), spans, wanted)
             only = wanted if layer is self.layers[-1] else None
             own = spans if only is None else only.spans
-            dact, dlow = _input_gradient(layer.down, dh, kept.low_down, own)
+            dact, dlow = input_gradient(layer.down, dh, kept.low_down, own)
             dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
-            _add_a_gradients(layer.down, act, dlow, own)
-            dx, dlow = _input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
+            add_a_gradients(layer.down, act, dlow, own)
+            dx, dlow = input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
             inner_x = self._normed(kept.inner_x, kept.inner_h, layer.inner_norm)
-            _add_a_gradients(layer.gate_up, inner_x, dlow, own)
+            add_a_gradients(layer.gate_up, inner_x, dlow, own)
             dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
-            dmixed, dlow = _input_gradient(layer.out, dh, kept.low_out, own)
+            dmixed, dlow = input_gradient(layer.out, dh, kept.low_out, own)
             out = kept.attention.out
             mixed = out[0].flatten(1)
-            _add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
+            add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
             if only is not None:
                 dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
             grads = attention_kernels(dh).tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
             turned = tuple(grad[0].transpose(0, 1) for grad in grads)
             dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
-            dx, dlow = _input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
-            _add_a_gradients(layer.qkv, self._normed(kept.x, kept.h, layer.input_norm), dlow, spans)
+            dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
+            add_a_gradients(layer.qkv, self._normed(kept.x, kept.h, layer.input_norm), dlow, spans)
             if dx is not None:
                 dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
 
@@ -363,154 +334,9 @@ class _Stack(torch.autograd.Function):
         return (torch.zeros(1, device=dx.device),) + (None,) * 7
 
 
-def _span_weights(route: Route, dtype: torch.dtype) -> list[_SpanWeights]:
-    if route.merged is not None or route.bank is not None:
-        return []
-    spans = []
-    for span in route.spans:
-        if span.weights.pairs:
-            grads = span.weights.grad_pairs if isinstance(span.weights, Adapter) else None
-            spans.append(_SpanWeights(span.start, span.stop, span.weights.scale, span.weights.cast(dtype), grads))
-    return spans
-
-
-def _project(
-    group: LinearGroup, x_NI: Tensor, route: Route, spans: Sequence[_SpanWeights]
-) -> tuple[Tensor, list[Tensor]]:
-    """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
-    whole = _whole_span(group, x_NI, spans)
-    if whole is not None:
-        return _project_joined(group, x_NI, whole) if x_NI.is_cuda else _project_whole(group, x_NI, whole)
-    weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
-    y_NO = frozen_linear(x_NI, weight, group.bias)
-    if route.bank is not None:
-        route.bank.add(group.name, x_NI, y_NO)
-        return y_NO, []
-    lows: list[Tensor] = []
-    for span in spans:
-        members = group.members(span.pairs)
-        if not members:
-            continue
-        low = multiply(x_NI[span.start : span.stop], span.stacked(group).t())
-        rank = low.shape[1] // len(members)
-        for i, (bounds, (_, b)) in enumerate(members):
-            own = y_NO[span.start : span.stop, bounds]
-            multiply(low[:, i * rank : (i + 1) * rank], b.t(), out=own, alpha=span.scale, is_added=True)
-        lows.append(low)
-    return y_NO, lows
-
-
-def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[_SpanWeights]) -> _SpanWeights | None:
-    """The span of all rows, where products take its low-rank part along."""
-    if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)) or not adds_low_rank(x_NI):
-        return None
-    num_adapted = len(group.members(spans[0].pairs))
-    is_taken = num_adapted == len(group.names) and group.bias is None if x_NI.is_cuda else num_adapted > 0
-    return spans[0] if is_taken else None
-
-
-def _project_joined(group: LinearGroup, x_NI: Tensor, span: _SpanWeights) -> tuple[Tensor, list[Tensor]]:
-    """`_project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
-    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
-    low = multiply(x_NI, span.stacked(group).t())
-    first = 0
-    for bounds, (_, b) in group.members(span.pairs):
-        stop = first + b.shape[1]
-        multiply(low[:, first:stop], b.t(), out=y_NO[:, bounds], alpha=span.scale)
-        first = stop
-    return multiply(x_NI, group.weight.t(), out=y_NO, is_added=True), [low]
-
-
-def _project_whole(group: LinearGroup, x_NI: Tensor, span: _SpanWeights) -> tuple[Tensor, list[Tensor]]:
-    """`_project` with one adapter: each linear's outputs are written once, its low-rank part included."""
-    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
-    low = multiply(x_NI, span.stacked(group).t())
-    first = 0
-    for name in group.names:
-        bounds = group.bounds[name]
-        weight, own = group.weight[bounds].t(), y_NO[:, bounds]
-        if name not in span.pairs:
-            multiply(x_NI, weight, out=own)
-            continue
-        b = span.pairs[name][1]
-        stop = first + b.shape[1]
-        multiply_with_low_rank(x_NI, weight, low[:, first:stop], b.t(), out=own, scale=span.scale)
-        first = stop
-    if group.bias is not None:
-        y_NO.add_(group.bias)
-    return y_NO, [low]
-
-
-def _input_gradient(
-    group: LinearGroup,
-    dy_NO: Tensor,
-    lows: Sequence[Tensor],
-    spans: Sequence[_SpanWeights],
-    *,
-    need_input: bool = True,
-) -> tuple[Any, list[Tensor]]:
-    """d loss / d x [N, I] (None when nobody needs it) and, per span, d loss / d (x A'); dB += scale dy' low."""
-    dlows: list[Tensor] = []
-    present = [span for span in spans if group.members(span.pairs)]
-    for span, low in zip(present, lows, strict=True):
-        dlows.append(_low_gradient(group, dy_NO[span.start : span.stop], low, span))
-    if not need_input:
-        return None, dlows
-    whole = _whole_span(group, dy_NO, spans)
-    if whole is not None:
-        return multiply_with_low_rank(dy_NO, group.weight, dlows[0], whole.stacked(group)), dlows
-    dx_NI = multiply(dy_NO, group.weight)
-    for span, dlow in zip(present, dlows, strict=True):
-        multiply(dlow, span.stacked(group), out=dx_NI[span.start : span.stop], is_added=True)
-    return dx_NI, dlows
-
-
-def _spans_of_rows(spans: Sequence[_SpanWeights], rows: Tensor, num_tokens: int) -> list[_SpanWeights]:
-    """The same adapters, at the places that their rows have among `rows`."""
-    if len(spans) == 1 and spans[0].start == 0 and spans[0].stop == num_tokens:
-        return [replace(spans[0], stop=len(rows))]  # all of them, and the host need not wait to know it
-    edges = torch.tensor([[span.start, span.stop] for span in spans], device=rows.device).view(-1, 2)
-    places = torch.searchsorted(rows, edges).tolist()
-    return [replace(span, start=start, stop=stop) for span, (start, stop) in zip(spans, places, strict=True)]
-
-
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """The gradient of all rows, when only `rows` were read."""
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
-
-
-def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: _SpanWeights) -> Tensor:
-    """d loss / d (x A') [n, members * r] of one span; adds to its dB what the same rows say."""
-    rank = low.shape[1] // len(group.members(span.pairs))
-    dlow = torch.empty_like(low)
-    for i, name in enumerate(name for name in group.names if name in span.pairs):
-        own = slice(i * rank, (i + 1) * rank)
-        dy, b = dy_NO[:, group.bounds[name]], span.pairs[name][1]
-        if span.grads is not None and name in span.grads:
-            low_rank_gradients(dy, low[:, own], b, span.grads[name][1], out=dlow[:, own], scale=span.scale)
-        else:
-            multiply(dy, b, out=dlow[:, own], alpha=span.scale)
-    return dlow
-
-
-def _add_a_gradients(group: LinearGroup, x_NI: Tensor, dlows: Sequence[Tensor], spans: Sequence[_SpanWeights]) -> None:
-    """dA += dlow' x, for every span that trains."""
-    present = [span for span in spans if group.members(span.pairs)]
-    for span, dlow in zip(present, dlows, strict=True):
-        if span.grads is None:
-            continue
-        x, names = x_NI[span.start : span.stop], [name for name in group.names if name in span.pairs]
-        rank = dlow.shape[1] // len(names)
-        # A card is given few launches, a CPU reads x once for all members.
-        together = None if x.is_cuda else multiply(dlow.t(), x)
-        for i, name in enumerate(names):
-            own = slice(i * rank, (i + 1) * rank)
-            if name not in span.grads:
-                continue
-            if together is None:
-                multiply(dlow[:, own].t(), x, out=span.grads[name][0], is_added=True)
-            else:
-                span.grads[name][0].add_(together[own])
 
 
 def _ops(device: torch.device) -> ModuleType:
