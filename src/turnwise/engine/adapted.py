@@ -95,7 +95,7 @@ def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights]) 
     """The span of all rows, where products take its low-rank part along."""
     if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)) or not adds_low_rank(x_NI):
         return None
-    num_adapted = len(group.members(spans[0].pairs))
+    num_adapted = sum(name in spans[0].pairs for name in group.names)
     is_taken = num_adapted == len(group.names) and group.bias is None if x_NI.is_cuda else num_adapted > 0
     return spans[0] if is_taken else None
 

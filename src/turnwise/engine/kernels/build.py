@@ -43,10 +43,11 @@ _loaded: list[ctypes.CDLL | None] = []
 
 def library() -> ctypes.CDLL | None:
     """The library, built if need be; None, logged once, where this machine cannot build it."""
-    with _load_lock:
-        if not _loaded:
-            _loaded.append(_open_library())
-        return _loaded[0]
+    if not _loaded:  # asked at every call of a kernel, so the lock is for the first ones alone
+        with _load_lock:
+            if not _loaded:
+                _loaded.append(_open_library())
+    return _loaded[0]
 
 
 def _open_library() -> ctypes.CDLL | None:

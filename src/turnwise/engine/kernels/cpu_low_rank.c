@@ -43,7 +43,7 @@ static void add_rows(const LowRank *p, int64_t row, int64_t vectors, const float
     float rows[MANY * CHUNK_STRIDE], *u = y + vectors * MANY * LANES;
     int64_t present = min_of(MANY, p->M - row);
     memset(y, 0, sizeof(float) * 2 * vectors * MANY * LANES);
-    memset(rows, 0, sizeof(rows));
+    if (present < MANY) memset(rows, 0, sizeof(rows));
     for (int64_t r = 0; r < present; r++)
         for (int64_t j = 0; j < p->R; j++)
             u[(j / LANES * MANY + r) * LANES + j % LANES] = p->u.data[(row + r) * p->u.row + j * p->u.col];
@@ -59,6 +59,22 @@ static void add_rows(const LowRank *p, int64_t row, int64_t vectors, const float
     for (int64_t r = 0; r < present; r++)
         for (int64_t j = 0; j < p->R; j++)
             p->y.data[(row + r) * p->y.row + j * p->y.col] = p->scale * y[(j / LANES * MANY + r) * LANES + j % LANES];
+}
+
+/* Row i of the gradient gets what each of the `team` threads has summed. */
+static void add_sums(const LowRank *p, int64_t i, const float *sums, int64_t side, int64_t team) {
+    for (int64_t j = 0, count; j < p->R; j += count) {
+        count = min_of(LANES, p->R - j);
+        float lanes[LANES], *to = p->grad.data + i * p->grad.row + j * p->grad.col;
+        vec sum = {0};
+        for (int64_t t = 0; t < team; t++) sum += load(sums + t * side + (j / LANES * p->I + i) * LANES);
+        if (count == LANES && p->grad.col == 1) {
+            store(to, load(to) + sum * p->scale);
+            continue;
+        }
+        store(lanes, sum * p->scale);
+        for (int64_t k = 0; k < count; k++) to[k * p->grad.col] += lanes[k];
+    }
 }
 
 /* grad += scale x' u and y = scale x w. `strides` are (row, column) in floats of x, u, grad, w and y; x is dense in its
@@ -87,12 +103,7 @@ int tw_low_rank_gradients(float *const *data, const int64_t *strides, const int6
         for (int64_t row = 0; row < p.M; row += MANY)
             add_rows(&p, row, vectors, memory, sums + me * side, narrow + 2 * me * small);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < p.I; i++)
-            for (int64_t j = 0; j < p.R; j++) {
-                float sum = 0;
-                for (int64_t t = 0; t < team; t++) sum += sums[t * side + (j / LANES * p.I + i) * LANES + j % LANES];
-                p.grad.data[i * p.grad.row + j * p.grad.col] += scale * sum;
-            }
+        for (int64_t i = 0; i < p.I; i++) add_sums(&p, i, sums, side, team);
     }
     free(memory);
     return 0;

@@ -20,9 +20,12 @@ _SCRATCH = 640 * (384 + 32)
 """MAX_DEPTH * (MAX_COLS + NR) of cpu_products.c: floats of a thread's packed block."""
 
 
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
 def is_built() -> bool:
     """Whether to prefer these products to BLAS: on x86, where the tiles are shaped for its registers."""
-    return platform.machine() in ("x86_64", "AMD64") and build.library() is not None
+    return _IS_X86 and build.library() is not None
 
 
 LowRank = tuple[Tensor, Tensor, float]
