@@ -17,6 +17,7 @@ from torch import Tensor
 
 from turnwise.engine.linear import (
     adds_low_rank,
+    empty_rows,
     frozen_linear,
     low_rank_gradients,
     multiply,
@@ -43,6 +44,20 @@ class SpanWeights:
             own = [a for _, (a, _) in group.members(self.pairs)]
             self.stacks[group.name] = own[0] if len(own) == 1 else torch.cat(own)
         return self.stacks[group.name]
+
+
+@dataclass(frozen=True, slots=True)
+class NormedInput:
+    """A product's input x = rstd * h * weight that was not kept."""
+
+    h: Tensor
+    rstd: Tensor
+    weight: Tensor
+
+    def times(self, u_Nr: Tensor, rows: slice) -> Tensor:
+        """u' x [r, I] of some rows, without forming x: (rstd * u)' h, its columns times `weight`."""
+        scaled = u_Nr * self.rstd[rows, None].to(u_Nr.dtype)
+        return multiply(scaled.t(), self.h[rows]).mul_(self.weight)
 
 
 def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
@@ -102,7 +117,7 @@ def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights]) 
 
 def _project_joined(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tuple[Tensor, list[Tensor]]:
     """`project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
-    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
+    y_NO = empty_rows(x_NI, len(x_NI), len(group.weight))
     low = multiply(x_NI, span.stacked(group).t())
     first = 0
     for bounds, (_, b) in group.members(span.pairs):
@@ -114,7 +129,7 @@ def _project_joined(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tupl
 
 def _project_whole(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tuple[Tensor, list[Tensor]]:
     """`project` with one adapter: each linear's outputs are written once, its low-rank part included."""
-    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
+    y_NO = empty_rows(x_NI, len(x_NI), len(group.weight))
     low = multiply(x_NI, span.stacked(group).t())
     first = 0
     for name in group.names:
@@ -170,21 +185,26 @@ def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: SpanWeig
     return dlow
 
 
-def add_a_gradients(group: LinearGroup, x_NI: Tensor, dlows: Sequence[Tensor], spans: Sequence[SpanWeights]) -> None:
+def add_a_gradients(
+    group: LinearGroup, x_NI: Tensor | NormedInput, dlows: Sequence[Tensor], spans: Sequence[SpanWeights]
+) -> None:
     """dA += dlow' x, for every span that trains."""
     present = [span for span in spans if group.members(span.pairs)]
     for span, dlow in zip(present, dlows, strict=True):
         if span.grads is None:
             continue
-        x, names = x_NI[span.start : span.stop], [name for name in group.names if name in span.pairs]
+        rows, names = slice(span.start, span.stop), [name for name in group.names if name in span.pairs]
         rank = dlow.shape[1] // len(names)
         # A card is given few launches, a CPU reads x once for all members.
-        together = None if x.is_cuda else multiply(dlow.t(), x)
+        if isinstance(x_NI, NormedInput):
+            together = x_NI.times(dlow, rows)
+        else:
+            together = None if x_NI.is_cuda else multiply(dlow.t(), x_NI[rows])
         for i, name in enumerate(names):
             own = slice(i * rank, (i + 1) * rank)
             if name not in span.grads:
                 continue
-            if together is None:
-                multiply(dlow[:, own].t(), x, out=span.grads[name][0], is_added=True)
-            else:
+            if together is not None:
                 span.grads[name][0].add_(together[own])
+            elif isinstance(x_NI, Tensor):
+                multiply(dlow[:, own].t(), x_NI[rows], out=span.grads[name][0], is_added=True)

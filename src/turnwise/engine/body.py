@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine import layer_ops
-from turnwise.engine.adapted import SpanWeights, add_a_gradients, input_gradient, project, read_spans, spans_of_rows
+from turnwise.engine.adapted import (
+    NormedInput,
+    SpanWeights,
+    add_a_gradients,
+    input_gradient,
+    project,
+    read_spans,
+    spans_of_rows,
+)
 from turnwise.engine.attention import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
 from turnwise.engine.budget import kept_bytes
 from turnwise.engine.layer_ops import Heads, Rotation
@@ -63,7 +71,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _LayerSaved:
-    """What one layer's backward pass needs of its forward pass; a CPU forms `x` and `inner_x` again from `h`."""
+    """What one layer's backward pass needs of its forward pass; a CPU does without `x` and `inner_x`."""
 
     h: Tensor
     rstd: Tensor
@@ -263,9 +271,6 @@ class FusedBody:
         room.act = act
         return act
 
-    def _normed(self, kept: Tensor | None, h: Tensor, weight: Tensor) -> Tensor:
-        return self.ops.add_norm(h, None, weight, self.eps)[1] if kept is None else kept
-
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
         if isinstance(plan, TreePlan):
@@ -296,8 +301,8 @@ class FusedBody:
             dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
             add_a_gradients(layer.down, act, dlow, own)
             dx, dlow = input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
-            inner_x = self._normed(kept.inner_x, kept.inner_h, layer.inner_norm)
-            add_a_gradients(layer.gate_up, inner_x, dlow, own)
+            normed = NormedInput(kept.inner_h, kept.inner_rstd, layer.inner_norm)
+            add_a_gradients(layer.gate_up, normed if kept.inner_x is None else kept.inner_x, dlow, own)
             dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
             dmixed, dlow = input_gradient(layer.out, dh, kept.low_out, own)
             out = kept.attention.out
@@ -309,7 +314,8 @@ class FusedBody:
             turned = tuple(grad[0].transpose(0, 1) for grad in grads)
             dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
             dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
-            add_a_gradients(layer.qkv, self._normed(kept.x, kept.h, layer.input_norm), dlow, spans)
+            normed = NormedInput(kept.h, kept.rstd, layer.input_norm)
+            add_a_gradients(layer.qkv, normed if kept.x is None else kept.x, dlow, spans)
             if dx is not None:
                 dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
 

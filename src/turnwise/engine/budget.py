@@ -127,11 +127,14 @@ def training_pass_bytes(sizes: ModelSizes, place: Place, num_tokens: int, *, ran
 
 
 def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
-    """Of `engine.body._LayerSaved`, for one token in one layer; a CPU does not keep the norms' results."""
+    """Of `engine.body._LayerSaved`, for one token in one layer.
+
+    A CPU keeps neither what the norms give nor, unless they are normed, heads as they came from the projection.
+    """
     query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
     residual = (2 if on_cpu else 4) * sizes.hidden_size
     projections = query + 2 * key
-    attention = query + key + query
+    attention = query if on_cpu else query + key + query
     values = residual + projections + attention + 2 * sizes.inner_size + LOW_RANK_PARTS * rank
     statistics = 2 + sizes.num_heads
     return values * size + statistics * FLOAT32_BYTES

@@ -19,6 +19,8 @@ from turnwise.engine.kernels import cpu, cpu_low_rank, cpu_products
 MAX_FEW_ROWS = 384
 """Above this many rows the kernel for few rows brings nothing."""
 
+CACHE_LINE, SET_BYTES = 64, 4096
+
 
 @functools.cache
 def cpu_kernels() -> cpu.CpuKernels | None:
@@ -37,6 +39,13 @@ def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
         return kernels.linear_small(weight_OI, x_NI.contiguous(), bias=bias_O)
     y = (weight_OI @ x_NI.t()).t().contiguous()
     return y if bias_O is None else y.add_(bias_O)
+
+
+def empty_rows(like: Tensor, rows: int, cols: int) -> Tensor:
+    """[rows, cols] for a product to write and others to read: rows a multiple of 4 KiB apart would share one set of a
+    CPU's L1 cache, so such rows get a cache line more between them."""
+    gap = CACHE_LINE if like.is_cpu and cols * like.itemsize % SET_BYTES == 0 else 0
+    return like.new_empty(rows, cols + gap // like.itemsize)[:, :cols]
 
 
 def adds_low_rank(x_NI: Tensor) -> bool:

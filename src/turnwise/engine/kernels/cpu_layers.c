@@ -211,12 +211,12 @@ INLINE vec sigmoid(vec x) {
     return numerator / (1 + e);
 }
 
-/* act [rows, size] = silu(gate) * up, from gate_up [rows, 2 size]. */
-void tw_swiglu(const float *gate_up, float *act, int64_t rows, int64_t size, int threads) {
+/* act [rows, size] = silu(gate) * up, from gate_up [rows, 2 size], whose rows start `stride` floats apart. */
+void tw_swiglu(const float *gate_up, int64_t stride, float *act, int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const float *gate = gate_up + row * 2 * size, *up = gate + size;
+        const float *gate = gate_up + row * stride, *up = gate + size;
         float *to = act + row * size;
         FOR_VECTORS(size, {
             vec g = get(gate + i, count);
@@ -226,11 +226,11 @@ void tw_swiglu(const float *gate_up, float *act, int64_t rows, int64_t size, int
 }
 
 /* In place: gate_up becomes its gradient, dact becomes the activation. */
-void tw_swiglu_backward(float *dact, float *gate_up, int64_t rows, int64_t size, int threads) {
+void tw_swiglu_backward(float *dact, float *gate_up, int64_t stride, int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        float *gate = gate_up + row * 2 * size, *up = gate + size, *to = dact + row * size;
+        float *gate = gate_up + row * stride, *up = gate + size, *to = dact + row * size;
         FOR_VECTORS(size, {
             vec g = get(gate + i, count), u = get(up + i, count), d = get(to + i, count);
             vec s = sigmoid(g), silu = g * s;

@@ -39,9 +39,9 @@ class LayerKernels:
         self.rotate_backward = library.tw_rotate_backward
         self.rotate_backward.argtypes = [*[pointer] * 5, *angles, pointer, *[int64] * 4, int32]
         self.swiglu = library.tw_swiglu
-        self.swiglu.argtypes = [pointer, pointer, int64, int64, int32]
+        self.swiglu.argtypes = [pointer, int64, pointer, int64, int64, int32]
         self.swiglu_backward = library.tw_swiglu_backward
-        self.swiglu_backward.argtypes = [pointer, pointer, int64, int64, int32]
+        self.swiglu_backward.argtypes = [pointer, pointer, int64, int64, int64, int32]
         for function in (self.add_norm, self.norm_backward, self.swiglu, self.swiglu_backward):
             function.restype = None
         for function in (self.rotate, self.rotate_backward):
@@ -139,27 +139,34 @@ def rotate_backward(
 
 def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
     """silu(gate) * up, from [N, 2 I], written to `room` if it fits."""
-    if not _is_read(gate_up):
+    if not _has_dense_rows(gate_up):
         return layer_ops.swiglu(gate_up)
     rows, size = len(gate_up), gate_up.shape[1] // 2
     act = _take(room, rows, size)
-    _kernels().swiglu(gate_up.data_ptr(), act.data_ptr(), rows, size, torch.get_num_threads())
+    _kernels().swiglu(gate_up.data_ptr(), gate_up.stride(0), act.data_ptr(), rows, size, torch.get_num_threads())
     return act
 
 
 def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of `gate_up`, and the activation once more; both are written over the inputs."""
-    if not _is_read(dact, gate_up):
+    if not _is_read(dact) or not _has_dense_rows(gate_up):
         return layer_ops.swiglu_backward(dact, gate_up)
     rows, size = dact.shape
     _check_sizes(swiglu_backward.__name__, dact, (gate_up, (rows, 2 * size)))
-    _kernels().swiglu_backward(dact.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
+    _kernels().swiglu_backward(
+        dact.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, size, torch.get_num_threads()
+    )
     return gate_up, dact
 
 
 def _is_read(*tensors: Tensor | None) -> bool:
     """Whether the kernels can read them as they lie."""
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.is_cpu) for t in tensors)
+
+
+def _has_dense_rows(tensor: Tensor) -> bool:
+    """Whether the kernels that take a row stride can read it."""
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.stride(1) == 1
 
 
 def _take(room: Tensor | None, rows: int, size: int) -> Tensor:
