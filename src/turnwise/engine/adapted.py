@@ -117,7 +117,7 @@ def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights]) 
 
 def _project_joined(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tuple[Tensor, list[Tensor]]:
     """`project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
-    y_NO = empty_rows(x_NI, len(x_NI), len(group.weight))
+    y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
     low = multiply(x_NI, span.stacked(group).t())
     first = 0
     for bounds, (_, b) in group.members(span.pairs):

@@ -20,6 +20,7 @@ MAX_FEW_ROWS = 384
 """Above this many rows the kernel for few rows brings nothing."""
 
 CACHE_LINE, SET_BYTES = 64, 4096
+"""Of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
 
 
 @functools.cache
@@ -42,8 +43,7 @@ def frozen_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
 
 
 def empty_rows(like: Tensor, rows: int, cols: int) -> Tensor:
-    """[rows, cols] for a product to write and others to read: rows a multiple of 4 KiB apart would share one set of a
-    CPU's L1 cache, so such rows get a cache line more between them."""
+    """[rows, cols] for a product to write and others to read, with room between rows that would share one set."""
     gap = CACHE_LINE if like.is_cpu and cols * like.itemsize % SET_BYTES == 0 else 0
     return like.new_empty(rows, cols + gap // like.itemsize)[:, :cols]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from turnwise.engine import layer_ops
 from turnwise.engine.kernels import cpu_layers
 from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.engine.linear import empty_rows
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -125,6 +126,18 @@ def test_results_take_the_room_they_are_given_where_it_fits() -> None:
         act = cpu_layers.swiglu(gate_up, room=room)
         assert (act is room) is (room is fitting)
         assert_close(act, layer_ops.swiglu(gate_up))
+
+
+def test_swiglu_reads_and_writes_rows_with_room_between_them() -> None:
+    plain = torch.randn(133, 1024)
+    gate_up = empty_rows(plain, 133, 1024).copy_(plain)
+    assert gate_up.stride(0) == 1040, "rows of 4 KiB get a cache line more"
+    assert empty_rows(plain, 133, 1000).is_contiguous(), "others do not need it"
+    assert_close(cpu_layers.swiglu(gate_up), layer_ops.swiglu(plain))
+    dact = torch.randn(133, 512)
+    expected = layer_ops.swiglu_backward(dact.clone(), plain.clone())
+    for actual, wanted in zip(cpu_layers.swiglu_backward(dact, gate_up), expected, strict=True):
+        assert_close(actual, wanted)
 
 
 def test_swiglu_is_exact_for_gates_of_any_size() -> None:
