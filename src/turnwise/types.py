@@ -75,13 +75,12 @@ class TensorData:
     """
 
     _values: Sequence[int] | Sequence[float] | NDArray[Any]
-    """A list that others may hold too, or a flat array that nobody else has."""
     dtype: TensorDtype
     shape: Sequence[int] | None
 
     def __init__(
         self,
-        data: Sequence[int] | Sequence[float],
+        data: Sequence[int] | Sequence[float] | NDArray[Any],
         dtype: TensorDtype = "float32",
         shape: Sequence[int] | None = None,
     ) -> None:
@@ -97,9 +96,7 @@ class TensorData:
     @classmethod
     def from_numpy(cls, array: NDArray[Any]) -> TensorData:
         dtype: TensorDtype = "int64" if np.issubdtype(array.dtype, np.integer) else "float32"
-        made = cls(data=(), dtype=dtype, shape=list(array.shape))
-        object.__setattr__(made, "_values", array.astype(dtype).ravel())
-        return made
+        return cls(data=array.astype(dtype).ravel(), dtype=dtype, shape=list(array.shape))
 
     @classmethod
     def from_torch(cls, tensor: Any) -> TensorData:
@@ -107,7 +104,7 @@ class TensorData:
 
     def to_numpy(self) -> NDArray[Any]:
         if isinstance(self._values, np.ndarray):
-            array = self._values.copy()
+            array = self._values.astype(self.dtype)
         else:
             try:  # of a long list the quickest way, and most are flat
                 array = np.fromiter(self._values, dtype=self.dtype, count=len(self._values))
@@ -125,9 +122,7 @@ class TensorData:
 
     def copy(self) -> TensorData:
         """One that stays as it is when the caller goes on to change its lists."""
-        made = TensorData(data=(), dtype=self.dtype, shape=copy.copy(self.shape))
-        object.__setattr__(made, "_values", copy.copy(self._values))
-        return made
+        return TensorData(copy.copy(self._values), self.dtype, copy.copy(self.shape))
 
     def __len__(self) -> int:
         return len(self._values)

@@ -54,3 +54,10 @@ def test_it_stays_as_it_is() -> None:
         made.dtype = "float32"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TypeError, match="unhashable"):
         hash(made)
+
+
+def test_an_array_given_as_data_is_read_in_the_dtype_that_came_with_it() -> None:
+    given = np.array([0.5, 1.0])
+    assert TensorData(given).to_numpy().dtype == np.float32
+    assert TensorData(given, "int64").to_numpy().tolist() == [0, 1]
+    assert TensorData(given).data == [0.5, 1.0]

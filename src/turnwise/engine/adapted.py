@@ -94,16 +94,21 @@ def project(
         return y_NO, []
     lows: list[Tensor] = []
     for span in spans:
-        members = group.members(span.pairs)
-        if not members:
+        if not group.members(span.pairs):
             continue
         low = multiply(x_NI[span.start : span.stop], span.stacked(group).t())
-        rank = low.shape[1] // len(members)
-        for i, (bounds, (_, b)) in enumerate(members):
-            own = y_NO[span.start : span.stop, bounds]
-            multiply(low[:, i * rank : (i + 1) * rank], b.t(), out=own, alpha=span.scale, is_added=True)
+        _write_parts(group, low, span, y_NO[span.start : span.stop], is_added=True)
         lows.append(low)
     return y_NO, lows
+
+
+def _write_parts(group: LinearGroup, low: Tensor, span: SpanWeights, y_nO: Tensor, *, is_added: bool) -> None:
+    """scale low B' of every member, to its outputs or added to them."""
+    first = 0
+    for bounds, (_, b) in group.members(span.pairs):
+        stop = first + b.shape[1]
+        multiply(low[:, first:stop], b.t(), out=y_nO[:, bounds], alpha=span.scale, is_added=is_added)
+        first = stop
 
 
 def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights]) -> SpanWeights | None:
@@ -119,11 +124,7 @@ def _project_joined(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tupl
     """`project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
     y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
     low = multiply(x_NI, span.stacked(group).t())
-    first = 0
-    for bounds, (_, b) in group.members(span.pairs):
-        stop = first + b.shape[1]
-        multiply(low[:, first:stop], b.t(), out=y_NO[:, bounds], alpha=span.scale)
-        first = stop
+    _write_parts(group, low, span, y_NO, is_added=False)
     return multiply(x_NI, group.weight.t(), out=y_NO, is_added=True), [low]
 
 
@@ -195,16 +196,12 @@ def add_a_gradients(
             continue
         rows, names = slice(span.start, span.stop), [name for name in group.names if name in span.pairs]
         rank = dlow.shape[1] // len(names)
-        # A card is given few launches, a CPU reads x once for all members.
-        if isinstance(x_NI, NormedInput):
-            together = x_NI.times(dlow, rows)
-        else:
-            together = None if x_NI.is_cuda else multiply(dlow.t(), x_NI[rows])
-        for i, name in enumerate(names):
-            own = slice(i * rank, (i + 1) * rank)
-            if name not in span.grads:
-                continue
-            if together is not None:
-                span.grads[name][0].add_(together[own])
-            elif isinstance(x_NI, Tensor):
+        owned = [(slice(i * rank, (i + 1) * rank), name) for i, name in enumerate(names) if name in span.grads]
+        if isinstance(x_NI, Tensor) and x_NI.is_cuda:  # as few launches as there are gradients
+            for own, name in owned:
                 multiply(dlow[:, own].t(), x_NI[rows], out=span.grads[name][0], is_added=True)
+            continue
+        # A CPU reads x once for all members.
+        together = multiply(dlow.t(), x_NI[rows]) if isinstance(x_NI, Tensor) else x_NI.times(dlow, rows)
+        for own, name in owned:
+            span.grads[name][0].add_(together[own])

@@ -202,9 +202,7 @@ def _split_columns(index: int, datum: Datum) -> list[Datum] | None:
     return [
         Datum(
             model_input=datum.model_input,
-            loss_fn_inputs={
-                key: TensorData.from_numpy(np.ascontiguousarray(array[:, k])) for key, array in arrays.items()
-            },
+            loss_fn_inputs={key: TensorData.from_numpy(array[:, k]) for key, array in arrays.items()},
         )
         for k in range(targets.shape[1])
     ]
