@@ -21,11 +21,11 @@ are ordinary coroutines: awaiting them gives the value.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
+from turnwise.arrivals import arrival
 from turnwise.errors import ServiceError
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class _Request(Generic[T]):
         if not self._future.done():
             try:
                 async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
-                    await self._finished()
+                    await arrival(self._future)  # a deadline that passes does not cancel the request
             except TimeoutError:
                 return self._late_result(timeout)
             except asyncio.CancelledError:
@@ -80,22 +80,6 @@ class _Request(Generic[T]):
     def future(self) -> Future[T]:
         """The `concurrent.futures.Future` underneath."""
         return self._future
-
-    def _finished(self) -> asyncio.Future[None]:
-        # Not asyncio.wrap_future: that one would cancel the request whenever a deadline passes.
-        loop = asyncio.get_running_loop()
-        finished: asyncio.Future[None] = loop.create_future()
-
-        def finish() -> None:
-            if not finished.done():
-                finished.set_result(None)
-
-        def wake(_: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop that waited is closed by now
-                loop.call_soon_threadsafe(finish)
-
-        self._future.add_done_callback(wake)
-        return finished
 
     def _late_result(self, timeout: float | None) -> T:
         if self._future.done():  # it came at the last moment, or ended in a TimeoutError of its own

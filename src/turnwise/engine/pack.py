@@ -148,21 +148,37 @@ def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
 
 
 def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
-    """Indices of `sequences`, sorted and cut into passes of about `limit` tokens."""
+    """Indices of `sequences`, sorted and cut into as few passes of about `limit` tokens, as even as they can be.
+
+    A last pass of a few tokens costs almost as much as a full one where launching a pass is what takes its time.
+    """
     order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
-    batch: list[int] = []
+    shared = [0] * len(order)
+    for place, (previous, index) in enumerate(itertools.pairwise(order), start=1):
+        common = num_shared(sequences[previous], sequences[index])
+        if is_worth_sharing(sequences[previous], sequences[index], common, min_shared):
+            shared[place] = common
+    lengths = [len(sequences[index]) for index in order]
+    cuts = _cut(lengths, shared, limit)
+    low, high = 0, limit.alone if len(cuts) > 1 else 0
+    while high - low > max(1, limit.alone // 64):
+        middle = (low + high) // 2
+        even = _cut(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
+        low, high, cuts = (low, middle, even) if len(even) <= len(cuts) else (middle, high, cuts)
+    for start, stop in itertools.pairwise([*cuts, len(order)]):
+        yield order[start:stop]
+
+
+def _cut(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> list[int]:
+    """Where passes begin when each takes what it can; what a sequence shares with the one before costs nothing."""
+    cuts: list[int] = []
     used = 0
-    for previous, index in zip([None, *order[:-1]], order, strict=True):
-        shared = num_shared(sequences[previous], sequences[index]) if previous is not None and batch else 0
-        if previous is not None and not is_worth_sharing(sequences[previous], sequences[index], shared, min_shared):
-            shared = 0
-        if batch and used + len(sequences[index]) - shared > (limit.sharing if shared else limit.alone):
-            yield batch
-            batch, used, shared = [], 0, 0
-        batch.append(index)
-        used += len(sequences[index]) - shared
-    if batch:
-        yield batch
+    for place, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if not cuts or used + length - common > (limit.sharing if common else limit.alone):
+            cuts.append(place)
+            used, common = 0, 0
+        used += length - common
+    return cuts
 
 
 def pack(sequences: Sequence[Array], members: Sequence[int], *, min_shared: int = MIN_SHARED) -> PackedBatch:

@@ -3,26 +3,38 @@
 One thread per env, and not a shared pool, for three reasons. All of an env's plain methods run in the same thread, so
 it may hold a database connection. A hundred envs that wait do not queue behind a pool made for two cores. And the
 thread is a daemon: a step that never returns costs that thread and not the end of the program.
+
+A thread is not cheap beside a sampler that needs Python's lock all the time: whoever starts one, or waits for one, may
+wait for the lock each time. So a thread that nobody needs any more is kept for the next env, and envs that are made of
+coroutines need one only while they are made, which many share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
+import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
+from turnwise.arrivals import arrival
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
 ENV_METHODS = ("start", "step", "close")
+IDLE_S = 1.0
+"""How long a thread waits for another owner before it ends."""
+LOOK_S, QUICK = 0.02, 4
+"""Envs wait to be made, and in this time a thread made fewer than so many: as many threads again are started."""
 
 
 def as_env(env: object) -> Env:
@@ -34,9 +46,12 @@ def as_env(env: object) -> Env:
             f"{type(env).__name__} has no {missing[0]}(); an env has start(), step(reply) and close()"
             + (hint if callable(getattr(env, "reset", None)) else "")
         )
-    if all(inspect.iscoroutinefunction(getattr(env, name)) for name in ENV_METHODS):
-        return cast(Env, env)
-    return ThreadedEnv(env)
+    return cast(Env, env) if has_coroutines(env) else ThreadedEnv(env)
+
+
+def has_coroutines(env: object) -> bool:
+    """Whether all three methods are coroutines: such an env needs no thread."""
+    return all(inspect.iscoroutinefunction(getattr(env, name, None)) for name in ENV_METHODS)
 
 
 class ThreadedEnv:
@@ -99,16 +114,19 @@ class _Call:
     outcome: Future[Any]
 
 
+_Calls = queue.SimpleQueue[_Call | None]
+"""Of one thread; None: its owner lets it go."""
+
+
 class CallThread:
     """A daemon thread that runs one call after the other, until it is stopped or forgotten."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls = _take_thread()
         self._current: Future[Any] | None = None
         # The thread holds the queue and not this object, so an env that nobody closed is still cleaned up.
         self._ending = weakref.finalize(self, self._calls.put, None)
         self._ending.atexit = False
-        threading.Thread(target=_serve, args=(self._calls,), name="turnwise-env", daemon=True).start()
 
     @property
     def is_busy(self) -> bool:
@@ -118,20 +136,153 @@ class CallThread:
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
         context = contextvars.copy_context()
         outcome: Future[Any] = Future()
-        outcome.set_running_or_notify_cancel()  # from here on a waiter may leave, but the call goes on
+        outcome.set_running_or_notify_cancel()  # a waiter may leave, but the call goes on
         self._current = outcome
         self._calls.put(_Call(work=lambda: context.run(function, *args), outcome=outcome))
-        return await asyncio.wrap_future(outcome)
+        await arrival(outcome)
+        return outcome.result()
 
     def stop(self) -> None:
-        """Let the thread end after the call that it is in."""
+        """Let the thread go after the call that it is in."""
         self._ending()
 
+    def post(self, work: Callable[[], Any]) -> None:
+        """Run something that nobody waits for."""
+        self._calls.put(_Call(work=work, outcome=Future()))
 
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        _perform(call)
+
+_idle: list[_Calls] = []
+"""Of threads that nobody needs: for a moment they wait for somebody who does, since starting one takes long."""
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+
+
+def _take_thread() -> _Calls:
+    """The calls of a thread that serves nobody else."""
+    with _lock:
+        if _idle:
+            return _idle.pop()
+    calls: _Calls = queue.SimpleQueue()
+    threading.Thread(target=_live, args=(calls,), name="turnwise-env", daemon=True).start()
+    return calls
+
+
+def _live(calls: _Calls) -> None:
+    """Serve one owner after the other, until none comes for a while."""
+    is_owned = True
+    while True:
+        try:
+            call = calls.get(timeout=None if is_owned else IDLE_S)
+        except queue.Empty:
+            with _lock:
+                if calls in _idle:
+                    _idle.remove(calls)
+                    return
+            continue  # it was taken just now
+        is_owned = call is not None
+        if call is None:
+            with _lock:
+                _idle.append(calls)
+        else:
+            _perform(call)
         del call  # an env must not stay alive while its thread waits
+
+
+class Making:
+    """An env that is being made. An env with plain methods keeps the thread that made it."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        context = contextvars.copy_context()
+        self._make = lambda: context.run(make)
+        self._outcome: Future[CallThread | None] = Future()
+        self._outcome.set_running_or_notify_cancel()
+
+    @property
+    def is_busy(self) -> bool:
+        return not self._outcome.done()
+
+    @property
+    def thread(self) -> CallThread | None:
+        """Belongs to the env that was made; None: it needs none, or there is none yet."""
+        is_made = self._outcome.done() and self._outcome.exception() is None
+        return self._outcome.result() if is_made else None
+
+    async def finish(self) -> None:
+        """Wait until it is made; what went wrong is raised here."""
+        loop = asyncio.get_running_loop()
+        _makers.setdefault(loop, _Makers()).add(self)
+        await arrival(self._outcome)
+        self._outcome.result()
+
+    def run(self, thread: CallThread) -> bool:
+        """Whether the thread stays with what was made."""
+        try:
+            env = self._make()
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the env
+            self._outcome.set_exception(error)
+            return False
+        needs_thread = not has_coroutines(env)
+        self._outcome.set_result(thread if needs_thread else None)
+        return needs_thread
+
+
+class _Makers:
+    """The threads that make one loop's envs, one after the other: most take less time than starting a thread.
+
+    Where they take long, the threads become more until nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Making] = deque()
+        self._num_threads = 0
+        self._num_made = 0
+        self._is_watched = False
+        self._lock = threading.Lock()
+
+    def add(self, making: Making) -> None:
+        self._waiting.append(making)
+        if not self._num_threads:
+            self._start(1)
+        if not self._is_watched:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._is_watched = True
+        asyncio.get_running_loop().call_later(LOOK_S, self._look, self._num_made)
+
+    def _look(self, num_made_before: int) -> None:
+        self._is_watched = False
+        if self._waiting:
+            if self._num_made - num_made_before < QUICK * self._num_threads or not self._num_threads:
+                self._start(max(1, self._num_threads))
+            self._watch()
+
+    def _start(self, count: int) -> None:
+        for _ in range(min(count, len(self._waiting))):
+            with self._lock:
+                self._num_threads += 1
+            thread = CallThread()
+            thread.post(functools.partial(self._make_all, thread))
+
+    def _make_all(self, thread: CallThread) -> None:
+        """Until nothing is to be made, or an env takes the thread for itself."""
+        is_kept = False
+        while not is_kept and self._waiting:
+            try:
+                making = self._waiting.popleft()
+            except IndexError:  # another thread took it
+                break
+            is_kept = making.run(thread)
+            self._num_made += 1
+        with self._lock:
+            self._num_threads -= 1
+        if is_kept:
+            self._start(1)
+        else:
+            thread.stop()
+
+
+_makers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Makers] = weakref.WeakKeyDictionary()
 
 
 def _perform(call: _Call) -> None:

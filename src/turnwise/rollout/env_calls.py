@@ -1,7 +1,8 @@
 """One env, from making it to closing it, with a deadline on every call and every answer checked.
 
-Plain methods run in one thread that belongs to this env. A call that does not come back in time leaves that thread
-behind: it is counted, and ends by itself when the call does. `close` then runs in another thread.
+Plain methods run in one thread that belongs to this env; where `start`, `step` and `close` are coroutines, the small
+ones beside them run in the event loop. A call that does not come back in time leaves its thread behind: it is counted,
+and ends by itself when the call does. `close` then runs in another thread.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 
 from turnwise.envs.base import Env, EnvStep
-from turnwise.envs.sync import ENV_METHODS, CallThread
+from turnwise.envs.sync import ENV_METHODS, CallThread, Making, has_coroutines
 from turnwise.errors import AttemptFailed, Party
-from turnwise.rollout.call import CANCEL_GRACE_S, DeadlinePassed, call
+from turnwise.rollout.call import CANCEL_GRACE_S, DeadlinePassed, call, call_now
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.trajectory import Message, Role
 
 T = TypeVar("T")
 
 _ROLES = frozenset(get_args(Role))
+_SMALL_METHODS = frozenset({"state_key", "potential", "reseed"})
 _POLL_S = 0.01
 
 
@@ -36,6 +38,7 @@ class EnvCalls:
         self._limits = limits
         self._clock = clock
         self._env: Any = None
+        self._making: Making | None = None
         self._thread: CallThread | None = None
         self._forks: list[Any] = []
         """Copies that nobody has taken over yet; closed with the env if nobody does."""
@@ -113,6 +116,12 @@ class EnvCalls:
                 self._thread = None
 
     async def _call(self, what: str, *args: object) -> Any:
+        if (
+            what in _SMALL_METHODS
+            and has_coroutines(self._env)
+            and not inspect.iscoroutinefunction(getattr(self._env, what))
+        ):  # what is no coroutine beside coroutines answers at once
+            return call_now(Party.ENV, what, lambda: getattr(self._env, what)(*args))
         limits = self._limits
         deadline_s = self._clock.at_most(limits.step_deadline_s)
         if what == "close":
@@ -136,18 +145,24 @@ class EnvCalls:
         method: Callable[..., Any] = own[what] if what in own else getattr(self._env, what)
         if inspect.iscoroutinefunction(method):
             return await method(*args)
+        if what == "make_env":
+            self._making = Making(method)
+            await self._making.finish()
+            self._thread = self._making.thread
+            return None
         if self._thread is None:
             self._thread = CallThread()
         result = await self._thread.run(method, *args)
         return await result if inspect.isawaitable(result) else result
 
-    def _make(self) -> None:
-        """Runs in the env's thread. The env is kept here, because nobody may be waiting for it any more."""
-        self._env = self._make_env()
+    def _make(self) -> Any:
+        """Runs in a thread. The env is kept here, because nobody may be waiting for it any more."""
+        self._env = env = self._make_env()
         if self._is_left:  # it came after the attempt was given up: nobody else will close it
             closing: Any = self._env.close()
             if inspect.iscoroutine(closing):
                 asyncio.run(closing)
+        return env
 
     def _fork(self) -> None:
         """Runs in the env's thread. Kept here until it is taken over, because nobody may be waiting any more."""
@@ -157,18 +172,26 @@ class EnvCalls:
             raise TypeError(f"it returned {fork!r:.80}, which has no {missing[0]}(); expected an env")
         self._forks.append(fork)
 
+    @property
+    def _is_busy(self) -> bool:
+        """A call was begun, in a thread, and has not come back."""
+        return any(work is not None and work.is_busy for work in (self._making, self._thread))
+
     async def _wait_for_thread(self) -> None:
         for _ in range(round(CANCEL_GRACE_S / _POLL_S)):
-            if self._thread is None or not self._thread.is_busy:
+            if not self._is_busy:
                 return
             await asyncio.sleep(_POLL_S)
 
     def _leave_busy_thread(self) -> None:
-        if self._thread is not None and self._thread.is_busy:
+        if self._is_busy:
             self._is_left = True
             self._count_abandoned()
-            self._thread.stop()  # when the call comes back, if it ever does
-            self._thread = None
+            if self._thread is not None:
+                self._thread.stop()  # when the call comes back, if it ever does
+            self._thread = self._making = None
+        elif self._making is not None and self._thread is None:
+            self._thread = self._making.thread  # nobody was there any more to take it
 
     def _count_abandoned(self) -> None:
         self.num_abandoned += 1

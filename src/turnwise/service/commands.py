@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
+from turnwise.process import settled_process
 from turnwise.service.access import Access, KeyStyle, create_key, revoke_key
 from turnwise.service.config import ServeConfig
 from turnwise.service.store import Store
@@ -63,7 +64,8 @@ def serve(config: ServeConfig) -> int:
     options = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S, timeout_keep_alive=75
     )
-    Server(options).run(sockets=[listener])
+    with settled_process():
+        Server(options).run(sockets=[listener])
     return 0
 
 

@@ -18,6 +18,7 @@ from turnwise.engine.place import find_place
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.judges import attach_judge
 from turnwise.methods.ppo import make_gae
+from turnwise.process import settled_process
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
@@ -278,8 +279,9 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             *(start.directory, loop, recorder, interrupt, watchdog, steering),
             block_deadline_s=train.call_deadline_s,
         )
-        async with pulse:
-            await loop.run(start.done, set(start.evaluated), start.num_drawn, start.state)
+        with settled_process():
+            async with pulse:
+                await loop.run(start.done, set(start.evaluated), start.num_drawn, start.state)
 
 
 def _leave_if_stuck(error: StalledError, recorder: Recorder, step: int) -> None:

@@ -57,6 +57,14 @@ def test_unrelated_datums_are_cut_at_the_token_budget_and_a_group_stays_together
     assert [len(b) for b in split_batches(group, PassLimit.of(200))] == [6]
 
 
+def test_passes_are_as_few_as_the_budget_allows_and_as_even_as_the_datums_are() -> None:
+    loners = [np.full(100, i) for i in range(7)]
+    assert [len(b) for b in split_batches(loners, PassLimit.of(600))] == [4, 3]  # not six, and one alone
+    groups = [np.concatenate([np.full(100, g), np.full(50, 90 + i)]) for g in range(9) for i in range(4)]
+    sizes = [pack(groups, batch).num_tokens for batch in split_batches(groups, PassLimit.of(1200))]
+    assert sizes == [900, 900, 900]  # not five groups and four
+
+
 def test_a_datum_that_is_the_start_of_another_adds_no_token_however_short() -> None:
     sequences = [np.asarray([1, 2, 3]), np.asarray([1, 2, 3]), np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 9])]
     assert pack(sequences, range(4)).num_tokens == 4 + 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnwise.envs.base import Env, EnvStep, assistant, user
-from turnwise.envs.sync import CallThread, ThreadedEnv, as_env, call_in_thread
+from turnwise.envs.sync import CallThread, Making, ThreadedEnv, as_env, call_in_thread
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
@@ -133,17 +133,27 @@ async def test_a_plain_method_may_return_something_to_await() -> None:
 
 
 async def test_close_ends_the_thread() -> None:
-    before = env_threads()
+    await wait_for_end_of(env_threads())
     env = as_env(Plain())
     await env.start()
-    started = env_threads() - before
+    started = env_threads()
     assert len(started) == 1
     await env.close()
     await env.close()  # twice does no harm
-    await wait_for_end_of(env_threads() - before | started)
+    await wait_for_end_of(env_threads() | started)
+
+
+async def test_a_thread_that_is_let_go_serves_the_next_env() -> None:
+    await wait_for_end_of(env_threads())
+    plain = [Plain() for _ in range(20)]
+    for env in plain:
+        await as_env(env).start()
+        gc.collect()  # forgotten, not closed
+    assert len({thread for env in plain for thread in env.threads}) < 5
 
 
 async def test_an_env_that_is_forgotten_ends_its_thread() -> None:
+    await wait_for_end_of(env_threads())
     before = env_threads()
     env = as_env(Plain())
     await env.start()
@@ -184,6 +194,69 @@ async def test_many_slow_envs_do_not_queue() -> None:
     await asyncio.gather(*(env.step(assistant("x")) for env in envs))
     assert time.monotonic() - began < 10  # one after the other would take 20 s
     await asyncio.gather(*(env.close() for env in envs))
+
+
+async def test_envs_of_coroutines_are_made_in_one_thread_and_need_no_other() -> None:
+    made_in: list[int] = []
+
+    def make() -> Asynchronous:
+        made_in.append(threading.get_ident())
+        return Asynchronous()
+
+    makings = [Making(make) for _ in range(100)]
+    await asyncio.gather(*(making.finish() for making in makings))
+    assert len(made_in) == 100
+    assert len(set(made_in)) < 5
+    assert threading.get_ident() not in made_in
+    assert not any(making.thread or making.is_busy for making in makings)
+
+
+async def test_a_plain_env_keeps_the_thread_that_made_it() -> None:
+    made_in: dict[int, int] = {}
+
+    async def play(number: int) -> None:
+        plain = Plain()
+
+        def make() -> Plain:
+            made_in[number] = threading.get_ident()
+            return plain
+
+        making = Making(make)
+        await making.finish()
+        assert making.thread is not None
+        await making.thread.run(plain.start)
+        await asyncio.sleep(0.1)  # all of them are there at once
+        assert plain.threads == [made_in[number]]
+        making.thread.stop()
+
+    await asyncio.gather(*(play(number) for number in range(20)))
+    assert len(set(made_in.values())) == 20
+
+
+async def test_envs_that_take_long_to_make_do_not_queue() -> None:
+    def make() -> Asynchronous:
+        time.sleep(0.5)
+        return Asynchronous()
+
+    began = time.monotonic()
+    await asyncio.gather(*(Making(make).finish() for _ in range(40)))
+    assert time.monotonic() - began < 10  # one after the other would take 20 s
+
+
+async def test_what_goes_wrong_in_making_an_env_is_raised_to_its_own_attempt() -> None:
+    makings = [Making(lambda: 1 // 0), Making(Asynchronous)]
+    came = await asyncio.gather(*(making.finish() for making in makings), return_exceptions=True)
+    assert isinstance(came[0], ZeroDivisionError)
+    assert came[1] is None
+
+
+def test_a_loop_that_ended_while_envs_were_made_does_not_keep_the_next_from_making_them() -> None:
+    async def leave() -> None:
+        tasks = [asyncio.create_task(Making(lambda: time.sleep(0.2)).finish()) for _ in range(3)]
+        await asyncio.wait(tasks, timeout=0.001)
+
+    asyncio.run(leave())
+    asyncio.run(test_envs_that_take_long_to_make_do_not_queue())
 
 
 async def test_a_thread_knows_whether_it_is_busy() -> None:

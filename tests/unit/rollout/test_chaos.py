@@ -16,7 +16,7 @@ from turnwise.envs.base import EnvStep, Task, user
 from turnwise.renderers.base import Renderer
 from turnwise.rollout import play_groups
 from turnwise.trajectory import Message
-from unit.rollout.worlds import QUESTION, World, env_threads, make_tasks, quick, saying, wait_for_threads
+from unit.rollout.worlds import QUESTION, World, make_tasks, num_busy_threads, quick, saying, wait_for_threads
 
 HANG_S, DEADLINE_S = 1.0, 0.3
 NUM_TASKS, GROUP_SIZE = 40, 8
@@ -81,7 +81,7 @@ async def test_chaos_is_survived_counted_and_leaves_the_baseline_unbiased(render
 
     assert all(env.is_closed for env in world.envs)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert len(env_threads()) <= metrics["rollout/abandoned_calls"]
+    assert num_busy_threads() <= metrics["rollout/abandoned_calls"]
     assert await asyncio.to_thread(wait_for_threads, HANG_S + 5) == 0
 
 

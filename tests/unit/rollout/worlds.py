@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.envs import sync
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
@@ -111,6 +112,11 @@ async def play_env(
 
 def env_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "turnwise-env"]
+
+
+def num_busy_threads() -> int:
+    """Those in a call; the others wait a moment for another env before they end."""
+    return len(env_threads()) - len(sync._idle)
 
 
 def wait_for_threads(within_s: float = 5.0) -> int:

@@ -11,11 +11,13 @@ takes less than a millisecond. The event loop never waits.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +34,9 @@ MAX_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 WAIT_FOR_WORKER_S = 60.0
 KILL_AFTER_S = 2.0
 """Beyond a query's own limit."""
+MAX_READ_AT_ONCE = 1 << 16
+"""Bytes of an answer that an event loop may read itself."""
+_NONE_FREE = f"no SQL worker was free within {WAIT_FOR_WORKER_S:g} s"
 
 _WORKER_LIMITS = Limits(
     cpu_s=10**7,  # of its whole life; the worker sets a limit for each query
@@ -88,19 +93,30 @@ class SqlRunner:
         self._places = _place_databases(databases)
         self._idle: list[Worker] = []
         self._lock = threading.Lock()
+        self._max_workers = max_workers
         self._room = threading.Semaphore(max_workers)
+        self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
         self._ending = weakref.finalize(self, _stop_all, self._idle)
 
     async def run(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
         """Run one query without holding up the event loop."""
-        return await call_in_thread(self.run_now, path, sql, limits)
+        limits = limits or QueryLimits()
+        request = _request(self._find(path), sql, limits)
+        async with self._place():
+            answer = await self._ask_async(request, limits.time_limit_s + KILL_AFTER_S)
+        if answer is None:
+            raise QueryRefused(sql_worker.TOO_LONG)
+        read = await call_in_thread(json.loads, answer) if len(answer) > MAX_READ_AT_ONCE else json.loads(answer)
+        return _read_answer(read, path)
 
     def run_now(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
         """Run one query and wait for it."""
         limits = limits or QueryLimits()
         request = _request(self._find(path), sql, limits)
         if not self._room.acquire(timeout=WAIT_FOR_WORKER_S):
-            raise TimeoutError(f"no SQL worker was free within {WAIT_FOR_WORKER_S:g} s")
+            raise TimeoutError(_NONE_FREE)
         try:
             answer = self._ask(request, limits.time_limit_s + KILL_AFTER_S)
         finally:
@@ -109,10 +125,24 @@ class SqlRunner:
             raise QueryRefused(sql_worker.TOO_LONG)
         return _read_answer(json.loads(answer), path)
 
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places that an event loop has for queries."""
+        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_workers))
+        try:
+            async with asyncio.timeout(WAIT_FOR_WORKER_S):
+                await room.acquire()
+        except TimeoutError as cause:
+            raise TimeoutError(_NONE_FREE) from cause
+        try:
+            yield
+        finally:
+            room.release()
+
     def _ask(self, request: bytes, within_s: float) -> bytes | None:
         """None when no worker lives to answer it. One death may have another reason, two are the query's fault."""
         for _ in range(2):
-            worker = self._take()
+            worker = self._find_idle() or self._start()
             try:
                 answer = worker.ask(request, within_s)
             except WorkerDiedError:
@@ -124,8 +154,25 @@ class SqlRunner:
             if answer is None:
                 worker.end()
                 return None
-            with self._lock:
-                self._idle.append(worker)
+            self._give_back(worker)
+            return answer
+        return None
+
+    async def _ask_async(self, request: bytes, within_s: float) -> bytes | None:
+        """`_ask`; what blocks, starting and ending a worker, goes to a thread."""
+        for _ in range(2):
+            worker = self._find_idle() or await call_in_thread(self._start)
+            answer, is_dead = None, True
+            try:
+                answer = await worker.ask_async(request, within_s)
+                is_dead = answer is None
+            except WorkerDiedError:
+                continue
+            finally:
+                if is_dead:
+                    threading.Thread(target=worker.end, name="turnwise-sql-end").start()
+                else:
+                    self._give_back(worker)
             return answer
         return None
 
@@ -139,14 +186,18 @@ class SqlRunner:
         """End the workers; a later query starts new ones."""
         _stop_all(self._idle)
 
-    def _take(self) -> Worker:
+    def _find_idle(self) -> Worker | None:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
                 if worker.is_alive:
                     return worker
                 worker.end()
-        return self._start()
+        return None
+
+    def _give_back(self, worker: Worker) -> None:
+        with self._lock:
+            self._idle.append(worker)
 
     def _start(self) -> Worker:
         script = Path(sql_worker.__file__)

@@ -49,6 +49,8 @@ NUM_DATABASES = 400
 """Per level; a run meets them in random order."""
 MAX_CELL_LENGTH = 40
 MAX_RESULT_LENGTH = 1000
+MAX_ROWS_KEPT, MAX_RESULTS_KEPT = 1000, 1000
+"""Of right answers that need not be computed again."""
 
 _RULES: Mapping[Protocol, str] = {
     "line": "Answer with SQL. Write one query and see its result. Write submit when the last result is the answer.",
@@ -149,6 +151,9 @@ class TextToSql:
     _runner: SqlRunner = field(init=False, repr=False, compare=False)
     _folder: DatabaseFolder = field(init=False, repr=False, compare=False)
     _dataset: Mapping[Split, Mapping[str, DatasetQuestion]] = field(init=False, repr=False, compare=False)
+    _gold_results: dict[tuple[Path, str], QueryResult] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[Path, str], QueryResult]
+    )
 
     def __post_init__(self) -> None:
         if self.max_turns < 2:
@@ -193,6 +198,23 @@ class TextToSql:
         level, number = task.data["level"], task.data["database"]
         databases = tuple(self._folder.file(level, number, variant) for variant in (0, 1))
         return TextToSqlEnv(self, self._runner, databases, task.data["prompt"], task.data["gold"])
+
+    async def gold_result(self, database: Path, gold: str) -> QueryResult:
+        """What the right query gives, run once for all attempts; its failure is the data's error, not a policy's."""
+        found = self._gold_results.get((database, gold))
+        if found is not None:
+            return found
+        try:
+            result = await self._runner.run(database, gold, QueryLimits(time_limit_s=30, max_steps=10**9))
+        except QueryRefused as refusal:
+            raise DataError(f"the gold query {gold!r} does not run: {refusal}") from refusal
+        if result.is_cut:
+            raise DataError(f"the gold query {gold!r} has more than {QueryLimits().max_rows} rows")
+        if len(result.rows) <= MAX_ROWS_KEPT:
+            if len(self._gold_results) >= MAX_RESULTS_KEPT:
+                self._gold_results.clear()
+            self._gold_results[database, gold] = result
+        return result
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         return play_demonstrations(
@@ -266,6 +288,7 @@ class TextToSqlEnv:
         self._gold = gold
         self._turn = 0
         self._last_sql: str | None = None  # the last query that ran
+        self._last_result: QueryResult | None = None
         self._num_errors = 0
 
     async def start(self) -> list[Message]:
@@ -302,26 +325,27 @@ class TextToSqlEnv:
         except QueryRefused as refusal:
             self._num_errors += 1
             return self._answer(_tool(f"error: {refusal}"))
-        is_first, self._last_sql = self._last_sql is None, sql
+        is_first, self._last_sql, self._last_result = self._last_sql is None, sql, result
         text = format_result(result, self._world.max_rows)
         return self._answer(_tool(text), format_reward=self._world.format_reward if is_first else 0.0)
 
     async def _is_right(self, sql: str) -> bool:
-        """Equal results on every database. The gold's own failure is an error of the data, not of the policy."""
+        """Equal results on every database."""
         for database in self._databases:
+            gold = await self._world.gold_result(database, self._gold)
             try:
-                gold = await self._runner.run(database, self._gold, QueryLimits(time_limit_s=30, max_steps=10**9))
-            except QueryRefused as refusal:
-                raise DataError(f"the gold query {self._gold!r} does not run: {refusal}") from refusal
-            if gold.is_cut:
-                raise DataError(f"the gold query {self._gold!r} has more than {QueryLimits().max_rows} rows")
-            try:
-                given = await self._runner.run(database, sql, self._world.limits)
+                given = await self._given(database, sql)
             except QueryRefused:
                 return False
             if not same_result(gold.rows, given.rows, ordered=asks_for_order(self._gold)):
                 return False
         return True
+
+    async def _given(self, database: Path, sql: str) -> QueryResult:
+        """What was handed in; the policy has mostly seen its result on the first database already."""
+        if self._last_result is not None and sql == self._last_sql and database == self._databases[0]:
+            return self._last_result
+        return await self._runner.run(database, sql, self._world.limits)
 
     def _answer(self, message: Message, *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._world.max_turns

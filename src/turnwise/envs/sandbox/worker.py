@@ -6,6 +6,7 @@ with a first line. One that is late or dead is of no more use: end it and start 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import select
@@ -18,7 +19,11 @@ from functools import cache
 from pathlib import Path
 
 from turnwise.envs.sandbox.process import START_S, Backend, Job, Running
+from turnwise.envs.sync import call_in_thread
 from turnwise.errors import SandboxError
+
+PIPE_BYTES = 1 << 16
+"""What an empty pipe takes in at once."""
 
 
 class WorkerDiedError(SandboxError):
@@ -26,7 +31,7 @@ class WorkerDiedError(SandboxError):
 
 
 class Worker:
-    """Made by `Sandbox.start_worker`; one thread at a time may use it."""
+    """Made by `Sandbox.start_worker`; one thread, or one coroutine, at a time may use it."""
 
     def __init__(self, backend: Backend, job: Job) -> None:
         owner = owner_who_reads(job.shown.values()) if os.geteuid() == 0 else None
@@ -58,6 +63,36 @@ class Worker:
         self._running.outputs[self._running.stdout_fd].clear()
         return self._read_line(end_s) if self._write(line + b"\n", end_s) else None
 
+    async def ask_async(self, line: bytes, within_s: float) -> bytes | None:
+        """`ask` on the event loop: no thread is needed, and none has to wait for Python's lock."""
+        if len(line) >= PIPE_BYTES:  # it might take more than one write
+            return await call_in_thread(self.ask, line, within_s)
+        loop, descriptor = asyncio.get_running_loop(), self._running.stdout_fd
+        self._running.outputs[descriptor].clear()
+        if not self._write(line + b"\n", time.monotonic() + within_s):
+            return None
+        answered: asyncio.Future[bytes] = loop.create_future()
+
+        def take() -> None:
+            before = len(self._running.outputs[descriptor])
+            self._running.pump(0)
+            answer = self._running.outputs[descriptor]
+            if answered.done():
+                return
+            if answer.endswith(b"\n"):
+                answered.set_result(bytes(answer[:-1]))
+            elif len(answer) == before:
+                answered.set_exception(self._death())
+
+        loop.add_reader(descriptor, take)
+        try:
+            async with asyncio.timeout(within_s):
+                return await answered
+        except TimeoutError:
+            return None
+        finally:
+            loop.remove_reader(descriptor)
+
     def end(self) -> None:
         """Kill it with all it started; twice does no harm."""
         self._is_ended = True
@@ -86,8 +121,11 @@ class Worker:
             before = len(answer)
             self._running.pump(left_s)
             if len(answer) == before and (has_ended or before > self._running.job.limits.output_bytes):
-                raise WorkerDiedError(f"it ended, or said too much: {self._running.complaint()}")
+                raise self._death()
         return bytes(answer[:-1])
+
+    def _death(self) -> WorkerDiedError:
+        return WorkerDiedError(f"it ended, or said too much: {self._running.complaint()}")
 
 
 @cache
