@@ -71,6 +71,17 @@ def test_bfloat16_sampler_and_trainer_agree(wide_dir: Path, merge: Merge, num_di
     assert k2 < MAX_K2
 
 
+def test_turns_that_captured_graphs_read_agree_with_the_trainer(wide_dir: Path) -> None:
+    config = EngineConfig(device="cuda", dtype="bfloat16", merge_adapter="always", kv_cache_gib=1.0, seed=1)
+    engine = Engine(wide_dir, config, name="wide")
+    prompts = engine.sampler._prompts
+    assert prompts is not None
+    k2 = [k2_after_turns(engine, 12, 5) for _ in range(2)]
+    assert prompts.captures._captured, "shapes came again"
+    print(f"k2 {k2} with {len(prompts.captures._captured)} graphs")
+    assert max(k2) < MAX_K2
+
+
 def test_a_bfloat16_tree_has_the_gradient_of_unshared_rows(wide_dir: Path) -> None:
     prefix = random_ids(200, 1)
     datums = [rl_datum(prefix + random_ids(40 + i, 10 + i), start=199, seed=i) for i in range(6)]

@@ -217,6 +217,8 @@ class PagedPlan:
     """[num_decode] int32, the current token included."""
     max_context: int
     chunks: Sequence[Chunk]
+    varlen: Varlen | None = None
+    """What `prefill_varlen` gives, where that is known on the device alone."""
 
     def cache_slots(self, layer: int) -> CacheSlots:
         """Where this pass's keys and values of a layer go."""
@@ -240,6 +242,8 @@ class PagedPlan:
 
     def prefill_varlen(self) -> Varlen:
         """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""
+        if self.varlen is not None:
+            return self.varlen
         if "_varlen" not in self.__dict__:
             device = self.slots.device
             new = np.array([chunk.stop - chunk.start for chunk in self.chunks])

@@ -135,7 +135,12 @@ def has_triton() -> bool:
 
 
 def _has_flash(query: Tensor) -> bool:
-    return query.dtype is not torch.float32 and _fits_flash(query.shape[-1])
+    return fits_flash(query.dtype, query.shape[-1])
+
+
+def fits_flash(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether the flash kernels run here."""
+    return dtype is not torch.float32 and _fits_flash(head_size)
 
 
 @functools.cache

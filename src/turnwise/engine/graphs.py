@@ -1,4 +1,4 @@
-"""A decode step as a captured CUDA graph: one launch for the whole model, the head and the draw.
+"""CUDA graphs, and a decode step as one: one launch for the whole model, the head and the draw.
 
 Eager decode is bound by launches, not by the card. A graph is captured per bucket of rows, with static inputs that each
 step copies into; rows that pad a bucket write to a scratch block. Weights are read where they lie, so merging a new
@@ -8,7 +8,7 @@ the row's lane and writes the next one there, so the host can launch a step befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,13 +31,68 @@ NUM_COLUMNS = 5
 """Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
 
 
+_Weights = tuple[str | int, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
+    """A graph, what it reads and what it writes."""
+
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    """int32: the columns [5, rows], the block table [rows, width] and, with a bank, its tiles [3, T]."""
     outputs: Tensor
-    """[2, rows] float32: token ids, logprobs."""
+
+
+class Captures:
+    """Graphs by what is built into them: the shape of their inputs, and where the weights lie."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured: dict[tuple[Hashable, _Weights], Captured] = {}
+        self._pool: Any = None
+        self._merged_key: _Weights | None = None
+
+    def weights_moved(self) -> None:
+        """A policy was merged: its weights may lie where those before it did not."""
+        self._merged_key = None
+
+    def has(self, shape: Hashable, route: Route) -> bool:
+        return (shape, self.weights_key(route)) in self._captured
+
+    def get(
+        self, shape: Hashable, route: Route, make_inputs: Callable[[], Tensor], step: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        """The graph of `step`, captured now when there is none; graphs whose weights are gone are dropped then."""
+        weights = self.weights_key(route)
+        if (shape, weights) not in self._captured:
+            self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[1], weights)}
+            self._captured[shape, weights] = self._capture(make_inputs(), step)
+        return self._captured[shape, weights]
+
+    def weights_key(self, route: Route) -> _Weights:
+        """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
+        if route.bank is not None:
+            return "bank", route.bank.generation, _num_tiles(route)
+        if route.merged is None:
+            return ("base",)
+        if self._merged_key is None:
+            # By name: two layers whose buffers changed places need another graph, though the addresses are the same.
+            places = (part for name in sorted(route.merged) for part in (name, route.merged[name].data_ptr()))
+            self._merged_key = ("merged", *places)
+        return self._merged_key
+
+    def _capture(self, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(WARMUPS):
+                step(inputs)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step(inputs)
+        self._pool = self._pool or graph.pool()
+        return Captured(graph, inputs, outputs)
 
 
 @dataclass(slots=True)
@@ -92,14 +147,8 @@ class DecodeGraphs:
         self.scratch_slot = scratch_block * cache.block_size
         self.last_tokens = last_tokens
         """[lanes + 1] int64; the last lane belongs to padding."""
-        self._captured: dict[tuple[int, int, tuple[str | int, ...]], _Captured] = {}
-        self._pool: Any = None
+        self.captures = Captures(model.device)
         self._batch: _Batch | None = None
-        self._merged_key: tuple[str | int, ...] | None = None
-
-    def weights_moved(self) -> None:
-        """A policy was merged: its weights may lie where those before it did not."""
-        self._merged_key = None
 
     def forget_rows(self) -> None:
         """Rows moved on without a replay."""
@@ -142,64 +191,31 @@ class DecodeGraphs:
         ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
         return [len(self.last_tokens) - 1, 0, self.scratch_slot, ones, halves]
 
-    def _get(self, bucket: int, width: int, route: Route) -> _Captured:
-        key = (bucket, width, self._weights_key(route))
-        if key not in self._captured:
-            self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[2], key[2])}
-            self._captured[key] = self._capture(bucket, width, route)
-        return self._captured[key]
+    def _get(self, bucket: int, width: int, route: Route) -> Captured:
+        def make_inputs() -> Tensor:
+            size = _input_size(bucket, width, _num_tiles(route))
+            inputs = torch.zeros(size, dtype=torch.int32, device=self.model.device)
+            columns, _, _ = _views(inputs, bucket, width, route)
+            columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
+            return inputs
+
+        return self.captures.get(
+            (bucket, width), route, make_inputs, lambda inputs: self._step(*_views(inputs, bucket, width, route))
+        )
 
     def missing(self, max_rows: int, num_blocks: int, route: Route) -> list[tuple[int, int]]:
         """(bucket, width) of the graphs that so many rows of so many blocks may need, and that are not there yet."""
         widths = sorted({table_width(count) for count in range(1, num_blocks + 1)})
         buckets = sorted({row_bucket(count) for count in range(1, max_rows + 1)})
-        key = self._weights_key(route)
-        return [(b, w) for w in widths for b in buckets if (b, w, key) not in self._captured]
+        return [(b, w) for w in widths for b in buckets if not self.captures.has((b, w), route)]
 
     def capture(self, bucket: int, width: int, route: Route) -> None:
         """Ahead of need; what is there already stays."""
         with torch.inference_mode():
             self._get(bucket, width, route)
 
-    def _weights_key(self, route: Route) -> tuple[str | int, ...]:
-        """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
-        if route.bank is not None:
-            return "bank", route.bank.generation, _num_tiles(route)
-        if route.merged is None:
-            return ("base",)
-        if self._merged_key is None:
-            # By name: two layers whose buffers changed places need another graph, though the addresses are the same.
-            places = (part for name in sorted(route.merged) for part in (name, route.merged[name].data_ptr()))
-            self._merged_key = ("merged", *places)
-        return self._merged_key
-
-    def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
-        device = self.model.device
-        inputs = torch.zeros(_input_size(bucket, width, _num_tiles(route)), dtype=torch.int32, device=device)
-        columns, table, route = self._views(inputs, bucket, width, route)
-        columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(WARMUPS):
-                self._step(columns, table, route)
-        torch.cuda.current_stream(device).wait_stream(side)
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._step(columns, table, route)
-        self._pool = self._pool or graph.pool()
-        return _Captured(graph, inputs, outputs)
-
-    def _views(self, inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
-        """What `_pack` laid out: columns, block table, and the route that reads its tiles there."""
-        columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
-        table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
-        if route.bank is not None:
-            num_tiles = _num_tiles(route)
-            route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
-        return columns, table, route
-
     def _step(self, columns: Tensor, table: Tensor, route: Route) -> Tensor:
+        """[2, rows] float32: token ids, logprobs."""
         lanes = columns[0].long()
         plan = PagedPlan(
             cache=self.cache,
@@ -217,7 +233,17 @@ class DecodeGraphs:
         return torch.stack([tokens.float(), logprobs])
 
 
-def _is_given_up(old: tuple[str | int, ...], new: tuple[str | int, ...]) -> bool:
+def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
+    """What `_pack` laid out: columns [5, rows], block table [rows, width], and the route that reads its tiles there."""
+    columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
+    table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
+    if route.bank is not None:
+        num_tiles = _num_tiles(route)
+        route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
+    return columns, table, route
+
+
+def _is_given_up(old: _Weights, new: _Weights) -> bool:
     """Whether a graph's weights are gone: a bank of an older generation, merged weights that lie elsewhere now."""
     if old[0] != new[0]:
         return False

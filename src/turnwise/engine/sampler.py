@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine import prompt_graphs
 from turnwise.engine.attention import upload, upload_all
 from turnwise.engine.budget import MemorySplit
 from turnwise.engine.config import EngineConfig
@@ -26,6 +27,7 @@ from turnwise.engine.kvcache import BlockPool, KvCache
 from turnwise.engine.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
 from turnwise.engine.lora_bank import bank_route, make_bank
 from turnwise.engine.models import CausalModel
+from turnwise.engine.prompt_graphs import PromptGraphs
 from turnwise.engine.scheduler import OnDone, OnToken, Piece, Request, Row, Scheduler, Step
 from turnwise.engine.stops import StopFinder
 from turnwise.errors import DataError
@@ -75,9 +77,12 @@ class Sampler:
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
         """By lane: the token that each running row sampled last."""
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         if model.device.type == "cuda":
             num_blocks -= 1  # the last is where padded rows of a captured graph write
             self._graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
+            if prompt_graphs.fits(model):
+                self._prompts = PromptGraphs(model, self.cache, num_blocks)
         self._bank = make_bank(model)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -189,13 +194,16 @@ class Sampler:
         return True
 
     def _run(self, step: Step, flight: _Flight) -> None:
-        """One packed pass, not captured: prompts, and whatever no graph takes."""
-        input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
+        """One packed pass: prompts, and whatever no graph decodes."""
         route, lasts = self._route(step), _sampled_after(step)
-        # A bank's tiles count all rows, and scoring reads them all; else the last layer runs on what is sampled from.
-        is_whole = route.bank is not None or any(piece.row.scores_prompt for piece in step.prefill)
-        rows = None if is_whole else upload(np.array(lasts, dtype=np.int64), input_ids.device)
-        hidden = self.model.hidden(input_ids, position_ids, plan, route, rows)
+        hidden = self._replay_prompts(step, route)
+        # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
+        # on what is sampled from.
+        is_whole = hidden is not None or route.bank is not None or _scores_prompt(step)
+        if hidden is None:
+            input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
+            rows = None if is_whole else upload(np.array(lasts, dtype=np.int64), input_ids.device)
+            hidden = self.model.hidden(input_ids, position_ids, plan, route, rows)
         place = {token: token if is_whole else row for row, token in enumerate(lasts)}
         self.scheduler.finish_decode(step.decode)
         ready: list[Row] = list(step.decode)
@@ -211,6 +219,13 @@ class Sampler:
                 sources.append(place[offset - 1])
         if ready:
             flight.add(ready, self._draw(ready, sources, hidden))
+
+    def _replay_prompts(self, step: Step, route: Route) -> Tensor | None:
+        """Hidden states of all rows by a captured graph; None when there is none for this step."""
+        is_plain = route.bank is None and not any(isinstance(span.weights, Policy) for span in route.spans)
+        if self._prompts is None or step.decode or not is_plain or _scores_prompt(step):
+            return None
+        return self._prompts.hidden(step.prefill, route)
 
     def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
         """One set of weights, and no tail to cut: what the captured graphs do."""
@@ -316,8 +331,9 @@ class Sampler:
         if self._merged_version != policy.version:
             merge_into(self._merged, self.model.linears, self.model.groups, policy)
             self._merged_version = policy.version
-            if self._graphs is not None:
-                self._graphs.weights_moved()
+            for graphs in (self._graphs, self._prompts):
+                if graphs is not None:
+                    graphs.captures.weights_moved()
         return Route(merged=self._merged)
 
     def _unmerged(self, lengths: Sequence[tuple[AnyPolicy, int]]) -> Route:
@@ -403,6 +419,10 @@ def _sampled_after(step: Step) -> list[int]:
     next(stops)
     ends = [stop - 1 for piece, stop in zip(step.prefill, stops, strict=True) if piece.is_last]
     return [*range(len(step.decode)), *ends]
+
+
+def _scores_prompt(step: Step) -> bool:
+    return any(piece.row.scores_prompt for piece in step.prefill)
 
 
 def cuts_tail(params: SamplingParams) -> bool:

@@ -18,7 +18,7 @@ from naive import run
 from turnwise.engine import draw
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.graphs import DecodeGraphs, _Captured, _input_size
+from turnwise.engine.graphs import Captured, Captures, DecodeGraphs
 from turnwise.engine.lora import Route
 from turnwise.engine.scheduler import Row
 from turnwise.types import LoraConfig, SamplingParams
@@ -31,6 +31,14 @@ class Rerun:
     replay: Callable[[], object]
 
 
+class EagerCaptures(Captures):
+    """Runs the step again where a graph would be replayed."""
+
+    def _capture(self, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Captured:
+        outputs = step(inputs)
+        return Captured(cast(Any, Rerun(lambda: outputs.copy_(step(inputs)))), inputs, outputs)
+
+
 class EagerGraphs(DecodeGraphs):
     """Everything of `DecodeGraphs` but the capture; notes how many rows waited when a step was launched."""
 
@@ -39,18 +47,13 @@ class EagerGraphs(DecodeGraphs):
         scratch = sampler.pool.allocate()
         assert scratch is not None
         super().__init__(sampler.model, sampler.cache, scratch, sampler._last_tokens)
+        self.captures = EagerCaptures(sampler.model.device)
         self.scheduler = sampler.scheduler
         self.num_waiting: list[int] = []
 
     def decode(self, rows: Sequence[Row], route: Route) -> Tensor:
         self.num_waiting.append(len(self.scheduler.waiting))
         return super().decode(rows, route).clone()
-
-    def _capture(self, bucket: int, width: int, route: Route) -> _Captured:
-        inputs, outputs = torch.zeros(_input_size(bucket, width, 0), dtype=torch.int32), torch.zeros(2, bucket)
-        columns, table, route = self._views(inputs, bucket, width, route)
-        rerun = Rerun(lambda: outputs.copy_(self._step(columns, table, route)))
-        return _Captured(cast(Any, rerun), inputs, outputs)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +134,7 @@ def test_the_weights_of_a_graph_are_looked_up_again_when_a_policy_was_merged(tin
         engine.sampler.submit([5, 6, 7], SamplingParams(max_tokens=3, stop=[]), policy, on_done=lambda _: None)
         while engine.sampler.has_work:
             engine.sampler.step()
-        keys.append(graphs._merged_key)
+        keys.append(graphs.captures._merged_key)
     merged = engine.sampler._merged
     places = [part for name in sorted(merged) for part in (name, merged[name].data_ptr())]
     assert keys[0] != keys[1] == keys[2] == ("merged", *places)
@@ -143,8 +146,8 @@ def test_buffers_that_changed_places_need_another_graph(tiny_dir: Path) -> None:
     first, second = torch.zeros(4), torch.zeros(4)
     keys = []
     for merged in ({"a": first, "b": second}, {"a": second, "b": first}, {"a": first, "b": second}):
-        graphs.weights_moved()
-        keys.append(graphs._weights_key(Route(merged=merged)))
+        graphs.captures.weights_moved()
+        keys.append(graphs.captures.weights_key(Route(merged=merged)))
     assert keys[0] != keys[1]
     assert keys[0] == keys[2]
 
@@ -154,12 +157,12 @@ def test_after_a_warm_up_nothing_is_left_to_capture(tiny_dir: Path) -> None:
     graphs = with_graphs(engine)
     policy = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
     assert run(engine.warm_up(policy, 200)) == 4 * 3, "1, 2, 4 and 8 rows; tables of 16, 32 and 64 blocks"
-    captured = set(graphs._captured)
-    assert {(bucket, width) for bucket, width, _ in captured} == set(itertools.product((1, 2, 4, 8), (16, 32, 64)))
+    captured = set(graphs.captures._captured)
+    assert {(bucket, width) for (bucket, width), _ in captured} == set(itertools.product((1, 2, 4, 8), (16, 32, 64)))
     play(engine)
     newer = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=1)))
     assert run(engine.warm_up(newer, 200)) == 0, "a new version is merged into the same buffers"
-    assert set(graphs._captured) == captured
+    assert set(graphs.captures._captured) == captured
     assert run(engine.warm_up(engine.base_policy, 10)) == 4
 
 
@@ -178,5 +181,5 @@ def test_graphs_of_merged_weights_that_moved_are_dropped(tiny_dir: Path) -> None
     narrow = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0, train_mlp=False)))
     for policy in (engine.base_policy, wide, narrow):
         assert run(engine.warm_up(policy, 10)) == 4
-    assert {key[0] for _, _, key in graphs._captured} == {"base", "merged"}
-    assert len(graphs._captured) == 8, "those of the wider policy read buffers that are gone"
+    assert {weights[0] for _, weights in graphs.captures._captured} == {"base", "merged"}
+    assert len(graphs.captures._captured) == 8, "those of the wider policy read buffers that are gone"

@@ -1,0 +1,118 @@
+"""Prompts as a captured graph reads them, run eagerly on any device: padded, and the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.engine import attention_cpu, draw, prompt_graphs
+from turnwise.engine.attention import PagedPlan
+from turnwise.engine.engine import Engine
+from turnwise.engine.lora import Route
+from turnwise.engine.prompt_graphs import PromptGraphs, PromptShape
+from turnwise.engine.scheduler import Piece
+from unit.engine.test_graphs import EagerCaptures, make, play, with_graphs
+
+
+class EagerPrompts(PromptGraphs):
+    """Everything of `PromptGraphs` but the capture; counts what it took."""
+
+    def __init__(self, engine: Engine) -> None:
+        sampler = engine.sampler
+        scratch = sampler.pool.allocate()
+        assert scratch is not None
+        super().__init__(sampler.model, sampler.cache, scratch)
+        self.captures = EagerCaptures(sampler.model.device)
+        self.num_taken = self.num_left = 0
+
+    def hidden(self, pieces: Any, route: Route) -> Tensor | None:
+        hidden = super().hidden(pieces, route)
+        self.num_taken += hidden is not None
+        self.num_left += hidden is None
+        return hidden
+
+
+def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """What the flash kernels compute from the bounds and the index, one run after the other."""
+    if plan.varlen is None:
+        return plain_prefill(query, key, value, plan, layer, scale)
+    varlen = plan.varlen
+    assert varlen.k_index is not None
+    keys, values = (side.flatten(0, 1)[varlen.k_index].transpose(0, 1) for side in plan.cache.layer(layer))
+    out = torch.full_like(query[0].transpose(0, 1), torch.nan)  # what no run covers may hold anything
+    bounds = zip(varlen.q_bounds.tolist(), varlen.k_bounds.tolist(), strict=True)
+    for (q, k), (q_stop, k_stop) in itertools.pairwise(bounds):
+        assert q_stop - q <= varlen.max_q
+        assert k_stop - k <= varlen.max_k
+        if q_stop > q:
+            sides = query[:, :, q:q_stop], keys[None, :, k:k_stop], values[None, :, k:k_stop]
+            seen = torch.ones(q_stop - q, k_stop - k, dtype=torch.bool).tril(k_stop - k - (q_stop - q))
+            own = torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=seen, scale=scale, enable_gqa=True)
+            out[q:q_stop] = own[0].transpose(0, 1)
+    return out[None]
+
+
+plain_prefill = attention_cpu.prefill
+
+
+@pytest.fixture(autouse=True)
+def _flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "has_triton", lambda: False)  # it may be installed where there is no GPU
+    monkeypatch.setattr(attention_cpu, "prefill", varlen_prefill)
+
+
+def with_prompts(engine: Engine) -> EagerPrompts:
+    with_graphs(engine)  # decode rows run by themselves
+    prompts = engine.sampler._prompts = EagerPrompts(engine)
+    return prompts
+
+
+@pytest.mark.parametrize("num_policies", [1, 2])
+def test_padded_prompts_change_no_token(tiny_dir: Path, num_policies: int) -> None:
+    """Dialogues of several turns: fresh prompts, prompts that go on from the cache, and prompts read in pieces."""
+    options = {"max_num_seqs": 16, "merge_adapter": "always"}
+    want = play(make(tiny_dir, **options), num_policies=num_policies)
+    engine = make(tiny_dir, **options)
+    prompts = with_prompts(engine)
+    assert play(engine, num_policies=num_policies) == want
+    assert (prompts.num_taken > 0) == (num_policies == 1), "two policies in one pass are not merged"
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks - 2, "all but the scratch blocks"
+
+
+def test_a_shape_is_captured_when_it_comes_again(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    prompts = with_prompts(engine)
+    play(engine, num_turns=1)
+    assert prompts.num_left >= len(prompts.captures._captured) > 0
+
+
+def test_a_pass_that_keeps_the_card_busy_is_not_captured(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "MOST_OPERATIONS", 1e3)
+    engine = make(tiny_dir)
+    prompts = with_prompts(engine)
+    play(engine)
+    assert prompts.num_taken == 0
+    assert prompts.num_left > 0
+
+
+def test_shapes_hold_what_they_are_for(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    engine.sampler.submit(list(range(30)), _params(), engine.base_policy, on_done=lambda _: None)
+    (row,) = engine.sampler.scheduler.waiting
+    pieces = [Piece(row, 0, 30), Piece(row, 10, 29)]
+    shape = PromptShape.of(pieces)
+    assert shape == (64, 16, 128, 1024)
+    many = PromptShape.of([Piece(row, 0, 30)] * 40)
+    assert many == (2048, 64, 128, 4096)
+    assert many.num_blocks(16) >= 40 * 2
+
+
+def _params() -> Any:
+    from turnwise.types import SamplingParams
+
+    return SamplingParams(max_tokens=2)
