@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that computes may keep another one from going on. By default it is ten times as long, more than a
-decode step on a GPU takes, and the sampler asks again after every launch."""
+SWITCH_INTERVAL_S = 0.0001
+"""How long a thread that computes may keep another one from going on. By default it is fifty times as long, more than a
+decode step on a GPU takes, and torch gives the lock away, and asks for it again, at every launch."""
 
 
 @contextmanager

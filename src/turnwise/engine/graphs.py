@@ -25,7 +25,6 @@ from turnwise.engine.lora_bank import count_tiles, make_tiles
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Row
 
-WARMUPS = 2
 MIN_WIDTH = 16
 NUM_COLUMNS = 5
 """Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
@@ -86,8 +85,7 @@ class Captures:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for _ in range(WARMUPS):
-                step(inputs)
+            step(inputs)  # what is set up at a first launch is not captured
         torch.cuda.current_stream(self._device).wait_stream(side)
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = step(inputs)
@@ -227,10 +225,16 @@ class DecodeGraphs:
             chunks=(),
         )
         hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
-        logits = self.model.head.apply_route(hidden, route)
-        tokens, logprobs = draw_whole(logits, columns[3].view(torch.float32), columns[4].view(torch.float32))
-        self.last_tokens.index_copy_(0, lanes, tokens)
-        return torch.stack([tokens.float(), logprobs])
+        return draw_to_lanes(
+            self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes, self.last_tokens
+        )
+
+
+def draw_to_lanes(logits: Tensor, temperatures: Tensor, drawn: Tensor, lanes: Tensor, last_tokens: Tensor) -> Tensor:
+    """[2, rows] float32: token ids, which go to the rows' lanes too, and logprobs; settings are bits of a float32."""
+    tokens, logprobs = draw_whole(logits, temperatures.view(torch.float32), drawn.view(torch.float32))
+    last_tokens.index_copy_(0, lanes, tokens)
+    return torch.stack([tokens.float(), logprobs])
 
 
 def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from turnwise.engine.attention import Chunk, PagedPlan, Varlen
-from turnwise.engine.graphs import Captures
+from turnwise.engine.draw import uniforms
+from turnwise.engine.graphs import Captures, draw_to_lanes
 from turnwise.engine.inputs import join
 from turnwise.engine.kvcache import KvCache
 from turnwise.engine.lora import Route
@@ -28,9 +29,12 @@ from turnwise.engine.scheduler import Piece
 
 MOST_OPERATIONS = 2e12
 """Of the products of a padded pass: what a large card does in the time that launching the pass takes."""
-MOST_TOKENS, MOST_KEYS = 4096, 1 << 16
+MOST_TOKENS, MOST_KEYS = 8192, 1 << 16
 NUM_SEEN = 2
 """A shape is captured when it comes for this time."""
+NUM_COLUMNS = 7
+"""Per run, and for what pads them: end of its tokens and of its keys (both after a 0), what turns a place among the
+tokens into a position, its first block, lane, temperature, uniform; the last two as bits of a float32."""
 _NOBODY = np.zeros(0, dtype=np.int64)
 
 
@@ -42,47 +46,62 @@ class PromptShape(NamedTuple):
     longest: int
     """Tokens of one run, at most."""
     keys: int
+    draws: bool
+    """It draws the token after each run; else it ends with the hidden states."""
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> PromptShape:
+    def of(cls, pieces: Sequence[Piece], *, draws: bool) -> PromptShape:
         lengths = [piece.stop - piece.start for piece in pieces]
         return cls(
             tokens=_power(sum(lengths), 64, 2),
             runs=_power(len(pieces), 16, 4),
             longest=_power(max(lengths), 128, 4),
             keys=_power(sum(piece.stop for piece in pieces), 1024, 4),
+            draws=draws,
         )
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that hold the keys of all runs; each run may have begun one, and reserved another."""
-        return self.keys // block_size + 2 * self.runs
+        """Blocks that hold the keys of all runs, of which each may have begun one."""
+        return self.keys // block_size + self.runs
 
     def input_size(self, block_size: int) -> int:
-        return self.tokens + 4 * (self.runs + 1) + self.num_blocks(block_size)
+        return self.tokens + NUM_COLUMNS * (self.runs + 1) + self.num_blocks(block_size)
+
+    def views(self, inputs: Any, block_size: int) -> tuple[Any, Any, Any]:
+        """Tokens [N], columns [7, R + 1] and blocks, of an array or of a tensor."""
+        columns = inputs[self.tokens :][: NUM_COLUMNS * (self.runs + 1)].reshape(NUM_COLUMNS, self.runs + 1)
+        return inputs[: self.tokens], columns, inputs[len(inputs) - self.num_blocks(block_size) :]
 
 
 class PromptGraphs:
     """Captured lazily, per shape and weights."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int) -> None:
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
         self.model = model
         self.cache = cache
         self.scratch_slot = scratch_block * cache.block_size
+        self.last_tokens = last_tokens
+        """[lanes + 1] int64; the last lane belongs to padding."""
         self.captures = Captures(model.device)
         self._seen: Counter[PromptShape] = Counter()
         sizes = model.sizes
         heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
         self._token_operations = 2 * sizes.num_layers * sizes.hidden_size * (heads + 3 * sizes.inner_size)
 
-    def hidden(self, pieces: Sequence[Piece], route: Route) -> Tensor | None:
-        """Last hidden states [N, H] of the pieces end to end, valid until the next pass; None: no graph takes them."""
-        shape = PromptShape.of(pieces)
+    def find(self, pieces: Sequence[Piece], *, draws: bool) -> PromptShape | None:
+        """The shape of a graph for these pieces; None: they are better launched one kernel after the other."""
+        shape = PromptShape.of(pieces, draws=draws)
         operations = shape.tokens * self._token_operations
         if shape.tokens > MOST_TOKENS or shape.keys > MOST_KEYS or operations > MOST_OPERATIONS:
             return None
         self._seen[shape] += 1
-        if self._seen[shape] < NUM_SEEN:
-            return None
+        return shape if self._seen[shape] >= NUM_SEEN else None
+
+    def replay(self, shape: PromptShape, pieces: Sequence[Piece], route: Route) -> Tensor:
+        """Valid until the next pass: hidden states [N, H] of the pieces end to end, or tokens and logprobs [2, R].
+
+        With `draws`, every piece is the last of its row, and the row has its lane.
+        """
         size, device = shape.input_size(self.cache.block_size), self.model.device
         captured = self.captures.get(
             shape,
@@ -95,31 +114,36 @@ class PromptGraphs:
         return captured.outputs
 
     def _pack(self, pieces: Sequence[Piece], shape: PromptShape) -> Tensor:
-        """The pass's inputs in pinned memory: tokens, bounds of queries and keys, shifts, first blocks, blocks."""
+        """The pass's inputs in pinned memory."""
         size, count = self.cache.block_size, len(pieces)
         packed = torch.zeros(shape.input_size(size), dtype=torch.int64, pin_memory=self.model.device.type == "cuda")
-        array = packed.numpy()
+        tokens, columns, blocks = shape.views(packed.numpy(), size)
         starts = np.array([piece.start for piece in pieces])
         stops = np.array([piece.stop for piece in pieces])
-        num_blocks = np.array([-(-piece.stop // size) for piece in pieces])
-        ends = np.cumsum(stops - starts)
-        array[: ends[-1]] = join([piece.row.tokens[piece.start : piece.stop] for piece in pieces])
-        columns = array[shape.tokens :][: 4 * (shape.runs + 1)].reshape(4, shape.runs + 1)
-        columns[0, 1 : count + 1], columns[0, count + 1 :] = ends, ends[-1]
-        key_ends = np.cumsum(stops)
-        columns[1, 1 : count + 1], columns[1, count + 1 :] = key_ends, key_ends[-1]
-        columns[2, :count] = starts - (ends - (stops - starts))
+        num_blocks = -(-stops // size)
+        ends, key_ends = np.cumsum(stops - starts), np.cumsum(stops)
+        tokens[: ends[-1]] = join([piece.row.tokens[piece.start : piece.stop] for piece in pieces])
+        columns[:2, 1 : count + 1] = ends, key_ends
+        columns[:2, count + 1 :] = columns[:2, count : count + 1]
+        columns[2, :count] = stops - ends
         columns[3, :count] = np.cumsum(num_blocks) - num_blocks
-        blocks = join([piece.row.blocks[:held] for piece, held in zip(pieces, num_blocks.tolist(), strict=True)])
-        array[len(array) - shape.num_blocks(size) :][: len(blocks)] = blocks
+        held = join([piece.row.blocks[:held] for piece, held in zip(pieces, num_blocks.tolist(), strict=True)])
+        blocks[: len(held)] = held
+        if shape.draws:
+            rows = [piece.row for piece in pieces]
+            columns[4] = len(self.last_tokens) - 1
+            columns[4, :count] = [row.lane for row in rows]
+            temperatures = np.array([row.request.params.temperature for row in rows], dtype=np.float32)
+            columns[5, :count] = temperatures.view(np.int32)
+            num_sampled = [row.num_sampled + row.num_pending for row in rows]
+            drawn = uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled)
+            columns[6, :count] = drawn.view(np.int32)
         return packed
 
     def _pass(self, shape: PromptShape, inputs: Tensor, route: Route) -> Tensor:
         size = self.cache.block_size
-        tokens = inputs[: shape.tokens]
-        columns = inputs[shape.tokens :][: 4 * (shape.runs + 1)].view(4, shape.runs + 1)
-        q_bounds, k_bounds, shifts, first_blocks = columns
-        blocks = inputs[len(inputs) - shape.num_blocks(size) :]
+        tokens, columns, blocks = shape.views(inputs, size)
+        q_bounds, k_bounds, shifts, first_blocks, lanes, temperatures, drawn = columns
 
         def places(count: int, bounds: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
             """Positions and slots of tokens or keys; what pads them stands at 0 and in the scratch block."""
@@ -150,7 +174,12 @@ class PromptGraphs:
             chunks=[Chunk(0, shape.tokens, 0, _NOBODY)],
             varlen=varlen,
         )
-        return self.model.hidden(tokens, positions, plan, route)
+        hidden = self.model.hidden(tokens, positions, plan, route)
+        if not shape.draws:
+            return hidden
+        lasts = (q_bounds[1:] - 1).clamp_min(0)
+        logits = self.model.head.apply_route(hidden[lasts], route)
+        return draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1], self.last_tokens)
 
 
 def fits(model: CausalModel) -> bool:

@@ -82,7 +82,7 @@ class Sampler:
             num_blocks -= 1  # the last is where padded rows of a captured graph write
             self._graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
             if prompt_graphs.fits(model):
-                self._prompts = PromptGraphs(model, self.cache, num_blocks)
+                self._prompts = PromptGraphs(model, self.cache, num_blocks, self._last_tokens)
         self._bank = make_bank(model)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -196,6 +196,8 @@ class Sampler:
     def _run(self, step: Step, flight: _Flight) -> None:
         """One packed pass: prompts, and whatever no graph decodes."""
         route, lasts = self._route(step), _sampled_after(step)
+        if self._replay_whole(step, route, flight):
+            return
         hidden = self._replay_prompts(step, route)
         # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
         # on what is sampled from.
@@ -220,12 +222,29 @@ class Sampler:
         if ready:
             flight.add(ready, self._draw(ready, sources, hidden))
 
+    def _replay_whole(self, step: Step, route: Route, flight: _Flight) -> bool:
+        """Read prompts and draw what follows each, by one captured graph; False when there is none for this step."""
+        if not all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
+            return False
+        assert self._prompts is not None, "or it takes none"
+        shape = self._prompts.find(step.prefill, draws=True)
+        if shape is None:
+            return False
+        rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
+        flight.add(rows, self._prompts.replay(shape, step.prefill, route)[:, : len(rows)])
+        return True
+
     def _replay_prompts(self, step: Step, route: Route) -> Tensor | None:
         """Hidden states of all rows by a captured graph; None when there is none for this step."""
-        is_plain = route.bank is None and not any(isinstance(span.weights, Policy) for span in route.spans)
-        if self._prompts is None or step.decode or not is_plain or _scores_prompt(step):
+        if all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
             return None
-        return self._prompts.hidden(step.prefill, route)
+        assert self._prompts is not None, "or it takes none"
+        shape = self._prompts.find(step.prefill, draws=False)
+        return None if shape is None else self._prompts.replay(shape, step.prefill, route)
+
+    def _takes_prompts(self, step: Step, route: Route) -> bool:
+        is_plain = route.bank is None and not any(isinstance(span.weights, Policy) for span in route.spans)
+        return self._prompts is not None and not step.decode and is_plain and not _scores_prompt(step)
 
     def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
         """One set of weights, and no tail to cut: what the captured graphs do."""
@@ -423,6 +442,12 @@ def _sampled_after(step: Step) -> list[int]:
 
 def _scores_prompt(step: Step) -> bool:
     return any(piece.row.scores_prompt for piece in step.prefill)
+
+
+def _ends_alone(piece: Piece) -> bool:
+    """One token is drawn after it, from the whole vocabulary."""
+    is_one = piece.row.request.num_samples == 1 or not piece.row.is_leader
+    return piece.is_last and is_one and not cuts_tail(piece.row.request.params)
 
 
 def cuts_tail(params: SamplingParams) -> bool:

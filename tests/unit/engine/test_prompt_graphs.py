@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,30 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.lora import Route
 from turnwise.engine.prompt_graphs import PromptGraphs, PromptShape
 from turnwise.engine.scheduler import Piece
+from turnwise.types import SamplingParams
 from unit.engine.test_graphs import EagerCaptures, make, play, with_graphs
 
 
 class EagerPrompts(PromptGraphs):
-    """Everything of `PromptGraphs` but the capture; counts what it took."""
+    """Everything of `PromptGraphs` but the capture; notes what it took."""
 
     def __init__(self, engine: Engine) -> None:
         sampler = engine.sampler
         scratch = sampler.pool.allocate()
         assert scratch is not None
-        super().__init__(sampler.model, sampler.cache, scratch)
+        super().__init__(sampler.model, sampler.cache, scratch, sampler._last_tokens)
         self.captures = EagerCaptures(sampler.model.device)
-        self.num_taken = self.num_left = 0
+        self.taken: list[PromptShape] = []
+        self.num_left = 0
 
-    def hidden(self, pieces: Any, route: Route) -> Tensor | None:
-        hidden = super().hidden(pieces, route)
-        self.num_taken += hidden is not None
-        self.num_left += hidden is None
-        return hidden
+    def find(self, pieces: Sequence[Piece], *, draws: bool) -> PromptShape | None:
+        shape = super().find(pieces, draws=draws)
+        self.num_left += shape is None
+        return shape
+
+    def replay(self, shape: PromptShape, pieces: Sequence[Piece], route: Route) -> Tensor:
+        self.taken.append(shape)
+        return super().replay(shape, pieces, route).clone()
 
 
 def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
@@ -80,8 +87,36 @@ def test_padded_prompts_change_no_token(tiny_dir: Path, num_policies: int) -> No
     engine = make(tiny_dir, **options)
     prompts = with_prompts(engine)
     assert play(engine, num_policies=num_policies) == want
-    assert (prompts.num_taken > 0) == (num_policies == 1), "two policies in one pass are not merged"
+    assert {shape.draws for shape in prompts.taken} == ({True, False} if num_policies == 1 else set())
     assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks - 2, "all but the scratch blocks"
+
+
+@pytest.mark.parametrize("settings", [{"num_samples": 3}, {"top_k": 5}, {"max_tokens": 1}, {"temperature": 0.0}])
+def test_several_samples_and_cut_tails_are_drawn_from_the_same_prompts(
+    tiny_dir: Path, settings: dict[str, Any]
+) -> None:
+    replies = []
+    for has_graphs in (False, True):
+        engine = make(tiny_dir, max_num_seqs=16)
+        prompts = with_prompts(engine) if has_graphs else None
+        replies += [sample(engine, attempt, **settings) for attempt in range(3)]
+        if prompts is not None:
+            is_drawn = "num_samples" not in settings and "top_k" not in settings
+            assert {shape.draws for shape in prompts.taken} == {is_drawn}
+    assert replies[:3] == replies[3:]
+
+
+def sample(engine: Engine, attempt: int, num_samples: int = 1, **settings: Any) -> list[list[list[int]]]:
+    done: dict[int, Any] = {}
+    for index in range(4):
+        prompt = [20 + (7 * index + i + attempt) % 60 for i in range(9 + index)]
+        params = SamplingParams(seed=index, stop=[], **{"max_tokens": 4, **settings})
+        engine.sampler.submit(
+            prompt, params, engine.base_policy, num_samples=num_samples, on_done=partial(done.__setitem__, index)
+        )
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    return [[list(sequence.tokens) for sequence in done[index].sequences] for index in range(4)]
 
 
 def test_a_shape_is_captured_when_it_comes_again(tiny_dir: Path) -> None:
@@ -96,23 +131,16 @@ def test_a_pass_that_keeps_the_card_busy_is_not_captured(tiny_dir: Path, monkeyp
     engine = make(tiny_dir)
     prompts = with_prompts(engine)
     play(engine)
-    assert prompts.num_taken == 0
+    assert not prompts.taken
     assert prompts.num_left > 0
 
 
 def test_shapes_hold_what_they_are_for(tiny_dir: Path) -> None:
     engine = make(tiny_dir)
-    engine.sampler.submit(list(range(30)), _params(), engine.base_policy, on_done=lambda _: None)
+    params = SamplingParams(max_tokens=2)
+    engine.sampler.submit(list(range(30)), params, engine.base_policy, on_done=lambda _: None)
     (row,) = engine.sampler.scheduler.waiting
-    pieces = [Piece(row, 0, 30), Piece(row, 10, 29)]
-    shape = PromptShape.of(pieces)
-    assert shape == (64, 16, 128, 1024)
-    many = PromptShape.of([Piece(row, 0, 30)] * 40)
-    assert many == (2048, 64, 128, 4096)
+    assert PromptShape.of([Piece(row, 0, 30), Piece(row, 10, 29)], draws=True) == (64, 16, 128, 1024, True)
+    many = PromptShape.of([Piece(row, 0, 30)] * 40, draws=False)
+    assert many == (2048, 64, 128, 4096, False)
     assert many.num_blocks(16) >= 40 * 2
-
-
-def _params() -> Any:
-    from turnwise.types import SamplingParams
-
-    return SamplingParams(max_tokens=2)
