@@ -167,7 +167,9 @@ class Engine:
     def publish(self, adapter: Adapter) -> Policy:
         """A frozen copy of the adapter for sampling, under a version of its own."""
         _refuse_critic(adapter, "sampling needs a policy")
-        return adapter.publish(self.dtype)
+        policy = adapter.publish(self.dtype)
+        self.sampler.get_ready(policy)
+        return policy
 
     def warm_up(self, policy: AnyPolicy, max_context: int) -> Generator[None, None, int]:
         """Make ready, before the first request, what sampling from `policy` would capture when it needs it."""

@@ -328,6 +328,13 @@ class Sampler:
             yield
         return len(wanted)
 
+    def get_ready(self, policy: AnyPolicy) -> None:
+        """Merge a policy before anybody samples from it, if nobody samples: the card has time, and later it has not."""
+        is_cuda = self.model.device.type == "cuda"
+        if is_cuda and isinstance(policy, Policy) and self._has_room_to_merge and not self.has_work:
+            with torch.inference_mode():
+                self._merge(policy)
+
     def _alone(self, policy: AnyPolicy) -> Route:
         with torch.inference_mode():
             return self._merge(policy) if isinstance(policy, Policy) else Route()

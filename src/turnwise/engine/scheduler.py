@@ -1,7 +1,8 @@
 """Which sequences run next: continuous batching over a fixed pool of KV blocks.
 
 Every step decodes one token for each running row and reads a bounded piece of waiting prompts. A request's
-prompt is read once, by its first row; its other samples then fork from it, sharing the full blocks. When blocks
+prompt is read once, by its first row; its other samples then fork from it, sharing the full blocks. So do requests
+with a common beginning that come at once, as a group's attempts do: one reads it, the others wait a step. When blocks
 run out the youngest running row gives its blocks back and waits, with its tokens, to be read again: nothing is
 lost and nothing fails.
 """
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from turnwise.engine.kvcache import NO_PREFIX, BlockPool, Prefix
 from turnwise.engine.lora import AnyPolicy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+
+WORTH_WAITING = 64
+"""Tokens in common for which a prompt waits a step, until its sibling has read them."""
 
 OnDone = Callable[[SampleResponse | BaseException], None]
 OnToken = Callable[[int, int, float], None]
@@ -216,13 +220,31 @@ class Scheduler:
     def _pieces(self) -> list[Piece]:
         budget = self.prefill_tokens
         pieces: list[Piece] = []
+        put_off: list[Row] = []
+        beginnings = {self._beginning(row, row.num_computed) for row in self.reading}
         for row in self.reading:
             budget = self._take(row, budget, pieces)
-        while budget > 0 and self.waiting and self._may_admit(self.waiting[0]):
-            row = self.waiting.popleft()
+        while budget > 0 and self.waiting:
+            row = self.waiting[0]
+            admission = self._admit(row, beginnings)
+            if admission == "no room":
+                break
+            self.waiting.popleft()
+            if admission == "later":
+                put_off.append(row)
+                continue
             self.reading.append(row)
+            beginnings.add(self._beginning(row, row.num_computed))
             budget = self._take(row, budget, pieces)
+        self.waiting.extendleft(reversed(put_off))
         return pieces
+
+    def _beginning(self, row: Row, num_known: int) -> tuple[int, bytes] | None:
+        """What a sequence shares at least with one that can use its blocks; None: it is about to end."""
+        known = num_known - num_known % self.pool.block_size
+        if not self.prefix_cache or len(row.tokens) <= known + WORTH_WAITING:
+            return None
+        return row.request.policy.version, row.tokens[: known + WORTH_WAITING].tobytes()
 
     def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
         stop = min(len(row.tokens), row.num_computed + budget)
@@ -230,21 +252,28 @@ class Scheduler:
             pieces.append(Piece(row, row.num_computed, stop))
         return budget - (stop - row.num_computed)
 
-    def _may_admit(self, row: Row) -> bool:
-        """Find cached blocks and reserve the rest, or leave everything as it is and say no."""
+    def _admit(self, row: Row, beginnings: Set[tuple[int, bytes] | None]) -> Literal["admitted", "later", "no room"]:
+        """Find cached blocks and reserve the rest, or leave everything as it is.
+
+        Later: a sibling reads the same tokens in this very pass, and the next one finds them in the cache.
+        """
         request = row.request
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
-            return False
+            return "no room"
         blocks: list[int] = []
         prefix = Prefix.root(request.policy.version)
         if self.prefix_cache and not row.scores_prompt:
             blocks, prefix = self.pool.match(request.policy.version, row.tokens, len(row.tokens) - 1)
+            beginning = self._beginning(row, prefix.num_blocks * self.pool.block_size)
+            if beginning is not None and beginning in beginnings:
+                self.pool.release(blocks)
+                return "later"
         missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
         # Leave a block for each running row to grow into, so that admitting does not at once preempt.
         headroom = len(self.running)
         if self.pool.num_available < missing + headroom:
             self.pool.release(blocks)
-            return False
+            return "no room"
         row.blocks = array("i", blocks + self.pool.allocate_many(missing))
         row.prefix = prefix
         row.num_computed = prefix.num_blocks * self.pool.block_size
@@ -252,7 +281,7 @@ class Scheduler:
             request.num_cached = row.num_computed
             request.known_prompt_logprobs.clear()
             request.known_topk.clear()
-        return True
+        return "admitted"
 
     def _is_full(self, row: Row) -> bool:
         return not row.is_finishing and len(row.blocks) * self.pool.block_size < row.length

@@ -79,6 +79,53 @@ def test_samples_of_one_prompt_share_its_blocks_and_differ(engine: Engine) -> No
     assert again.num_cached_prompt_tokens == 32
 
 
+def requests_at_once(engine: Engine, num_groups: int, group_size: int, length: int) -> list[SampleResponse]:
+    """As a rollout asks: each attempt of a group by a request of its own, all of them before the first step."""
+    prompts = [[20 + (31 * g + 7 * i) % 400 for i in range(length)] for g in range(num_groups)]
+    asked = [(prompt, engine.base_policy) for prompt in prompts for _ in range(group_size)]
+    return sample_many(engine, asked, max_tokens=6, seed=1)
+
+
+def test_requests_with_a_common_beginning_that_come_at_once_read_it_once(tiny_dir: Path) -> None:
+    replies = {}
+    for is_cached in (True, False):
+        config = EngineConfig(device="cpu", kv_cache_gib=0.02, seed=1, prefill_tokens=100_000, prefix_cache=is_cached)
+        engine = Engine(tiny_dir, config, name="tiny")
+        answers = requests_at_once(engine, num_groups=3, group_size=5, length=150)
+        replies[is_cached] = [list(answer.sequences[0].tokens) for answer in answers]
+        num_read = sum(150 - answer.num_cached_prompt_tokens for answer in answers)
+        whole = -(-150 // config.block_size) * config.block_size
+        assert num_read == 15 * 150 if not is_cached else num_read <= 3 * 150 + 12 * (150 - whole + config.block_size)
+        assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
+    assert replies[True] == replies[False]
+
+
+def test_a_prompt_read_in_pieces_keeps_its_siblings_waiting_and_loses_none(tiny_dir: Path) -> None:
+    config = EngineConfig(device="cpu", kv_cache_gib=0.02, seed=1, prefill_tokens=70, max_num_seqs=3)
+    engine = Engine(tiny_dir, config, name="tiny")
+    answers = requests_at_once(engine, num_groups=2, group_size=6, length=300)
+    assert len(answers) == 12
+    cached = sorted(answer.num_cached_prompt_tokens for answer in answers)
+    assert cached[:2] == [0, 0]
+    assert cached[2] >= 300 - 64 - config.block_size
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
+
+
+def test_siblings_of_a_request_that_is_cancelled_while_they_wait_read_for_themselves(tiny_dir: Path) -> None:
+    config = EngineConfig(device="cpu", kv_cache_gib=0.02, seed=1, prefill_tokens=70)
+    engine, done = Engine(tiny_dir, config, name="tiny"), []
+    prompt, params = [20 + i % 400 for i in range(300)], SamplingParams(max_tokens=3, stop=[])
+    first = engine.sampler.submit(prompt, params, engine.base_policy, on_done=done.append)
+    for _ in range(3):
+        engine.sampler.submit(prompt, params, engine.base_policy, on_done=done.append)
+    engine.sampler.step()
+    engine.sampler.cancel(first)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    assert len(done) == 3
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
+
+
 def test_without_a_seed_two_requests_differ(engine: Engine) -> None:
     replies = sample_many(engine, [(PROMPT, engine.base_policy)] * 2, max_tokens=30)
     assert replies[0].sequences[0].tokens != replies[1].sequences[0].tokens
