@@ -26,6 +26,14 @@ def turnwise_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _threads_end_soon() -> None:
+    """Many tests wait until no thread of an env is left."""
+    from turnwise.envs import sync
+
+    sync.IDLE_S = 0.05
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(turnwise_home: Path) -> Path:
     """The directory of `tiny`: two random layers and a real tokenizer. Read only."""

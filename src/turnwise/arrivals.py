@@ -8,7 +8,6 @@ two hundred times, while the device idles.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import weakref
 from collections import deque
@@ -31,9 +30,12 @@ class _Mailbox:
             return
         self._is_woken = True
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed by now
+        try:
+            if loop is not None:
                 loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # it is closed by now, and what waits for it would keep it
+            self._waiting.clear()
+            self._is_woken = False
 
     def _deliver(self) -> None:
         self._is_woken = False  # first: whatever is posted from here on may wake the loop again

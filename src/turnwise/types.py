@@ -46,7 +46,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
-        return cls(chunks=[EncodedTextChunk(tokens=[int(token) for token in tokens])])
+        return cls(chunks=[EncodedTextChunk(tokens=list(map(int, tokens)))])
 
     @classmethod
     def empty(cls) -> ModelInput:

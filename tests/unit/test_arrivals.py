@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -81,10 +83,16 @@ async def test_to_stop_waiting_cancels_nothing() -> None:
 
 
 def test_a_result_for_a_loop_that_is_closed_hurts_nobody() -> None:
-    future: Future[int] = Future()
+    loops = []
+    for _ in range(3):
+        future: Future[int] = Future()
 
-    async def leave() -> None:
-        arrival(future)
+        async def leave(future: Future[int] = future) -> None:
+            loops.append(weakref.ref(asyncio.get_running_loop()))
+            arrival(future)
 
-    asyncio.run(leave())
-    future.set_result(1)
+        asyncio.run(leave())
+        future.set_result(1)
+        del future, leave
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3, "nothing keeps it"

@@ -159,26 +159,35 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
         if is_worth_sharing(sequences[previous], sequences[index], common, min_shared):
             shared[place] = common
     lengths = [len(sequences[index]) for index in order]
-    cuts = _cut(lengths, shared, limit)
+    cuts, largest = _cut(lengths, shared, limit)
     low, high = 0, limit.alone if len(cuts) > 1 else 0
     while high - low > max(1, limit.alone // 64):
         middle = (low + high) // 2
-        even = _cut(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
-        low, high, cuts = (low, middle, even) if len(even) <= len(cuts) else (middle, high, cuts)
+        others, other_largest = _cut(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
+        if len(others) > len(cuts):
+            low = middle
+            continue
+        high = middle
+        if other_largest <= largest:
+            cuts, largest = others, other_largest
     for start, stop in itertools.pairwise([*cuts, len(order)]):
         yield order[start:stop]
 
 
-def _cut(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> list[int]:
-    """Where passes begin when each takes what it can; what a sequence shares with the one before costs nothing."""
+def _cut(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
+    """Where passes begin when each takes what it can, and the tokens of the largest.
+
+    What a sequence shares with the one before it costs nothing.
+    """
     cuts: list[int] = []
-    used = 0
+    used = largest = 0
     for place, (length, common) in enumerate(zip(lengths, shared, strict=True)):
         if not cuts or used + length - common > (limit.sharing if common else limit.alone):
             cuts.append(place)
             used, common = 0, 0
         used += length - common
-    return cuts
+        largest = max(largest, used)
+    return cuts, largest
 
 
 def pack(sequences: Sequence[Array], members: Sequence[int], *, min_shared: int = MIN_SHARED) -> PackedBatch:

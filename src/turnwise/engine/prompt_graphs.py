@@ -10,6 +10,7 @@ Shape legend: N tokens, R runs (one per prompt), K keys that the runs see, each 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from turnwise.engine.attention import Chunk, PagedPlan, Varlen
 from turnwise.engine.draw import uniforms
-from turnwise.engine.graphs import Captures, draw_to_lanes
+from turnwise.engine.graphs import Captured, Captures, draw_to_lanes
 from turnwise.engine.inputs import join
 from turnwise.engine.kvcache import KvCache
 from turnwise.engine.lora import Route
 from turnwise.engine.models import CausalModel
 from turnwise.engine.scheduler import Piece
+
+log = logging.getLogger(__name__)
 
 MOST_OPERATIONS = 2e12
 """Of the products of a padded pass: what a large card does in the time that launching the pass takes."""
@@ -35,6 +38,7 @@ NUM_SEEN = 2
 NUM_COLUMNS = 7
 """Per run, and for what pads them: end of its tokens and of its keys (both after a 0), what turns a place among the
 tokens into a position, its first block, lane, temperature, uniform; the last two as bits of a float32."""
+LANE = 4
 _NOBODY = np.zeros(0, dtype=np.int64)
 
 
@@ -84,34 +88,48 @@ class PromptGraphs:
         """[lanes + 1] int64; the last lane belongs to padding."""
         self.captures = Captures(model.device)
         self._seen: Counter[PromptShape] = Counter()
+        self._is_full = False
         sizes = model.sizes
         heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
         self._token_operations = 2 * sizes.num_layers * sizes.hidden_size * (heads + 3 * sizes.inner_size)
 
-    def find(self, pieces: Sequence[Piece], *, draws: bool) -> PromptShape | None:
-        """The shape of a graph for these pieces; None: they are better launched one kernel after the other."""
+    def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> PromptShape | None:
+        """The shape of a graph for these pieces, which is there then; None: launch one kernel after the other."""
         shape = PromptShape.of(pieces, draws=draws)
         operations = shape.tokens * self._token_operations
-        if shape.tokens > MOST_TOKENS or shape.keys > MOST_KEYS or operations > MOST_OPERATIONS:
+        if shape.tokens > MOST_TOKENS or shape.keys > MOST_KEYS or operations > MOST_OPERATIONS or self._is_full:
             return None
         self._seen[shape] += 1
-        return shape if self._seen[shape] >= NUM_SEEN else None
+        if self._seen[shape] < NUM_SEEN:
+            return None
+        try:
+            self._get(shape, route)
+        except torch.OutOfMemoryError:
+            log.warning("no memory is left to capture passes over prompts: they are launched kernel by kernel, slower")
+            self._is_full = True
+            return None
+        return shape
 
     def replay(self, shape: PromptShape, pieces: Sequence[Piece], route: Route) -> Tensor:
         """Valid until the next pass: hidden states [N, H] of the pieces end to end, or tokens and logprobs [2, R].
 
         With `draws`, every piece is the last of its row, and the row has its lane.
         """
-        size, device = shape.input_size(self.cache.block_size), self.model.device
-        captured = self.captures.get(
-            shape,
-            route,
-            lambda: torch.zeros(size, dtype=torch.int64, device=device),
-            lambda inputs: self._pass(shape, inputs, route),
-        )
+        captured = self._get(shape, route)
         captured.inputs.copy_(self._pack(pieces, shape), non_blocking=True)
         captured.graph.replay()
         return captured.outputs
+
+    def _get(self, shape: PromptShape, route: Route) -> Captured:
+        def make_inputs() -> Tensor:
+            """No prompt at all; what is drawn goes to nobody's lane."""
+            size = self.cache.block_size
+            inputs = torch.zeros(shape.input_size(size), dtype=torch.int64, device=self.model.device)
+            _, columns, _ = shape.views(inputs, size)
+            columns[LANE] = len(self.last_tokens) - 1
+            return inputs
+
+        return self.captures.get(shape, route, make_inputs, lambda inputs: self._pass(shape, inputs, route))
 
     def _pack(self, pieces: Sequence[Piece], shape: PromptShape) -> Tensor:
         """The pass's inputs in pinned memory."""
@@ -131,8 +149,8 @@ class PromptGraphs:
         blocks[: len(held)] = held
         if shape.draws:
             rows = [piece.row for piece in pieces]
-            columns[4] = len(self.last_tokens) - 1
-            columns[4, :count] = [row.lane for row in rows]
+            columns[LANE] = len(self.last_tokens) - 1
+            columns[LANE, :count] = [row.lane for row in rows]
             temperatures = np.array([row.request.params.temperature for row in rows], dtype=np.float32)
             columns[5, :count] = temperatures.view(np.int32)
             num_sampled = [row.num_sampled + row.num_pending for row in rows]

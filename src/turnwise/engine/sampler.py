@@ -227,7 +227,7 @@ class Sampler:
         if not all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
             return False
         assert self._prompts is not None, "or it takes none"
-        shape = self._prompts.find(step.prefill, draws=True)
+        shape = self._prompts.find(step.prefill, route, draws=True)
         if shape is None:
             return False
         rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
@@ -239,7 +239,7 @@ class Sampler:
         if all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
             return None
         assert self._prompts is not None, "or it takes none"
-        shape = self._prompts.find(step.prefill, draws=False)
+        shape = self._prompts.find(step.prefill, route, draws=False)
         return None if shape is None else self._prompts.replay(shape, step.prefill, route)
 
     def _takes_prompts(self, step: Step, route: Route) -> bool:

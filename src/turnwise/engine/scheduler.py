@@ -241,10 +241,11 @@ class Scheduler:
 
     def _beginning(self, row: Row, num_known: int) -> tuple[int, bytes] | None:
         """What a sequence shares at least with one that can use its blocks; None: it is about to end."""
-        known = num_known - num_known % self.pool.block_size
-        if not self.prefix_cache or len(row.tokens) <= known + WORTH_WAITING:
+        size = self.pool.block_size
+        stop = num_known - num_known % size + max(WORTH_WAITING, size)
+        if not self.prefix_cache or len(row.tokens) <= stop:
             return None
-        return row.request.policy.version, row.tokens[: known + WORTH_WAITING].tobytes()
+        return row.request.policy.version, row.tokens[:stop].tobytes()
 
     def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
         stop = min(len(row.tokens), row.num_computed + budget)

@@ -217,13 +217,15 @@ class Making:
     def run(self, thread: CallThread) -> bool:
         """Whether the thread stays with what was made."""
         try:
-            env = self._make()
+            needs_thread = not has_coroutines(self._make())
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the env
-            self._outcome.set_exception(error)
+            self.fail(error)
             return False
-        needs_thread = not has_coroutines(env)
         self._outcome.set_result(thread if needs_thread else None)
         return needs_thread
+
+    def fail(self, error: BaseException) -> None:
+        self._outcome.set_exception(error)
 
 
 class _Makers:
@@ -253,16 +255,25 @@ class _Makers:
     def _look(self, num_made_before: int) -> None:
         self._is_watched = False
         if self._waiting:
+            self._watch()
             if self._num_made - num_made_before < QUICK * self._num_threads or not self._num_threads:
                 self._start(max(1, self._num_threads))
-            self._watch()
 
     def _start(self, count: int) -> None:
         for _ in range(min(count, len(self._waiting))):
+            try:
+                thread = CallThread()
+            except RuntimeError as error:  # the system has no more
+                self._give_up(error)
+                return
             with self._lock:
                 self._num_threads += 1
-            thread = CallThread()
             thread.post(functools.partial(self._make_all, thread))
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """Those who wait are told, unless a thread is there that will come to them."""
+        while self._waiting and not self._num_threads:
+            self._waiting.popleft().fail(error)
 
     def _make_all(self, thread: CallThread) -> None:
         """Until nothing is to be made, or an env takes the thread for itself."""

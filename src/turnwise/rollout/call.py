@@ -59,7 +59,7 @@ def call_now(party: Party, what: str, work: Callable[[], T]) -> T:
         return work()
     except AttemptFailed:
         raise  # a party further in was already blamed
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:  # as in `_blamed`
         raise AttemptFailed(party, f"{what}: {cause!r}") from cause
 
 

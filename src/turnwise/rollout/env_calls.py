@@ -8,10 +8,11 @@ and ends by itself when the call does. `close` then runs in another thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -116,12 +117,12 @@ class EnvCalls:
                 self._thread = None
 
     async def _call(self, what: str, *args: object) -> Any:
-        if (
-            what in _SMALL_METHODS
-            and has_coroutines(self._env)
-            and not inspect.iscoroutinefunction(getattr(self._env, what))
-        ):  # what is no coroutine beside coroutines answers at once
-            return call_now(Party.ENV, what, lambda: getattr(self._env, what)(*args))
+        work: Callable[[], Awaitable[Any]] = functools.partial(self._run, what, args)
+        if what in _SMALL_METHODS and _answers_at_once(getattr(self._env, what)):
+            answer = call_now(Party.ENV, what, lambda: getattr(self._env, what)(*args))
+            if not inspect.isawaitable(answer):
+                return answer
+            work = functools.partial(_awaited, answer)
         limits = self._limits
         deadline_s = self._clock.at_most(limits.step_deadline_s)
         if what == "close":
@@ -132,7 +133,7 @@ class EnvCalls:
             return await call(
                 Party.ENV,
                 what,
-                lambda: self._run(what, args),
+                work,
                 deadline_s=deadline_s,
                 on_abandoned=self._count_abandoned,
             )
@@ -157,6 +158,8 @@ class EnvCalls:
 
     def _make(self) -> Any:
         """Runs in a thread. The env is kept here, because nobody may be waiting for it any more."""
+        if self._is_left:
+            raise RuntimeError("the attempt was given up before its env was made")
         self._env = env = self._make_env()
         if self._is_left:  # it came after the attempt was given up: nobody else will close it
             closing: Any = self._env.close()
@@ -195,6 +198,15 @@ class EnvCalls:
 
     def _count_abandoned(self) -> None:
         self.num_abandoned += 1
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _answers_at_once(method: Callable[..., Any]) -> bool:
+    """A plain method beside coroutines; wrappers hand out the methods of what they wrap, whose owner counts."""
+    return not inspect.iscoroutinefunction(method) and has_coroutines(getattr(method, "__self__", None))
 
 
 def _blame_env(what: str, check: Callable[[], T]) -> T:

@@ -297,8 +297,8 @@ class Player:
             self._stats.add_unparsable()
         return Turn(
             prompt_ids=tuple(prompt_ids),
-            sampled_ids=tuple(int(token) for token in sequence.tokens),
-            sampler_logprobs=tuple(float(logprob) for logprob in sequence.logprobs or ()),
+            sampled_ids=tuple(map(int, sequence.tokens)),
+            sampler_logprobs=tuple(map(float, sequence.logprobs or ())),
             policy_version=response.policy_version,
             temperature=self._config.logprob_temperature,
             reply=reply,
@@ -371,5 +371,5 @@ def _check_response(response: SampleResponse) -> None:
         raise AttemptFailed(Party.SAMPLER, f"{len(sequence.tokens)} tokens and {came} logprobs came")
     if not sequence.tokens:
         raise AttemptFailed(Party.SAMPLER, "a reply of no tokens came; not even a stop")
-    if not all(math.isfinite(logprob) for logprob in sequence.logprobs):
+    if not all(map(math.isfinite, sequence.logprobs)):
         raise AttemptFailed(Party.SAMPLER, "a logprob that is not finite came")

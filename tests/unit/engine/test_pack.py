@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.engine.budget import PassLimit
-from turnwise.engine.pack import NO_SHARING, pack, split_batches
+from turnwise.engine.pack import (
+    NO_SHARING,
+    _cut,
+    is_worth_sharing,
+    num_shared,
+    pack,
+    sort_key,
+    split_batches,
+)
 
 sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
 
@@ -55,6 +65,26 @@ def test_unrelated_datums_are_cut_at_the_token_budget_and_a_group_stays_together
     assert [len(b) for b in split_batches(loners, PassLimit.of(200))] == [2, 2, 2]
     group = [np.concatenate([np.zeros(100, dtype=int), np.full(50, i + 1)]) for i in range(6)]
     assert [len(b) for b in split_batches(group, PassLimit.of(200))] == [6]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences_of_few_tokens, st.integers(2, 30))
+def test_evening_out_makes_no_pass_larger_and_adds_none(rows: list[list[int]], max_tokens: int) -> None:
+    sequences, limit = [np.asarray(row) for row in rows], PassLimit(alone=max_tokens, sharing=3 * max_tokens)
+    order = sorted(range(len(rows)), key=lambda i: sort_key(sequences[i]))
+    ordered = [sequences[i] for i in order]
+    common = [0, *(num_shared(a, b) for a, b in itertools.pairwise(ordered))]
+    shared = [n if i and is_worth_sharing(ordered[i - 1], ordered[i], n, 2) else 0 for i, n in enumerate(common)]
+    cuts, largest = _cut([len(row) for row in ordered], shared, limit)
+    batches = list(split_batches(sequences, limit, min_shared=2))
+    assert len(batches) <= len(cuts)
+    assert [i for batch in batches for i in batch] == order
+    starts = itertools.accumulate((len(batch) for batch in batches[:-1]), initial=0)
+    sizes = [
+        sum(len(ordered[i]) - (shared[i] if i > start else 0) for i in range(start, start + len(batch)))
+        for start, batch in zip(starts, batches, strict=True)
+    ]
+    assert max(sizes) <= largest
 
 
 def test_passes_are_as_few_as_the_budget_allows_and_as_even_as_the_datums_are() -> None:

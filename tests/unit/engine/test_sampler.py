@@ -111,6 +111,20 @@ def test_a_prompt_read_in_pieces_keeps_its_siblings_waiting_and_loses_none(tiny_
     assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
 
 
+@pytest.mark.parametrize("block_size", [16, 64, 128, 256])
+def test_siblings_wait_for_each_other_no_longer_than_a_step(tiny_dir: Path, block_size: int) -> None:
+    """Of a block that none of them fills nothing is found in the cache."""
+    config = EngineConfig(device="cpu", kv_cache_gib=0.05, seed=1, prefill_tokens=100_000, block_size=block_size)
+    engine, num_steps = Engine(tiny_dir, config, name="tiny"), 0
+    for _ in range(20):
+        params = SamplingParams(max_tokens=1, stop=[])
+        engine.sampler.submit([20 + i % 400 for i in range(250)], params, engine.base_policy, on_done=lambda _: None)
+    while engine.sampler.has_work:
+        engine.sampler.step()
+        num_steps += 1
+    assert num_steps <= 4
+
+
 def test_siblings_of_a_request_that_is_cancelled_while_they_wait_read_for_themselves(tiny_dir: Path) -> None:
     config = EngineConfig(device="cpu", kv_cache_gib=0.02, seed=1, prefill_tokens=70)
     engine, done = Engine(tiny_dir, config, name="tiny"), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from turnwise.envs.base import EnvStep, user
+from turnwise.envs.sync import as_env
 from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.play import Attempt, play
@@ -245,3 +247,86 @@ async def test_a_potential_that_is_no_number_is_the_envs_fault(renderer: Rendere
     assert played.failure is not None
     assert played.failure.party is Party.ENV
     assert "potential" in played.failure.detail
+
+
+class SmallMethods:
+    """Coroutines, with a plain method beside them."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.answer = answer
+        self.num_steps = 0
+        self.threads: list[int] = []
+
+    async def start(self) -> Sequence[Message]:
+        return [QUESTION]
+
+    async def step(self, _: Message) -> EnvStep:
+        self.num_steps += 1
+        return EnvStep(messages=[user("Again.")], reward=1.0, terminated=self.num_steps == 2)
+
+    async def close(self) -> None:
+        pass
+
+    def state_key(self) -> Any:
+        self.threads.append(threading.get_ident())
+        return self.answer()
+
+
+async def test_a_small_plain_method_beside_coroutines_runs_in_the_loop(renderer: Renderer) -> None:
+    env = SmallMethods(lambda: "here")
+    trajectory = await play_env(env, renderer)
+    assert [turn.env_state for turn in trajectory.turns] == ["here", "here"]
+    assert set(env.threads) == {threading.get_ident()}
+
+
+async def test_a_small_method_that_returns_something_to_await_is_awaited(renderer: Renderer) -> None:
+    trajectory = await play_env(SmallMethods(lambda: asyncio.sleep(0, result="later")), renderer)
+    assert [turn.env_state for turn in trajectory.turns] == ["later", "later"]
+    late = await play_env(SmallMethods(lambda: asyncio.sleep(60, result="never")), renderer, step_deadline_s=0.1)
+    assert late.failure is not None
+    assert "state_key gave no answer within 0.1 s" in late.failure.detail
+
+
+async def test_a_small_method_that_leaves_the_program_ends_its_attempt_alone(renderer: Renderer) -> None:
+    trajectory = await play_env(SmallMethods(lambda: sys.exit(3)), renderer)
+    assert trajectory.failure is not None
+    assert trajectory.failure.party == Party.ENV
+    assert "SystemExit(3)" in trajectory.failure.detail
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+async def test_a_small_method_of_a_plain_env_may_block_until_its_deadline(renderer: Renderer, is_wrapped: bool) -> None:
+    release = threading.Event()
+
+    class Blocking:
+        def start(self) -> Sequence[Message]:
+            return [QUESTION]
+
+        def step(self, reply: Message) -> EnvStep:
+            raise AssertionError(reply)
+
+        def close(self) -> None:
+            pass
+
+        def state_key(self) -> str:
+            release.wait(30)
+            return "late"
+
+    def make_env() -> Any:
+        return as_env(Blocking()) if is_wrapped else Blocking()
+
+    async def tick() -> int:
+        count = 0
+        while not playing.done():
+            await asyncio.sleep(0.01)
+            count += 1
+        return count
+
+    config = quick(step_deadline_s=0.5)
+    playing = asyncio.ensure_future(play(attempt(make_env), saying(renderer), renderer, config, RolloutStats()))
+    assert await tick() >= 3, "the loop goes on meanwhile"
+    failure = playing.result().failure
+    release.set()
+    assert failure is not None
+    assert "state_key gave no answer within 0.5 s" in failure.detail
+    assert await asyncio.to_thread(wait_for_threads) == 0

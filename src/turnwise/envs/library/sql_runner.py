@@ -161,7 +161,7 @@ class SqlRunner:
     async def _ask_async(self, request: bytes, within_s: float) -> bytes | None:
         """`_ask`; what blocks, starting and ending a worker, goes to a thread."""
         for _ in range(2):
-            worker = self._find_idle() or await call_in_thread(self._start)
+            worker = self._find_idle() or await self._start_async()
             answer, is_dead = None, True
             try:
                 answer = await worker.ask_async(request, within_s)
@@ -185,6 +185,19 @@ class SqlRunner:
     def close(self) -> None:
         """End the workers; a later query starts new ones."""
         _stop_all(self._idle)
+
+    async def _start_async(self) -> Worker:
+        """A worker that comes after its query was given up serves another one."""
+        starting = asyncio.ensure_future(call_in_thread(self._start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._keep_started)
+            raise
+
+    def _keep_started(self, starting: asyncio.Future[Worker]) -> None:
+        if not starting.cancelled() and starting.exception() is None:
+            self._give_back(starting.result())
 
     def _find_idle(self) -> Worker | None:
         with self._lock:

@@ -49,7 +49,7 @@ NUM_DATABASES = 400
 """Per level; a run meets them in random order."""
 MAX_CELL_LENGTH = 40
 MAX_RESULT_LENGTH = 1000
-MAX_ROWS_KEPT, MAX_RESULTS_KEPT = 1000, 1000
+MAX_ROWS_KEPT, MAX_RESULTS_KEPT = 200, 1000
 """Of right answers that need not be computed again."""
 
 _RULES: Mapping[Protocol, str] = {

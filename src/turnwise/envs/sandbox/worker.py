@@ -85,13 +85,12 @@ class Worker:
                 answered.set_exception(self._death())
 
         loop.add_reader(descriptor, take)
-        try:
-            async with asyncio.timeout(within_s):
-                return await answered
-        except TimeoutError:
-            return None
+        try:  # what came while the loop was held up counts, however late the loop looks
+            await asyncio.wait([answered], timeout=within_s)
+            return answered.result() if answered.done() else None
         finally:
             loop.remove_reader(descriptor)
+            answered.cancel()
 
     def end(self) -> None:
         """Kill it with all it started; twice does no harm."""

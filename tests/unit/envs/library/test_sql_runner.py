@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from processes import processes_below
-from turnwise.envs.library import sql_worker
+from turnwise.envs.library import sql_runner, sql_worker
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, SqlRunner
 from turnwise.envs.library.text_to_sql import TextToSql
 from turnwise.envs.sandbox import SandboxWarning
@@ -258,3 +259,56 @@ def test_without_bubblewrap_the_world_refuses_and_says_what_to_install(
             TextToSql()
     finally:
         find_bubblewrap.cache_clear()
+
+
+async def test_a_worker_that_starts_for_a_query_that_was_given_up_serves_the_next(
+    runner: SqlRunner, database: Path
+) -> None:
+    waiting = asyncio.create_task(runner.run(database, "SELECT 1"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with asyncio.timeout(GONE_WITHIN_S):
+        while not runner.idle_pids:
+            await asyncio.sleep(0.01)
+    (pid,) = runner.idle_pids
+    assert (await runner.run(database, "SELECT 2")).rows == ((2,),)
+    assert runner.idle_pids == (pid,)
+
+
+async def test_a_query_that_is_given_up_takes_its_worker_along_and_no_answer_comes_to_another(
+    runner: SqlRunner, database: Path
+) -> None:
+    assert (await runner.run(database, "SELECT 1")).rows == ((1,),)
+    (pid,) = runner.idle_pids
+    slow = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 3000000) SELECT COUNT(*) FROM n"
+    waiting = asyncio.create_task(runner.run(database, slow))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (await runner.run(database, "SELECT 2")).rows == ((2,),)
+    await asyncio.to_thread(wait_for_end, pid)
+    assert pid not in runner.idle_pids
+
+
+async def test_an_answer_that_came_while_the_loop_was_held_up_counts(runner: SqlRunner, database: Path) -> None:
+    await runner.run(database, "SELECT 1")
+    waiting = asyncio.create_task(runner.run(database, "SELECT 2", QueryLimits(time_limit_s=0.1)))
+    await asyncio.sleep(0)
+    time.sleep(0.1 + sql_runner.KILL_AFTER_S + 0.5)
+    assert (await waiting).rows == ((2,),)
+
+
+async def test_many_queries_at_once_each_get_their_own_answer(runner: SqlRunner, database: Path) -> None:
+    asked = [runner.run(database, f"SELECT {number}, name FROM cats") for number in range(60)]
+    assert [result.rows for result in await asyncio.gather(*asked)] == [((number, "Ada"),) for number in range(60)]
+    assert len(runner.idle_pids) <= sql_runner.MAX_WORKERS
+
+
+async def test_a_query_too_long_for_a_pipe_and_an_answer_of_megabytes(runner: SqlRunner, database: Path) -> None:
+    with pytest.raises(QueryRefused, match="characters; at most"):
+        await runner.run(database, "SELECT '" + "x" * 100_000 + "'")
+    wide = await runner.run(database, "SELECT printf('%.*c', 900000, 'x') FROM cats")
+    assert wide.rows == (("x" * 900_000,),)
