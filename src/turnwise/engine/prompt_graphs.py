@@ -91,13 +91,17 @@ class PromptGraphs:
         self._is_full = False
         sizes = model.sizes
         heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
-        self._token_operations = 2 * sizes.num_layers * sizes.hidden_size * (heads + 3 * sizes.inner_size)
+        token_operations = 2 * sizes.num_layers * sizes.hidden_size * (heads + 3 * sizes.inner_size)
+        self._most_tokens = min(MOST_TOKENS, int(MOST_OPERATIONS / token_operations))
+
+    def are_few(self, pieces: Sequence[Piece]) -> bool:
+        """Whether it is worth looking at them closer."""
+        return sum(piece.stop - piece.start for piece in pieces) <= self._most_tokens
 
     def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> PromptShape | None:
         """The shape of a graph for these pieces, which is there then; None: launch one kernel after the other."""
         shape = PromptShape.of(pieces, draws=draws)
-        operations = shape.tokens * self._token_operations
-        if shape.tokens > MOST_TOKENS or shape.keys > MOST_KEYS or operations > MOST_OPERATIONS or self._is_full:
+        if shape.tokens > self._most_tokens or shape.keys > MOST_KEYS or self._is_full:
             return None
         self._seen[shape] += 1
         if self._seen[shape] < NUM_SEEN:

@@ -224,7 +224,7 @@ class Sampler:
 
     def _replay_whole(self, step: Step, route: Route, flight: _Flight) -> bool:
         """Read prompts and draw what follows each, by one captured graph; False when there is none for this step."""
-        if not all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
+        if not self._takes_prompts(step, route) or not all(_ends_alone(piece) for piece in step.prefill):
             return False
         assert self._prompts is not None, "or it takes none"
         shape = self._prompts.find(step.prefill, route, draws=True)
@@ -236,15 +236,16 @@ class Sampler:
 
     def _replay_prompts(self, step: Step, route: Route) -> Tensor | None:
         """Hidden states of all rows by a captured graph; None when there is none for this step."""
-        if all(_ends_alone(piece) for piece in step.prefill) or not self._takes_prompts(step, route):
+        if not self._takes_prompts(step, route) or all(_ends_alone(piece) for piece in step.prefill):
             return None
         assert self._prompts is not None, "or it takes none"
         shape = self._prompts.find(step.prefill, route, draws=False)
         return None if shape is None else self._prompts.replay(shape, step.prefill, route)
 
     def _takes_prompts(self, step: Step, route: Route) -> bool:
-        is_plain = route.bank is None and not any(isinstance(span.weights, Policy) for span in route.spans)
-        return self._prompts is not None and not step.decode and is_plain and not _scores_prompt(step)
+        if self._prompts is None or step.decode or route.bank is not None or not self._prompts.are_few(step.prefill):
+            return False
+        return not any(isinstance(span.weights, Policy) for span in route.spans) and not _scores_prompt(step)
 
     def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
         """One set of weights, and no tail to cut: what the captured graphs do."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -22,6 +22,8 @@ from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 WORTH_WAITING = 64
 """Tokens in common for which a prompt waits a step, until its sibling has read them."""
 
+Beginning = tuple[int, bytes]
+"""The node of what is known of a sequence, and the tokens after it."""
 OnDone = Callable[[SampleResponse | BaseException], None]
 OnToken = Callable[[int, int, float], None]
 """Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
@@ -221,7 +223,7 @@ class Scheduler:
         budget = self.prefill_tokens
         pieces: list[Piece] = []
         put_off: list[Row] = []
-        beginnings = {self._beginning(row, row.num_computed) for row in self.reading}
+        beginnings = {self._beginning(row, row.prefix) for row in self.reading}
         for row in self.reading:
             budget = self._take(row, budget, pieces)
         while budget > 0 and self.waiting:
@@ -234,18 +236,18 @@ class Scheduler:
                 put_off.append(row)
                 continue
             self.reading.append(row)
-            beginnings.add(self._beginning(row, row.num_computed))
             budget = self._take(row, budget, pieces)
         self.waiting.extendleft(reversed(put_off))
         return pieces
 
-    def _beginning(self, row: Row, num_known: int) -> tuple[int, bytes] | None:
-        """What a sequence shares at least with one that can use its blocks; None: it is about to end."""
+    def _beginning(self, row: Row, prefix: Prefix) -> Beginning | None:
+        """What a sequence reads next, for others that begin as it does to know it by; None: it is about to end."""
         size = self.pool.block_size
-        stop = num_known - num_known % size + max(WORTH_WAITING, size)
+        start = prefix.num_blocks * size
+        stop = start + max(WORTH_WAITING, size)
         if not self.prefix_cache or len(row.tokens) <= stop:
             return None
-        return row.request.policy.version, row.tokens[:stop].tobytes()
+        return prefix.node, row.tokens[start:stop].tobytes()
 
     def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
         stop = min(len(row.tokens), row.num_computed + budget)
@@ -253,10 +255,11 @@ class Scheduler:
             pieces.append(Piece(row, row.num_computed, stop))
         return budget - (stop - row.num_computed)
 
-    def _admit(self, row: Row, beginnings: Set[tuple[int, bytes] | None]) -> Literal["admitted", "later", "no room"]:
+    def _admit(self, row: Row, beginnings: set[Beginning | None]) -> Literal["admitted", "later", "no room"]:
         """Find cached blocks and reserve the rest, or leave everything as it is.
 
-        Later: a sibling reads the same tokens in this very pass, and the next one finds them in the cache.
+        Later: a sibling reads the same tokens in this very pass, and the next one finds them in the cache. What is
+        read of an admitted row is added to `beginnings`.
         """
         request = row.request
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
@@ -265,10 +268,10 @@ class Scheduler:
         prefix = Prefix.root(request.policy.version)
         if self.prefix_cache and not row.scores_prompt:
             blocks, prefix = self.pool.match(request.policy.version, row.tokens, len(row.tokens) - 1)
-            beginning = self._beginning(row, prefix.num_blocks * self.pool.block_size)
-            if beginning is not None and beginning in beginnings:
-                self.pool.release(blocks)
-                return "later"
+        beginning = self._beginning(row, prefix)
+        if beginning is not None and beginning in beginnings and not row.scores_prompt:
+            self.pool.release(blocks)
+            return "later"
         missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
         # Leave a block for each running row to grow into, so that admitting does not at once preempt.
         headroom = len(self.running)
@@ -282,6 +285,7 @@ class Scheduler:
             request.num_cached = row.num_computed
             request.known_prompt_logprobs.clear()
             request.known_topk.clear()
+        beginnings.add(beginning)
         return "admitted"
 
     def _is_full(self, row: Row) -> bool:

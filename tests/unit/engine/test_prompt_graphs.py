@@ -135,7 +135,6 @@ def test_a_pass_that_keeps_the_card_busy_is_not_captured(tiny_dir: Path, monkeyp
     prompts = with_prompts(engine)
     play(engine)
     assert not prompts.taken
-    assert prompts.num_left > 0
 
 
 def test_where_no_memory_is_left_prompts_are_read_without_graphs(
