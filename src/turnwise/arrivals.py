@@ -8,19 +8,20 @@ two hundred times, while the device idles.
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from turnwise.per_loop import PerLoop
+
 
 class _Mailbox:
     """What one loop is to do next; anybody posts, the loop delivers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
+    def __init__(self) -> None:
+        self._loop = weakref.ref(asyncio.get_running_loop())
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_woken = False
 
@@ -43,23 +44,13 @@ class _Mailbox:
             self._waiting.popleft()()
 
 
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def _mailbox() -> _Mailbox:
-    """Of the loop that runs in this thread."""
-    loop = asyncio.get_running_loop()
-    with _lock:
-        if loop not in _mailboxes:
-            _mailboxes[loop] = _Mailbox(loop)
-        return _mailboxes[loop]
+_mailboxes = PerLoop(_Mailbox)
 
 
 def arrival(future: Future[Any]) -> asyncio.Future[None]:
     """Done when `future` is, whatever came of it. Who stops waiting cancels nothing, as `wrap_future` would."""
     arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    mailbox = _mailbox()
+    mailbox = _mailboxes.get()
 
     def settle() -> None:
         if not arrived.done():

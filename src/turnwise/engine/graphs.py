@@ -93,6 +93,23 @@ class Captures:
         return Captured(graph, inputs, outputs)
 
 
+class StepGraphs:
+    """What the graphs of a sampler's steps read and write besides their inputs."""
+
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
+        self.model = model
+        self.cache = cache
+        self.scratch_slot = scratch_block * cache.block_size
+        self.last_tokens = last_tokens
+        """[lanes + 1] int64"""
+        self.captures = Captures(model.device)
+
+    @property
+    def scratch_lane(self) -> int:
+        """Where the tokens of padding go."""
+        return len(self.last_tokens) - 1
+
+
 @dataclass(slots=True)
 class _Batch:
     """The rows of the last step, as arrays that a step with the same rows only counts up."""
@@ -136,16 +153,11 @@ class _Batch:
         return True
 
 
-class DecodeGraphs:
+class DecodeGraphs(StepGraphs):
     """Captured lazily, per bucket of rows, table width, and weights."""
 
     def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
-        self.model = model
-        self.cache = cache
-        self.scratch_slot = scratch_block * cache.block_size
-        self.last_tokens = last_tokens
-        """[lanes + 1] int64; the last lane belongs to padding."""
-        self.captures = Captures(model.device)
+        super().__init__(model, cache, scratch_block, last_tokens)
         self._batch: _Batch | None = None
 
     def forget_rows(self) -> None:
@@ -187,7 +199,7 @@ class DecodeGraphs:
     def _padding(self) -> list[int]:
         """Columns of a row that nobody asked for."""
         ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
-        return [len(self.last_tokens) - 1, 0, self.scratch_slot, ones, halves]
+        return [self.scratch_lane, 0, self.scratch_slot, ones, halves]
 
     def _get(self, bucket: int, width: int, route: Route) -> Captured:
         def make_inputs() -> Tensor:

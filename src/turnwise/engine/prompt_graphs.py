@@ -21,7 +21,7 @@ from torch import Tensor
 
 from turnwise.engine.attention import Chunk, PagedPlan, Varlen
 from turnwise.engine.draw import uniforms
-from turnwise.engine.graphs import Captured, Captures, draw_to_lanes
+from turnwise.engine.graphs import Captured, StepGraphs, draw_to_lanes
 from turnwise.engine.inputs import join
 from turnwise.engine.kvcache import KvCache
 from turnwise.engine.lora import Route
@@ -77,16 +77,18 @@ class PromptShape(NamedTuple):
         return inputs[: self.tokens], columns, inputs[len(inputs) - self.num_blocks(block_size) :]
 
 
-class PromptGraphs:
+class Found(NamedTuple):
+    """A graph that takes a pass."""
+
+    shape: PromptShape
+    captured: Captured
+
+
+class PromptGraphs(StepGraphs):
     """Captured lazily, per shape and weights."""
 
     def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
-        self.model = model
-        self.cache = cache
-        self.scratch_slot = scratch_block * cache.block_size
-        self.last_tokens = last_tokens
-        """[lanes + 1] int64; the last lane belongs to padding."""
-        self.captures = Captures(model.device)
+        super().__init__(model, cache, scratch_block, last_tokens)
         self._seen: Counter[PromptShape] = Counter()
         self._is_full = False
         sizes = model.sizes
@@ -98,8 +100,8 @@ class PromptGraphs:
         """Whether it is worth looking at them closer."""
         return sum(piece.stop - piece.start for piece in pieces) <= self._most_tokens
 
-    def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> PromptShape | None:
-        """The shape of a graph for these pieces, which is there then; None: launch one kernel after the other."""
+    def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> Found | None:
+        """The graph for these pieces; None: launch one kernel after the other."""
         shape = PromptShape.of(pieces, draws=draws)
         if shape.tokens > self._most_tokens or shape.keys > MOST_KEYS or self._is_full:
             return None
@@ -107,22 +109,20 @@ class PromptGraphs:
         if self._seen[shape] < NUM_SEEN:
             return None
         try:
-            self._get(shape, route)
+            return Found(shape, self._get(shape, route))
         except torch.OutOfMemoryError:
             log.warning("no memory is left to capture passes over prompts: they are launched kernel by kernel, slower")
             self._is_full = True
             return None
-        return shape
 
-    def replay(self, shape: PromptShape, pieces: Sequence[Piece], route: Route) -> Tensor:
+    def replay(self, found: Found, pieces: Sequence[Piece]) -> Tensor:
         """Valid until the next pass: hidden states [N, H] of the pieces end to end, or tokens and logprobs [2, R].
 
         With `draws`, every piece is the last of its row, and the row has its lane.
         """
-        captured = self._get(shape, route)
-        captured.inputs.copy_(self._pack(pieces, shape), non_blocking=True)
-        captured.graph.replay()
-        return captured.outputs
+        found.captured.inputs.copy_(self._pack(pieces, found.shape), non_blocking=True)
+        found.captured.graph.replay()
+        return found.captured.outputs
 
     def _get(self, shape: PromptShape, route: Route) -> Captured:
         def make_inputs() -> Tensor:
@@ -130,7 +130,7 @@ class PromptGraphs:
             size = self.cache.block_size
             inputs = torch.zeros(shape.input_size(size), dtype=torch.int64, device=self.model.device)
             _, columns, _ = shape.views(inputs, size)
-            columns[LANE] = len(self.last_tokens) - 1
+            columns[LANE] = self.scratch_lane
             return inputs
 
         return self.captures.get(shape, route, make_inputs, lambda inputs: self._pass(shape, inputs, route))
@@ -153,7 +153,7 @@ class PromptGraphs:
         blocks[: len(held)] = held
         if shape.draws:
             rows = [piece.row for piece in pieces]
-            columns[LANE] = len(self.last_tokens) - 1
+            columns[LANE] = self.scratch_lane
             columns[LANE, :count] = [row.lane for row in rows]
             temperatures = np.array([row.request.params.temperature for row in rows], dtype=np.float32)
             columns[5, :count] = temperatures.view(np.int32)

@@ -27,7 +27,7 @@ from turnwise.engine.kvcache import BlockPool, KvCache
 from turnwise.engine.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
 from turnwise.engine.lora_bank import bank_route, make_bank
 from turnwise.engine.models import CausalModel
-from turnwise.engine.prompt_graphs import PromptGraphs
+from turnwise.engine.prompt_graphs import Found, PromptGraphs
 from turnwise.engine.scheduler import OnDone, OnToken, Piece, Request, Row, Scheduler, Step
 from turnwise.engine.stops import StopFinder
 from turnwise.errors import DataError
@@ -195,10 +195,15 @@ class Sampler:
 
     def _run(self, step: Step, flight: _Flight) -> None:
         """One packed pass: prompts, and whatever no graph decodes."""
-        route, lasts = self._route(step), _sampled_after(step)
-        if self._replay_whole(step, route, flight):
-            return
-        hidden = self._replay_prompts(step, route)
+        route = self._route(step)
+        hidden = None
+        if self._prompts is not None and (found := _find_graph(self._prompts, step, route)) is not None:
+            if found.shape.draws:
+                drawn_rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
+                flight.add(drawn_rows, self._prompts.replay(found, step.prefill)[:, : len(drawn_rows)])
+                return
+            hidden = self._prompts.replay(found, step.prefill)
+        lasts = _sampled_after(step)
         # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
         # on what is sampled from.
         is_whole = hidden is not None or route.bank is not None or _scores_prompt(step)
@@ -222,35 +227,9 @@ class Sampler:
         if ready:
             flight.add(ready, self._draw(ready, sources, hidden))
 
-    def _replay_whole(self, step: Step, route: Route, flight: _Flight) -> bool:
-        """Read prompts and draw what follows each, by one captured graph; False when there is none for this step."""
-        if not self._takes_prompts(step, route) or not all(_ends_alone(piece) for piece in step.prefill):
-            return False
-        assert self._prompts is not None, "or it takes none"
-        shape = self._prompts.find(step.prefill, route, draws=True)
-        if shape is None:
-            return False
-        rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
-        flight.add(rows, self._prompts.replay(shape, step.prefill, route)[:, : len(rows)])
-        return True
-
-    def _replay_prompts(self, step: Step, route: Route) -> Tensor | None:
-        """Hidden states of all rows by a captured graph; None when there is none for this step."""
-        if not self._takes_prompts(step, route) or all(_ends_alone(piece) for piece in step.prefill):
-            return None
-        assert self._prompts is not None, "or it takes none"
-        shape = self._prompts.find(step.prefill, route, draws=False)
-        return None if shape is None else self._prompts.replay(shape, step.prefill, route)
-
-    def _takes_prompts(self, step: Step, route: Route) -> bool:
-        if self._prompts is None or step.decode or route.bank is not None or not self._prompts.are_few(step.prefill):
-            return False
-        return not any(isinstance(span.weights, Policy) for span in route.spans) and not _scores_prompt(step)
-
     def _may_replay(self, decode: Sequence[Row], route: Route) -> bool:
         """One set of weights, and no tail to cut: what the captured graphs do."""
-        is_plain = not any(isinstance(span.weights, Policy) for span in route.spans)
-        return is_plain and not any(cuts_tail(row.request.params) for row in decode)
+        return not _has_adapters(route) and not any(cuts_tail(row.request.params) for row in decode)
 
     def _draw(self, ready: list[Row], sources: list[int], hidden: Tensor) -> Tensor:
         """[2, rows] float32: token ids and logprobs, drawn from hidden states `sources`; lanes get the tokens too."""
@@ -446,6 +425,20 @@ def _sampled_after(step: Step) -> list[int]:
     next(stops)
     ends = [stop - 1 for piece, stop in zip(step.prefill, stops, strict=True) if piece.is_last]
     return [*range(len(step.decode)), *ends]
+
+
+def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:
+    """The graph that reads this step's prompts, and draws what follows each if that is one token."""
+    if step.decode or route.bank is not None or not graphs.are_few(step.prefill):
+        return None
+    if _has_adapters(route) or _scores_prompt(step):
+        return None
+    return graphs.find(step.prefill, route, draws=all(_ends_alone(piece) for piece in step.prefill))
+
+
+def _has_adapters(route: Route) -> bool:
+    """Beside the base, span by span."""
+    return any(isinstance(span.weights, Policy) for span in route.spans)
 
 
 def _scores_prompt(step: Step) -> bool:

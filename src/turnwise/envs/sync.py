@@ -28,6 +28,7 @@ from typing import Any, cast
 from turnwise.arrivals import arrival
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import ConfigError
+from turnwise.per_loop import PerLoop
 from turnwise.trajectory import Message
 
 ENV_METHODS = ("start", "step", "close")
@@ -209,8 +210,7 @@ class Making:
 
     async def finish(self) -> None:
         """Wait until it is made; what went wrong is raised here."""
-        loop = asyncio.get_running_loop()
-        _makers.setdefault(loop, _Makers()).add(self)
+        _makers.get().add(self)
         await arrival(self._outcome)
         self._outcome.result()
 
@@ -293,7 +293,7 @@ class _Makers:
             thread.stop()
 
 
-_makers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Makers] = weakref.WeakKeyDictionary()
+_makers = PerLoop(_Makers)
 
 
 def _perform(call: _Call) -> None:

@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.judges.cache import AnswerCache, MemoryCache, make_key
 from turnwise.judges.models import JudgeBusyError, JudgeFailedError, JudgeModel
 from turnwise.judges.rubric import Rubric
+from turnwise.per_loop import PerLoop
 from turnwise.trajectory import Message
 
 Fallback = Literal["fail", "value", "skip"]
@@ -98,7 +98,8 @@ class Judge:
         self.limits = limits or JudgeLimits()
         self._cache = cache if cache is not None else MemoryCache()
         self._pace = _Pace(self.limits.requests_per_minute)
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = WeakKeyDictionary()
+        num_slots = self.limits.max_concurrency
+        self._loops = PerLoop(lambda: _LoopState(asyncio.Semaphore(num_slots)))
         self._counts: Counter[str] = Counter()
 
     @property
@@ -128,7 +129,7 @@ class Judge:
         if kept is not None and self.rubric.read(kept) is not None:
             self._counts["cache_hits"] += 1
             return kept
-        state = self._state()
+        state = self._loops.get()
         task = state.under_way.get(key)
         if task is None:
             task = asyncio.create_task(self._ask(state, key, prompt))
@@ -182,12 +183,6 @@ class Judge:
         if self.limits.fallback == "fail":
             raise AttemptFailed(Party.JUDGE, problem)
         return Verdict(score=self.limits.fallback_value, problem=problem)
-
-    def _state(self) -> _LoopState:
-        loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            self._loops[loop] = _LoopState(asyncio.Semaphore(self.limits.max_concurrency))
-        return self._loops[loop]
 
 
 def _forget(state: _LoopState, key: str, task: asyncio.Task[str]) -> None:

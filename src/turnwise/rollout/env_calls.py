@@ -118,8 +118,9 @@ class EnvCalls:
 
     async def _call(self, what: str, *args: object) -> Any:
         work: Callable[[], Awaitable[Any]] = functools.partial(self._run, what, args)
-        if what in _SMALL_METHODS and _answers_at_once(getattr(self._env, what)):
-            answer = call_now(Party.ENV, what, lambda: getattr(self._env, what)(*args))
+        method = getattr(self._env, what) if what in _SMALL_METHODS else None
+        if method is not None and _answers_at_once(method):
+            answer = call_now(Party.ENV, what, lambda: method(*args))
             if not inspect.isawaitable(answer):
                 return answer
             work = functools.partial(_awaited, answer)
@@ -130,13 +131,7 @@ class EnvCalls:
         elif what == "fork":  # asked for by attempts with clocks of their own
             deadline_s = limits.step_deadline_s
         try:
-            return await call(
-                Party.ENV,
-                what,
-                work,
-                deadline_s=deadline_s,
-                on_abandoned=self._count_abandoned,
-            )
+            return await call(Party.ENV, what, work, deadline_s=deadline_s, on_abandoned=self._count_abandoned)
         except DeadlinePassed:
             self._is_late = True
             raise

@@ -18,7 +18,7 @@ from naive import run
 from turnwise.engine import draw
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.graphs import Captured, Captures, DecodeGraphs
+from turnwise.engine.graphs import Captured, Captures, DecodeGraphs, StepGraphs
 from turnwise.engine.lora import Route
 from turnwise.engine.scheduler import Row
 from turnwise.types import LoraConfig, SamplingParams
@@ -39,8 +39,8 @@ class EagerCaptures(Captures):
         return Captured(cast(Any, Rerun(lambda: outputs.copy_(step(inputs)))), inputs, outputs)
 
 
-class EagerGraphs(DecodeGraphs):
-    """Everything of `DecodeGraphs` but the capture; notes how many rows waited when a step was launched."""
+class Eager(StepGraphs):
+    """Everything of the graphs that it is mixed into but the capture."""
 
     def __init__(self, engine: Engine) -> None:
         sampler = engine.sampler
@@ -48,7 +48,14 @@ class EagerGraphs(DecodeGraphs):
         assert scratch is not None
         super().__init__(sampler.model, sampler.cache, scratch, sampler._last_tokens)
         self.captures = EagerCaptures(sampler.model.device)
-        self.scheduler = sampler.scheduler
+
+
+class EagerGraphs(Eager, DecodeGraphs):
+    """Notes how many rows waited when a step was launched."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.scheduler = engine.sampler.scheduler
         self.num_waiting: list[int] = []
 
     def decode(self, rows: Sequence[Row], route: Route) -> Tensor:

@@ -16,32 +16,28 @@ from turnwise.engine import attention_cpu, draw, prompt_graphs
 from turnwise.engine.attention import PagedPlan
 from turnwise.engine.engine import Engine
 from turnwise.engine.lora import Route
-from turnwise.engine.prompt_graphs import PromptGraphs, PromptShape
+from turnwise.engine.prompt_graphs import Found, PromptGraphs, PromptShape
 from turnwise.engine.scheduler import Piece
 from turnwise.types import SamplingParams
-from unit.engine.test_graphs import EagerCaptures, make, play, with_graphs
+from unit.engine.test_graphs import Eager, make, play, with_graphs
 
 
-class EagerPrompts(PromptGraphs):
-    """Everything of `PromptGraphs` but the capture; notes what it took."""
+class EagerPrompts(Eager, PromptGraphs):
+    """Notes what it took."""
 
     def __init__(self, engine: Engine) -> None:
-        sampler = engine.sampler
-        scratch = sampler.pool.allocate()
-        assert scratch is not None
-        super().__init__(sampler.model, sampler.cache, scratch, sampler._last_tokens)
-        self.captures = EagerCaptures(sampler.model.device)
+        super().__init__(engine)
         self.taken: list[PromptShape] = []
         self.num_left = 0
 
-    def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> PromptShape | None:
-        shape = super().find(pieces, route, draws=draws)
-        self.num_left += shape is None
-        return shape
+    def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> Found | None:
+        found = super().find(pieces, route, draws=draws)
+        self.num_left += found is None
+        return found
 
-    def replay(self, shape: PromptShape, pieces: Sequence[Piece], route: Route) -> Tensor:
-        self.taken.append(shape)
-        return super().replay(shape, pieces, route).clone()
+    def replay(self, found: Found, pieces: Sequence[Piece]) -> Tensor:
+        self.taken.append(found.shape)
+        return super().replay(found, pieces).clone()
 
 
 def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:

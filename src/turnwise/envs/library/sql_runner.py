@@ -26,6 +26,7 @@ from turnwise.envs.library import sql_worker
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Worker, WorkerDiedError
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import ConfigError, DataError
+from turnwise.per_loop import PerLoop
 
 Value = None | int | float | str | bytes
 
@@ -36,7 +37,6 @@ KILL_AFTER_S = 2.0
 """Beyond a query's own limit."""
 MAX_READ_AT_ONCE = 1 << 16
 """Bytes of an answer that an event loop may read itself."""
-_NONE_FREE = f"no SQL worker was free within {WAIT_FOR_WORKER_S:g} s"
 
 _WORKER_LIMITS = Limits(
     cpu_s=10**7,  # of its whole life; the worker sets a limit for each query
@@ -93,84 +93,50 @@ class SqlRunner:
         self._places = _place_databases(databases)
         self._idle: list[Worker] = []
         self._lock = threading.Lock()
-        self._max_workers = max_workers
-        self._room = threading.Semaphore(max_workers)
-        self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._slots = PerLoop(lambda: asyncio.Semaphore(max_workers))
         self._ending = weakref.finalize(self, _stop_all, self._idle)
 
     async def run(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
         """Run one query without holding up the event loop."""
         limits = limits or QueryLimits()
         request = _request(self._find(path), sql, limits)
-        async with self._place():
-            answer = await self._ask_async(request, limits.time_limit_s + KILL_AFTER_S)
+        async with self._slot():
+            answer = await self._ask(request, limits.time_limit_s + KILL_AFTER_S)
         if answer is None:
             raise QueryRefused(sql_worker.TOO_LONG)
         read = await call_in_thread(json.loads, answer) if len(answer) > MAX_READ_AT_ONCE else json.loads(answer)
         return _read_answer(read, path)
 
     def run_now(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
-        """Run one query and wait for it."""
-        limits = limits or QueryLimits()
-        request = _request(self._find(path), sql, limits)
-        if not self._room.acquire(timeout=WAIT_FOR_WORKER_S):
-            raise TimeoutError(_NONE_FREE)
-        try:
-            answer = self._ask(request, limits.time_limit_s + KILL_AFTER_S)
-        finally:
-            self._room.release()
-        if answer is None:
-            raise QueryRefused(sql_worker.TOO_LONG)
-        return _read_answer(json.loads(answer), path)
+        """Run one query and wait for it, where no event loop runs."""
+        return asyncio.run(self.run(path, sql, limits))
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the places that an event loop has for queries."""
-        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_workers))
+    async def _slot(self) -> AsyncIterator[None]:
+        """One of the queries that an event loop may have under way."""
+        slots = self._slots.get()
         try:
             async with asyncio.timeout(WAIT_FOR_WORKER_S):
-                await room.acquire()
+                await slots.acquire()
         except TimeoutError as cause:
-            raise TimeoutError(_NONE_FREE) from cause
+            raise TimeoutError(f"no SQL worker was free within {WAIT_FOR_WORKER_S:g} s") from cause
         try:
             yield
         finally:
-            room.release()
+            slots.release()
 
-    def _ask(self, request: bytes, within_s: float) -> bytes | None:
+    async def _ask(self, request: bytes, within_s: float) -> bytes | None:
         """None when no worker lives to answer it. One death may have another reason, two are the query's fault."""
         for _ in range(2):
-            worker = self._find_idle() or self._start()
-            try:
-                answer = worker.ask(request, within_s)
-            except WorkerDiedError:
-                worker.end()
-                continue
-            except BaseException:
-                worker.end()
-                raise
-            if answer is None:
-                worker.end()
-                return None
-            self._give_back(worker)
-            return answer
-        return None
-
-    async def _ask_async(self, request: bytes, within_s: float) -> bytes | None:
-        """`_ask`; what blocks, starting and ending a worker, goes to a thread."""
-        for _ in range(2):
             worker = self._find_idle() or await self._start_async()
-            answer, is_dead = None, True
+            answer = None
             try:
                 answer = await worker.ask_async(request, within_s)
-                is_dead = answer is None
             except WorkerDiedError:
                 continue
             finally:
-                if is_dead:
-                    threading.Thread(target=worker.end, name="turnwise-sql-end").start()
+                if answer is None:
+                    await call_in_thread(worker.end)
                 else:
                     self._give_back(worker)
             return answer
