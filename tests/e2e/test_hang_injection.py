@@ -159,7 +159,6 @@ def _loop(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Rec
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, limits),
-        optim=make_optim(config, config.train.learning_rate),
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, LineView(), [], num_steps=config.train.steps)
@@ -222,7 +221,9 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
     client: Any = Silent()
     parts = _loop(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer)))._parts
     gae = make_gae(MethodConfig(name="ppo"))
-    critic = Critic(client, CriticConfig(pretrain_steps=1), gae, parts.optim, renderer, max_tokens=64)
+    critic = Critic(
+        client, CriticConfig(pretrain_steps=1), gae, make_optim(parts.config, 1e-3), renderer, max_tokens=64
+    )
     arguments = (parts, renderer, _sampler(renderer), Interrupt(), Watchdog(call_deadline_s=DEADLINE_S))
     with pytest.raises(StalledError, match=r"critic: .* gave no answer within 0\.6 s"):
         async for _ in pretrain(critic, *arguments):

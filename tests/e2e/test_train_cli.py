@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,31 @@ def test_eval_measures_a_run_and_its_checkpoint_alike(finished: Path, capsys: py
     assert {**of_run, "step": 0} == of_checkpoint
 
 
+def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: Path) -> None:
+    """Both give the logits that peft computes from the checkpoint itself."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, adapter, merged = tmp_path / "run", tmp_path / "adapter", tmp_path / "deep" / "merged"
+    _turnwise("train", "guess_number", *SMALL, "warmup.steps=2", "train.steps=0", f"run.dir={run}")
+    assert "checkpoint: step 0, the best" in _turnwise("export", str(run), str(adapter))
+    _turnwise("export", str(run), str(merged), "--merged")
+    load: Any = AutoModelForCausalLM.from_pretrained
+    base_dir = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    ids = torch.arange(3, 40).reshape(1, -1)
+    with torch.no_grad():
+        base = load(base_dir)(ids).logits
+        theirs = PeftModel.from_pretrained(load(base_dir), str(adapter))(ids).logits
+        ours = load(str(merged))(ids).logits
+    assert (theirs - base).abs().max() > 1e-4, "the run has changed the model"
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(str(merged)).encode("12") == AutoTokenizer.from_pretrained(base_dir).encode(
+        "12"
+    )
+    assert "is there already" in _turnwise("export", str(run), str(adapter), code=2)
+
+
 def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:
     out = _turnwise("sample", str(finished), "--max-tokens", "1", "--temperature", "0", stdin="hello\n\nagain\n")
     assert out.count("\n") >= 2
@@ -139,6 +165,7 @@ def test_a_users_mistake_is_one_message(tmp_path: Path) -> None:
 def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     # One attempt at a time: the sampler's batches, and with them the rounding of its logprobs, are the same.
     common = (*SMALL, "warmup.steps=2", "train.steps=4", "train.learning_rate=1e-2", "generator.max_concurrency=1")
+    common += ("train.lr_schedule=cosine", "train.lr_warmup=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _turnwise("train", "guess_number", *common, f"run.dir={whole}")
     said: list[str] = []

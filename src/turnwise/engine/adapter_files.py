@@ -135,6 +135,11 @@ def read_lora_config(directory: Path) -> LoraConfig:
     return LoraConfig(rank=rank, train_attn="attn" in kinds, train_mlp="mlp" in kinds, train_unembed="unembed" in kinds)
 
 
+def adapted_names(directory: Path) -> list[str]:
+    """The linears that a saved adapter changes, by their dotted names in the model."""
+    return list(_read_pairs(directory))
+
+
 def read_flat(directory: Path, shapes: Mapping[str, tuple[int, int]], rank: int, start: Tensor | None = None) -> Tensor:
     """The saved A and B as one flat tensor in the order of `shapes`; linears without any keep `start` (or zeros)."""
     config = read_config(directory)

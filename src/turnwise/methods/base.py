@@ -42,6 +42,7 @@ __all__ = [
     "datums_of",
     "keep_by",
     "make_lessons",
+    "scaled",
     "why_no_signal",
     "why_unusable",
     "with_old_logprobs",
@@ -171,6 +172,16 @@ def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:
     if not any(turn.is_trained for trajectory in group.trajectories for turn in trajectory.turns):
         return "masked"
     return None
+
+
+def scaled(lesson: Lesson, share: float) -> Lesson:
+    """The same lesson as a share of an optimizer step: a loss is a sum of weighted tokens, so the weights carry it."""
+    datums = [
+        Datum(datum.model_input, {**inputs, "weights": TensorData([share * w for w in inputs["weights"].tolist()])})
+        for datum in lesson.datums
+        for inputs in [datum.loss_fn_inputs]
+    ]
+    return replace(lesson, datums=tuple(datums))
 
 
 def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData]) -> list[Lesson]:

@@ -41,7 +41,6 @@ class Parts:
     eval_rollout: RolloutConfig
     method: AnyMethod
     shaping: Shaping = NO_SHAPING
-    optim: AdamParams
 
     @property
     def needs_critic(self) -> bool:
@@ -68,7 +67,6 @@ def assemble(config: Config, facts: ModelFacts) -> Parts:
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, limits),
         shaping=make_shaping(config),
-        optim=make_optim(config, train.learning_rate),
     )
 
 
@@ -170,6 +168,11 @@ def make_optim(config: Config, learning_rate: float) -> AdamParams:
         weight_decay=train.weight_decay,
         grad_clip_norm=train.grad_clip_norm,
     )
+
+
+def critic_rate(config: Config) -> float:
+    """The critic's full learning rate."""
+    return config.critic.learning_rate or 2 * config.train.learning_rate
 
 
 def make_renderer(tokenizer: Any, generator: GeneratorConfig) -> Renderer:

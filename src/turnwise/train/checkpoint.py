@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo
 from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import CheckpointRow
+from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
@@ -44,14 +45,40 @@ class Checkpoints:
         max_kept: int,
         critic: Critic | None = None,
         delete: Callable[[str], None] | None = None,
+        best: EvaluationRow | None = None,
     ) -> None:
-        """`kept` are those of the run so far, oldest first; `delete` removes what is not in the run's directory."""
+        """A store for a run.
+
+        Args:
+            kept: the checkpoints of the run so far, oldest first.
+            delete: removes what is not in the run's directory.
+            best: the evaluation whose checkpoint is kept beside the latest.
+        """
         self._trainer = trainer
         self._writer = writer
         self._kept = list(kept)
         self._max_kept = max_kept
         self._critic = critic
         self._delete = delete
+        self._best = best
+
+    def has(self, step: int) -> bool:
+        """There is a checkpoint of that step."""
+        return any(row.step == step for row in self._kept)
+
+    def is_best(self, row: EvaluationRow) -> bool:
+        """No evaluation before this one found a better policy that is kept; of equals, the later is taken.
+
+        Nothing is kept of the model before its first step (`start`): that is the base model.
+        """
+        score = evaluation_score(row)
+        is_measured = row.label != "start" and not math.isnan(score)
+        return is_measured and (self._best is None or score >= evaluation_score(self._best))
+
+    def keep_best(self, row: EvaluationRow) -> None:
+        """From now on the checkpoint of that evaluation is the one that never goes for its age."""
+        assert self.has(row.step), "what is kept was saved before"
+        self._best = row
 
     async def save(self, step: int, warmup_steps: int, state: RunState | None = None) -> CheckpointRow:
         """Write the state after `step` steps; the oldest beyond `max_kept` goes.
@@ -71,13 +98,14 @@ class Checkpoints:
         self._writer.checkpoint(row)
         self._writer.pool(step, () if state is None else state.pool)
         self._writer.commit(step)
-        for old in self._kept[: -self._max_kept]:
+        gone = self._outdated()
+        self._kept = [row for row in self._kept if row not in gone]
+        for old in gone:
             critic = saved_critic(self._writer.directory, old)
             self._remove(old, critic)
             if self._delete is not None:
                 for path in (old.path,) if critic is None else (old.path, critic.path):
                     await asyncio.to_thread(self._delete, path)
-        self._kept = self._kept[-self._max_kept :]
         self._writer.commit(step)
         return row
 
@@ -88,6 +116,13 @@ class Checkpoints:
         shutil.rmtree(checkpoint_directory(self._writer.directory, saved.path), ignore_errors=True)
         if self._delete is not None:
             await asyncio.to_thread(self._delete, saved.path)
+
+    def _outdated(self) -> list[CheckpointRow]:
+        """What is older than the latest few, but for the best; of one step, only the last saved can be that."""
+        old = self._kept[: -self._max_kept]
+        best_step = None if self._best is None else self._best.step
+        best = next((row for row in reversed(self._kept) if row.step == best_step), None)
+        return [row for row in old if row is not best]
 
     def _free_name(self, name: str) -> str:
         """A name that no checkpoint has which may be needed: files are never written over."""
@@ -106,7 +141,7 @@ class Checkpoints:
         if critic is not None:
             shutil.rmtree(checkpoint_directory(self._writer.directory, critic.path), ignore_errors=True)
         shutil.rmtree(checkpoint_directory(self._writer.directory, old.path), ignore_errors=True)
-        if all(row.step != old.step for row in self._kept[-self._max_kept :]):
+        if all(row.step != old.step for row in self._kept):
             self._writer.forget_checkpoint(old.step)
 
 
@@ -160,12 +195,58 @@ def remove_orphans(directory: Path, kept: Sequence[CheckpointRow]) -> None:
             shutil.rmtree(empty, ignore_errors=True)
 
 
-def find_checkpoint(run: RunReader, step: int | None) -> CheckpointRow:
-    """The checkpoint of a step, or the latest."""
-    if step is None:
-        return last_checkpoint(run)
+def evaluation_score(row: EvaluationRow) -> float:
+    """What checkpoints are compared by: held-out success, or the reward where the world judges no success."""
+    return row.reward if math.isnan(row.success) else row.success
+
+
+def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow | None:
+    """The evaluation of the best checkpoint that is there, of equals the later; None where none was evaluated.
+
+    Args:
+        up_to: look at the first so many steps only.
+    """
+    is_elsewhere = bool(config_from_yaml(run.config_yaml, str(run.directory)).model.base_url)
+    there = {
+        row.step for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()
+    }
+    rows = [
+        row
+        for row in run.evaluations()
+        if row.step in there
+        and (up_to is None or row.step <= up_to)
+        and row.label != "start"
+        and not math.isnan(evaluation_score(row))
+    ]
+    return max(rows, key=lambda row: (evaluation_score(row), row.step), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenCheckpoint:
+    """A checkpoint of a run, and why it is this one."""
+
+    row: CheckpointRow
+    why: str
+
+
+def choose_checkpoint(run: RunReader, which: str) -> ChosenCheckpoint:
+    """`best`, `last`, or the number of a step. Where nothing was evaluated, or the run keeps no best, best is last."""
     rows = {row.step: row for row in run.checkpoints()}
-    if step not in rows:
+    if which in ("best", "last"):
+        keeps_best = config_from_yaml(run.config_yaml, str(run.directory)).eval.keep_best
+        best = best_evaluation(run) if which == "best" and keeps_best else None
+        if best is not None:
+            return ChosenCheckpoint(row=rows[best.step], why=_why_best(best))
+        row = last_checkpoint(run)
+        return ChosenCheckpoint(row=row, why=f"step {row.step}, the last checkpoint")
+    if not which.isdecimal() or int(which) not in rows:
         known = ", ".join(str(known) for known in rows) or "none"
-        raise CheckpointError(f"{run.directory} has no checkpoint of step {step}; there are: {known}")
-    return rows[step]
+        raise CheckpointError(
+            f"{run.directory} has no checkpoint of step {which}; there are: {known}. Expected one of them, best or last"
+        )
+    return ChosenCheckpoint(row=rows[int(which)], why=f"step {which}, as asked")
+
+
+def _why_best(row: EvaluationRow) -> str:
+    measured = f"{row.reward:.3f} held-out reward" if math.isnan(row.success) else f"{row.success:.1%} held-out success"
+    return f"step {row.step}, the best of the kept checkpoints with {measured}; --step last takes the last one"

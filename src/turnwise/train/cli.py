@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-COMMANDS = ("train", "status", "stop", "steer", "eval", "sample", "certify", "replay", "curve", "pairs", "compare")
+COMMANDS = (
+    *("train", "status", "stop", "steer", "eval", "sample", "export", "certify", "replay", "curve", "pairs", "compare"),
+)
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -22,6 +24,7 @@ def add_commands(commands: Any) -> None:
     _add_steering(commands)
     _add_eval(commands)
     _add_sample(commands)
+    _add_export(commands)
     _add_pairs(commands)
     _add_compare(commands)
     certify = commands.add_parser("certify", help="show that a run trained on exactly the sampled tokens")
@@ -62,6 +65,10 @@ def run_command(options: argparse.Namespace) -> int:
             max_tokens=options.max_tokens,
             seed=options.seed,
         )
+    if options.command == "export":
+        from turnwise.train.export import run_export
+
+        return run_export(options.target, options.out, step=options.step, is_merged=options.merged)
     if options.command == "pairs":
         return _run_pairs(options)
     if options.command == "compare":
@@ -168,6 +175,24 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--out", metavar="DIR", help="where the runs and the results go (default runs/compare-ENV)")
 
 
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--step", metavar="STEP", help="of a run: the checkpoint of a step, `best` (the default) or `last`"
+    )
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write what a run trained as files that other programs load",
+        description="Write a checkpoint as a PEFT adapter, or with --merged as a whole Hugging Face model.",
+    )
+    parser.add_argument("target", metavar="RUN|CHECKPOINT")
+    parser.add_argument("out", metavar="DIR", help="a directory that is not there yet")
+    parser.add_argument("--merged", action="store_true", help="the adapter added to the base model's weights")
+    _add_step(parser)
+
+
 def _add_eval(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
@@ -177,7 +202,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as eval.tasks=200")
     parser.add_argument("--env", metavar="NAME", help="the world; a run has one already")
-    parser.add_argument("--step", type=int, help="of a run: the checkpoint of that step instead of the latest")
+    _add_step(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -192,7 +217,7 @@ def _add_sample(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
     parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of one reply (default 256)")
     parser.add_argument("--seed", type=int, help="same seed, same replies")
-    parser.add_argument("--step", type=int, help="of a run: the checkpoint of that step instead of the latest")
+    _add_step(parser)
 
 
 _PAIRS_EXAMPLES = """\
@@ -232,7 +257,7 @@ def _add_pairs(commands: Any) -> None:
         action="store_true",
         help="--stored: also pair attempts at a task that met different env seeds",
     )
-    parser.add_argument("--step", type=int, help="of a run: the checkpoint of that step instead of the latest")
+    _add_step(parser)
     parser.set_defaults(overrides=[])
 
 

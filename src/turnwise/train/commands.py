@@ -22,10 +22,17 @@ from turnwise.process import settled_process
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.runlog.schema import CheckpointRow
+from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
-from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints, last_checkpoint, remove_orphans, saved_critic
+from turnwise.train.assemble import Parts, assemble, critic_rate, make_optim, make_renderer
+from turnwise.train.checkpoint import (
+    NOTHING_DONE,
+    Checkpoints,
+    best_evaluation,
+    last_checkpoint,
+    remove_orphans,
+    saved_critic,
+)
 from turnwise.train.config import Config, check_backend
 from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml, load_config, override_config
 from turnwise.train.critic import Critic
@@ -64,6 +71,8 @@ class _Start:
     """Tokens that were sampled for training so far."""
     state: RunState | None = None
     """Where the parts of the loop stood."""
+    best: EvaluationRow | None = None
+    """The evaluation whose checkpoint is kept beside the latest."""
 
 
 def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
@@ -165,6 +174,7 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             is_new=False,
             num_drawn=num_drawn_tokens(run, done.step),
             state=state,
+            best=best_evaluation(run, done.step) if config.eval.keep_best else None,
         )
 
 
@@ -264,6 +274,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             max_kept=config.train.keep_checkpoints,
             critic=critic,
             delete=partial(delete_checkpoint, service),
+            best=start.best,
         )
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
@@ -310,7 +321,7 @@ async def _make_critic(start: _Start, parts: Parts, service: AnyService, rendere
         )
     return Critic(
         *(client, config.critic, make_gae(config.method)),
-        make_optim(config, config.critic.learning_rate or 2 * config.train.learning_rate),
+        make_optim(config, critic_rate(config)),
         renderer,
         max_tokens=parts.rollout.limits.max_trajectory_tokens,
         num_pretrained=saved.num_pretrained if saved is not None else 0,

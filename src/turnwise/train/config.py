@@ -272,7 +272,23 @@ class TrainConfig(Section):
         default=1800.0, gt=0, description="Seconds in which nothing comes back from anybody; then the run stops."
     )
     substeps: int = Field(default=1, ge=1, description="Optimizer steps per batch, each on its share of the groups.")
-    learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW.")
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        description="Batches that are played and learned from before the weights move; their gradients are averaged.",
+    )
+    learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW; the most that a schedule reaches.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="How the learning rate goes down over train.steps, or over train.max_sampled_tokens if these run "
+        "out first.",
+    )
+    lr_warmup: int = Field(
+        default=0, ge=0, description="Steps in which the learning rate rises to its full size; 0 starts with it."
+    )
+    lr_floor: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the learning rate that a schedule leaves at the end."
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the square.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
@@ -298,6 +314,17 @@ class TrainConfig(Section):
         return self.min_batch or self.tasks_per_step
 
     @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.lr_floor and self.lr_schedule == "constant":
+            raise ValueError(f"lr_floor={self.lr_floor} is not read by lr_schedule=constant; choose linear or cosine")
+        if self.accumulate > 1 and self.substeps > 1:
+            raise ValueError(
+                f"accumulate={self.accumulate} makes one optimizer step of several batches and "
+                f"substeps={self.substeps} several of one batch; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lag_fits(self) -> Self:
         for name in ("min_batch", "max_wait"):
             if getattr(self, name) and not self.max_staleness:
@@ -321,6 +348,11 @@ class EvalConfig(Section):
     tasks: int = Field(default=64, ge=0, description="Held-out tasks; 0 evaluates never.")
     samples: int = Field(default=1, ge=1, description="Attempts per held-out task.")
     temperature: float = Field(default=1.0, ge=0, le=100, description="Of sampling; 0 is greedy.")
+    keep_best: bool = Field(
+        default=True,
+        description="Keep the checkpoint with the best held-out success (reward, where the world judges no success) "
+        "beside the latest ones; `turnwise sample`, `eval` and `export` take it.",
+    )
 
 
 class WarmupConfig(Section):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
+from turnwise.train.checkpoint import best_evaluation
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44
@@ -30,11 +31,19 @@ def write_curve(run: RunReader, title: str) -> Path:
     """Draw what the run has so far into its directory."""
     path = run.directory / CURVE_FILE
     rewards = [(float(step), value) for step, value in run.metric("rollout/reward_mean") if math.isfinite(value)]
-    path.write_text(curve_svg(title, run.evaluations(), rewards), encoding="utf-8")
+    rates = [(float(step), value) for step, value in run.metric("train/learning_rate") if math.isfinite(value)]
+    path.write_text(curve_svg(title, run.evaluations(), rewards, rates, best_evaluation(run)), encoding="utf-8")
     return path
 
 
-def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points) -> str:
+def curve_svg(
+    title: str,
+    evaluations: Sequence[EvaluationRow],
+    rewards: Points,
+    rates: Points = (),
+    best: EvaluationRow | None = None,
+) -> str:
+    """Success and reward over steps; the learning rate where it changed, and a ring around the best checkpoint."""
     measured = [e for e in evaluations if math.isfinite(e.success)]
     axes = _Axes(max([1.0, *(float(e.step) for e in measured), *(step for step, _ in rewards)]))
     low, high = _range([value for _, value in rewards])
@@ -43,10 +52,26 @@ def curve_svg(title: str, evaluations: Sequence[EvaluationRow], rewards: Points)
         reward = f"{low + share * (high - low):.3g}"
         parts.append(_text(WIDTH - RIGHT + 8, axes.y(share) + 4, reward, "start", REWARD_COLOR))
     parts.append(_line([(axes.x(s), axes.y((v - low) / (high - low))) for s, v in rewards], REWARD_COLOR, 1.5))
+    parts += _rate_line(axes, rates)
     parts += axes.success_line(measured, SUCCESS_COLOR, 0.15)
+    if best is not None and math.isfinite(best.success):
+        at = f'cx="{axes.x(best.step):.1f}" cy="{axes.y(best.success):.1f}"'
+        parts.append(f'<circle {at} r="7" fill="none" stroke="{SUCCESS_COLOR}" stroke-width="1.5"/>')
+        label = f"best kept: {best.success:.0%}"
+        parts.append(_text(axes.x(best.step), axes.y(best.success) + 22, label, "middle", SUCCESS_COLOR))
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % interval", "start", SUCCESS_COLOR))
     parts.append(_text(WIDTH - RIGHT, TOP - 6, "mean reward in training", "end", REWARD_COLOR))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _rate_line(axes: _Axes, rates: Points) -> list[str]:
+    """The learning rate as a share of its most, dashed; nothing where it stayed the same."""
+    most = max((rate for _, rate in rates), default=0.0)
+    if most == min((rate for _, rate in rates), default=0.0):
+        return []
+    points = _points([(axes.x(step), axes.y(rate / most)) for step, rate in rates])
+    line = f'<polyline points="{points}" fill="none" stroke="{TEXT_COLOR}" stroke-dasharray="3 4"/>'
+    return [line, _text(WIDTH / 2, TOP - 6, f"learning rate, at most {most:g}", "middle", TEXT_COLOR)]
 
 
 def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:

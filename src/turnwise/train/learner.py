@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from turnwise.client.base import TrainingClient
-from turnwise.methods.base import Lesson, Method, datums_of, with_old_logprobs, with_old_share
+from turnwise.methods.base import Lesson, Method, datums_of, scaled, with_old_logprobs, with_old_share
 from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.train.assemble import Parts, split_evenly
@@ -33,7 +34,23 @@ class Learner:
         """All optimizer steps of one batch; their lessons are made before the first one moves a weight of `version`."""
         shares = split_evenly(items, self._parts.config.train.substeps)
         prepared = [await self._prepare(share, version) for share in shares]
-        return [await self._optimize(lessons, optim) for lessons in prepared if datums_of(lessons)]
+        return [await self.update([await self._add(one)], optim) for one in prepared if datums_of(one)]
+
+    async def accumulate(self, items: Sequence[Any], version: int, num_batches: int) -> list[Learned]:
+        """Add the gradient of one batch of several, a share of 1 / `num_batches`; the weights stay as they are."""
+        lessons = await self._prepare(items, version)
+        if not datums_of(lessons):
+            return []
+        return [await self._add([scaled(lesson, 1 / num_batches) for lesson in lessons])]
+
+    async def update(self, learned: Sequence[Learned], optim: AdamParams) -> Learned:
+        """Move the weights by the gradients that were added; returns the last of them with the optimizer's numbers."""
+        stepped = await self._call("optim_step", self._trainer.optim_step(optim))
+        metrics = dict(stepped.metrics)
+        if self._critic is not None:
+            lessons = [lesson for one in learned for lesson in one.lessons]
+            metrics |= await self._watchdog.call("critic", "learn", self._critic.learn(lessons))
+        return replace(learned[-1], optim_metrics=metrics)
 
     async def certify(
         self, groups: Sequence[TrajectoryGroup], learned: Sequence[Learned], version: int
@@ -82,17 +99,13 @@ class Learner:
         output = await self._call("forward", self._trainer.forward(datums, "cross_entropy"))
         return with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])
 
-    async def _optimize(self, lessons: Sequence[Lesson], optim: AdamParams) -> Learned:
-        """One optimizer step."""
+    async def _add(self, lessons: Sequence[Lesson]) -> Learned:
+        """Add the gradient of these lessons to what is there."""
         method, datums = self._parts.method, datums_of(lessons)
         output = await self._call(
             "forward_backward", self._trainer.forward_backward(datums, method.loss_fn, method.loss_config)
         )
-        stepped = await self._call("optim_step", self._trainer.optim_step(optim))
-        metrics = dict(stepped.metrics)
-        if self._critic is not None:
-            metrics |= await self._watchdog.call("critic", "learn", self._critic.learn(lessons))
-        return Learned(lessons=lessons, output=output, optim_metrics=metrics)
+        return Learned(lessons=lessons, output=output)
 
     async def _call(self, what: str, work: Any) -> Any:
         return await self._watchdog.call("trainer", what, work)

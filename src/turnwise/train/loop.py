@@ -19,18 +19,19 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.train.alarms import AlarmError, Alarms
-from turnwise.train.assemble import Parts, make_optim
+from turnwise.train.assemble import Parts, critic_rate, make_optim
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.critic import Critic
 from turnwise.train.evaluate import evaluate
 from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.learner import Learner
-from turnwise.train.metrics import Times, lag_metrics, step_metrics
+from turnwise.train.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.train.pretrain import pretrain
 from turnwise.train.progress import NothingToLearnError, Progress
 from turnwise.train.record import Recorder
 from turnwise.train.run_state import RunState
-from turnwise.train.sources import Supply
+from turnwise.train.schedule import rate_factor
+from turnwise.train.sources import Batch, Supply
 from turnwise.train.steer import Steering
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import make_warmup, warm_up_step
@@ -70,7 +71,6 @@ class Loop:
         self.supply = Supply(parts, renderer, self._watchdog)
         self._learner = Learner(parts, trainer, critic, self._watchdog, k2_tolerance)
         self.alarms = Alarms(parts.config.alarms)
-        self._optim = parts.optim
         self.num_steps = train.steps
         self.done_step = 0
         self.version = 0
@@ -118,7 +118,7 @@ class Loop:
         await self._pretrain_critic()
         await self._publish_unread()
         self._phase("training")
-        self.supply.open(self._sampler, self.done_step, self._state, self.num_steps)
+        self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
         while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
             if train.max_sampled_tokens and self._num_drawn >= train.max_sampled_tokens:
@@ -137,21 +137,22 @@ class Loop:
         if self.num_steps:
             await self._evaluate_once("end", self.done_step)
 
+    @property
+    def _num_batches(self) -> int:
+        return self.num_steps * self._config.train.accumulate
+
     async def _step(self, step: int) -> None:
-        """One batch, from waiting for it (or reading it) to publishing."""
-        started_s = time.perf_counter()
-        batch = await self._interrupt.unless(self.supply.batch(step))
-        self._recorder.tasks(batch.tasks, "train")
-        self._num_drawn += batch.played.stats.num_drawn
-        played_s, version = time.perf_counter(), self.version
-        learned = await self._learner.learn(batch.items, self._optim, version)
+        """One optimizer step, from waiting for its data (or reading it) to publishing."""
+        started_s, version = time.perf_counter(), self.version
+        self._set_rates(step)
+        batch, learned, played_s = await self._learn(step, version)
         trained_s = time.perf_counter()
         if learned:
             self.version += 1
             self._sampler = await self._publish()
         times = Times(
-            rollout_s=played_s - started_s,
-            train_s=trained_s - played_s,
+            rollout_s=played_s,
+            train_s=trained_s - started_s - played_s,
             publish_s=time.perf_counter() - trained_s,
             is_ahead=self._config.train.max_staleness > 0,
         )
@@ -162,13 +163,52 @@ class Loop:
         metrics = step_metrics(batch.played, batch.kept, learned, times)
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
-        self.supply.learned(self._sampler, self.num_steps)
+        self.supply.publish(self._sampler)
+        self.supply.learned(self._num_batches)
         self.done_step = step + 1
         self._recorder.step(self.done_step, batch, learned, metrics, certificate)
         for alarm in self.alarms.check(metrics):
             self._recorder.alarm(self.done_step, alarm)
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    async def _learn(self, step: int, version: int) -> tuple[Batch, list[Learned], float]:
+        """Play and learn from the batches of a step, then move the weights; also the seconds of playing.
+
+        Whoever stops in between loses nothing: the batches go back to the pool, and their gradients are made again.
+        """
+        num_batches = self._config.train.accumulate
+        batches: list[Batch] = []
+        learned: list[Learned] = []
+        played_s = 0.0
+        for number in range(num_batches):
+            started_s = time.perf_counter()
+            try:
+                batch = await self._interrupt.unless(self.supply.batch(step * num_batches + number))
+            except BaseException:
+                self.supply.give_back(batches)
+                raise
+            played_s += time.perf_counter() - started_s
+            self._recorder.tasks(batch.tasks, "train")
+            self._num_drawn += batch.played.stats.num_drawn
+            batches.append(batch)
+            if num_batches == 1:
+                learned = await self._learner.learn(batch.items, self._optim, version)
+            else:
+                learned += await self._learner.accumulate(batch.items, version, num_batches)
+                if number + 1 < num_batches:
+                    self.supply.learned(self._num_batches)
+        if num_batches > 1 and learned:
+            learned = [*learned[:-1], await self._learner.update(learned, self._optim)]
+        return Batch.merged(batches), learned, played_s
+
+    def _set_rates(self, step: int) -> None:
+        """The learning rates of a step: the schedule's share of the full ones."""
+        config = self._config
+        factor = rate_factor(config.train, step, self._num_drawn)
+        self._optim = make_optim(config, factor * config.train.learning_rate)
+        if self._critic is not None:
+            self._critic.optim = make_optim(config, factor * critic_rate(config))
 
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
@@ -202,9 +242,6 @@ class Loop:
             config = self._steering.apply(self._config, name, value)
             self._config = config
             self.num_steps = config.train.steps
-            self._optim = make_optim(config, config.train.learning_rate)
-            if self._critic is not None and not config.critic.learning_rate:
-                self._critic.optim = make_optim(config, 2 * config.train.learning_rate)
             self._recorder.steered(self.done_step, config, name, value)
 
     def _phase(self, name: str) -> None:
@@ -227,6 +264,10 @@ class Loop:
         self._recorder.evaluation(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
+        if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
+            if not self._checkpoints.has(step):
+                await self._save()
+            self._checkpoints.keep_best(evaluation.row)
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""

@@ -26,11 +26,12 @@ GEO_BAND = (0.99, 1.01)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """One optimizer step: what it learned from and what the trainer said."""
+    """One forward and backward pass: what it learned from and what the trainer said."""
 
     lessons: Sequence[Lesson]
     output: ForwardBackwardOutput
-    optim_metrics: Mapping[str, float]
+    optim_metrics: Mapping[str, float] | None = None
+    """What the optimizer said; None where its gradient waited for that of the next batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,12 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     if share is not None:
         values["method/branch_variance_share"] = share
     merged = strip_reductions(merge_outputs([step.output for step in learned]))
-    if learned:
-        merged["loss"] = merged["loss"] / len(learned)
+    updates = [step.optim_metrics for step in learned if step.optim_metrics is not None]
+    if updates:
+        merged["loss"] = merged["loss"] / len(updates)
     values |= {f"train/{key}": value for key, value in merged.items()}
-    for step in learned:  # of several optimizer steps the last one's norm and learning rate stand
-        values |= {f"train/{key}": float(value) for key, value in step.optim_metrics.items()}
+    for said in updates:  # of several optimizer steps the last one's norm and learning rate stand
+        values |= {f"train/{key}": float(value) for key, value in said.items()}
     return values | _time_metrics(played, values, times)
 
 

@@ -60,7 +60,7 @@ class PairOptions:
     turn: TurnDistribution = "uniform"
     is_stored: bool = False
     across_seeds: bool = False
-    step: int | None = None
+    step: str | None = None
 
 
 @dataclass(slots=True)
@@ -111,6 +111,7 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
 
 def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
     policy = find_policy(target, options.env, options.step, overrides)
+    policy.say_which()
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     check_backend(policy.config.generator)

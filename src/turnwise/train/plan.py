@@ -10,7 +10,8 @@ from turnwise.engine.place import Place
 from turnwise.methods.config import READING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.train.config import Config, GeneratorConfig
+from turnwise.train.assemble import critic_rate
+from turnwise.train.config import Config, GeneratorConfig, TrainConfig
 from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
 from turnwise.train.memory import Memory, estimate_memory
@@ -50,9 +51,13 @@ def make_plan(
 ) -> Plan:
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
-    train_attempts = train.steps * train.tasks_per_step * group_size
+    train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
     eval_attempts = num_evaluations * num_test_tasks * evaluation.samples
-    shared = train.steps * train.tasks_per_step if group_size and config.method.name in BRANCHING_METHODS else 0
+    shared = (
+        train.steps * train.accumulate * train.tasks_per_step
+        if group_size and config.method.name in BRANCHING_METHODS
+        else 0
+    )
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)
     return Plan(
@@ -85,7 +90,7 @@ def dialogues_per_optimizer_step(config: Config) -> int:
 
 
 def _training(config: Config, plan: Plan) -> str:
-    count = config.train.tasks_per_step
+    count = config.train.tasks_per_step * config.train.accumulate
     if not attempts_per_task(config):
         return f"{plan.num_steps} steps x {count} {'pairs' if config.data.pairs else 'dialogues'} that are stored"
     kind = "continuations" if config.method.name in BRANCHING_METHODS else "attempts"
@@ -119,7 +124,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         f"temperature {config.eval.temperature:g}",
         "warm-up": _warmup(config),
         "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method_in_use.loss}, "
-        f"learning rate {train.learning_rate:g}",
+        f"learning rate {train.learning_rate:g}{_schedule(train)}",
         **_critic(config),
         **_lag(config),
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
@@ -129,6 +134,14 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     }
     notes = [("note", note) for note in _notes(config, plan)]
     return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
+
+
+def _schedule(train: TrainConfig) -> str:
+    """How the learning rate changes, and how many batches make a step; nothing where neither does."""
+    rise = f", rising over {train.lr_warmup} steps" if train.lr_warmup else ""
+    fall = "" if train.lr_schedule == "constant" else f", {train.lr_schedule} to {train.lr_floor:.0%} of it"
+    batches = f"; gradients of {train.accumulate} batches averaged in each" if train.accumulate > 1 else ""
+    return f"{rise}{fall}{batches}"
 
 
 def _warmup(config: Config) -> str:
@@ -144,7 +157,7 @@ def _critic(config: Config) -> dict[str, str]:
     if config.method.name not in CRITIC_METHODS:
         return {}
     trained = f"LoRA rank {critic.rank or config.model.rank}, {critic.updates} updates per policy step, learning rate "
-    trained += f"{critic.learning_rate or 2 * config.train.learning_rate:g}"
+    trained += f"{critic_rate(config):g}"
     if not critic.pretrain_steps:
         return {"critic": f"{trained}; not pre-trained"}
     more = ", whose tokens are not counted below" if critic.pretrain_from == "rollouts" else ""

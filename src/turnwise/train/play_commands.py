@@ -1,7 +1,7 @@
 """`turnwise eval` and `turnwise sample`: measure a policy, or talk to it.
 
-A policy is named by a run directory (its latest checkpoint), a checkpoint (a directory or a `tinker://` path in the
-store), or a model.
+A policy is named by a run directory (its best checkpoint, unless `--step` names another), a checkpoint (a directory or
+a `tinker://` path in the store), or a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turnwise.judges import attach_judge
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.train.assemble import assemble, make_renderer
-from turnwise.train.checkpoint import checkpoint_directory, find_checkpoint
+from turnwise.train.checkpoint import checkpoint_directory, choose_checkpoint
 from turnwise.train.commands import find_model, make_service, read_config
 from turnwise.train.config import Config, check_backend
 from turnwise.train.config_files import config_from_yaml, override_config
@@ -45,6 +45,22 @@ class Policy:
     checkpoint: str | None
     """None: the base model as it is."""
     step: int
+    why: str = ""
+    """Of a run: which of its checkpoints this is, and why."""
+
+    @property
+    def files(self) -> Path | None:
+        """The checkpoint's directory; None where there is none here."""
+        if self.checkpoint is None:
+            return None
+        if self.checkpoint.startswith(SCHEMES):
+            return checkpoint_directory(self.data_dir or model_store.home(), self.checkpoint)
+        return Path(self.checkpoint).expanduser()
+
+    def say_which(self) -> None:
+        """Tell a person which checkpoint of the run was taken."""
+        if self.why:
+            print(f"checkpoint: {self.why}", file=sys.stderr, flush=True)
 
     def sampler(self, service: AnyService) -> SamplingClient:
         if self.checkpoint is not None:
@@ -52,11 +68,12 @@ class Policy:
         return service.create_sampling_client(base_model=self.config.model.name)
 
 
-def run_eval(target: str, env: str | None, step: int | None, overrides: Sequence[str], *, as_json: bool) -> int:
+def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence[str], *, as_json: bool) -> int:
     """Play held-out tasks with one policy and print what came out."""
     policy = find_policy(target, env, step, overrides)
     if env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
+    policy.say_which()
     config = policy.config
     check_backend(config.generator)
     parts = assemble(config, read_facts(find_model(config)))
@@ -79,10 +96,11 @@ def run_eval(target: str, env: str | None, step: int | None, overrides: Sequence
 
 
 def run_sample(
-    target: str, step: int | None, *, system_text: str | None, temperature: float, max_tokens: int, seed: int | None
+    target: str, step: str | None, *, system_text: str | None, temperature: float, max_tokens: int, seed: int | None
 ) -> int:
     """Chat: line by line from a terminal, or every line of a pipe as one message."""
     policy = find_policy(target, None, step, [])
+    policy.say_which()
     with make_service(policy.config, policy.data_dir) as service:
         sampler = policy.sampler(service)
         renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
@@ -94,7 +112,8 @@ def run_sample(
     return 0
 
 
-def find_policy(target: str, env: str | None, step: int | None, overrides: Sequence[str]) -> Policy:
+def find_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str]) -> Policy:
+    """What a command's target means; `step` is best, last or a number, for run directories only."""
     chosen = [f"env={env}", *overrides] if env is not None else list(overrides)
     path = Path(target).expanduser()
     if is_run(path):
@@ -102,9 +121,10 @@ def find_policy(target: str, env: str | None, step: int | None, overrides: Seque
             config = config_from_yaml(run.config_yaml, str(run.directory))
             if env is not None and env != config.env.name:
                 config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
-            row = find_checkpoint(run, step)
+            found = choose_checkpoint(run, step or "best")
         config = override_config(config, chosen)
-        return Policy(config=config, data_dir=path, checkpoint=row.path, step=row.step)
+        row = found.row
+        return Policy(config=config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why)
     if step is not None:
         raise ConfigError(f"--step is for run directories; {target} is none")
     if target.startswith(SCHEMES):

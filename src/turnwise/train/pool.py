@@ -188,9 +188,21 @@ class Pool:
         return taken
 
     def learned(self) -> None:
-        """The update is done: there is room for others."""
+        """The batch is learned: there is room for others."""
         self._learning = ()
         self.step += 1
+
+    def give_back(self, places: Sequence[Place]) -> None:
+        """Undo a `take` whose update never came, be it learned or not, and the dropping of stale groups before it."""
+        consumed = [place for place in places if place.state is State.CONSUMED]
+        if tuple(self._learning) == tuple(consumed):
+            self._learning = ()
+        else:
+            self.step -= 1
+        self.consumed.remove(consumed)
+        for place in places:
+            place.state = State.DONE
+            self.places[place.deal.number] = place
 
     def counts(self) -> dict[str, int]:
         """How many groups are in each state."""
@@ -228,6 +240,10 @@ class LengthBias:
     def add(self, places: Sequence[Place]) -> None:
         self.num_groups += len(places)
         self.num_tokens += sum(place.stats.num_drawn for place in places)
+
+    def remove(self, places: Sequence[Place]) -> None:
+        self.num_groups -= len(places)
+        self.num_tokens -= sum(place.stats.num_drawn for place in places)
 
     def against(self, others: Sequence[int]) -> float | None:
         num_started, num_drawn = self.num_groups + len(others), self.num_tokens + sum(others)

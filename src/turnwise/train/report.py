@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow, EvaluationRow
+from turnwise.train.checkpoint import best_evaluation
 from turnwise.train.curve import write_curve
 from turnwise.train.intervals import Interval
 from turnwise.trajectory import Message
@@ -18,23 +19,29 @@ LABEL_WIDTH = 14
 def report_lines(run: RunReader, *, title: str, num_dialogues: int) -> list[str]:
     """Everything, from what the run directory holds."""
     evaluations = run.evaluations()
-    lines = [*_before_and_after(evaluations), *_dropped(run), *_not_kept(run)]
+    best = best_evaluation(run)
+    lines = [*_before_and_after(evaluations, best), *_dropped(run), *_not_kept(run)]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
-    lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}")
+    which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
+    lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")
     for row in _chosen(run, evaluations, num_dialogues):
         lines += ["", *dialogue_lines(run, row)]
     return lines
 
 
-def _before_and_after(evaluations: Sequence[EvaluationRow]) -> list[str]:
+def _before_and_after(evaluations: Sequence[EvaluationRow], best: EvaluationRow | None) -> list[str]:
     shown = [row for row in evaluations if row.label in ("start", "warm-up", "end")] or list(evaluations)
+    shown += [best] if best is not None and best not in shown else []
     lines = []
     for row in shown:
         success = Interval(row.success, row.success_low, row.success_high).percent()
         reward = Interval(row.reward, row.reward_low, row.reward_high).number()
-        name = f"{row.label} (step {row.step})" if row.label == "end" else row.label
-        lines.append(f"{name:<{LABEL_WIDTH}}success {success:<24}  reward {reward}")
+        is_best = row is best and row.label == "step"
+        name = "best" if is_best else row.label
+        name = f"{name} (step {row.step})" if name in ("best", "end") else name
+        chosen = f"  chosen out of {len(evaluations)} evaluations on these tasks" if is_best else ""
+        lines.append(f"{name:<{LABEL_WIDTH}}success {success:<24}  reward {reward}{chosen}")
     by_label = {row.label: row for row in shown}
     before, after = by_label.get("warm-up", by_label.get("start")), by_label.get("end")
     if before is not None and after is not None and math.isfinite(after.success - before.success):

@@ -53,6 +53,33 @@ class Batch:
         """The tasks that were played; none where stored data was read."""
         return [] if self.taken is None else [place.deal.task for place in self.taken.places]
 
+    @classmethod
+    def merged(cls, batches: Sequence[Batch]) -> Batch:
+        """The batches of one optimizer step as one."""
+        if len(batches) == 1:
+            return batches[0]
+        played = [batch.played for batch in batches]
+        taken = [batch.taken for batch in batches if batch.taken is not None]
+        return cls(
+            played=RolloutResult(
+                groups=tuple(group for one in played for group in one.groups),
+                dropped=tuple(group for one in played for group in one.dropped),
+                stats=RolloutStats.merged(one.stats for one in played),
+            ),
+            kept=Kept(
+                groups=tuple(group for batch in batches for group in batch.kept.groups),
+                reasons=tuple(reason for batch in batches for reason in batch.kept.reasons),
+            ),
+            items=[item for batch in batches for item in batch.items],
+            taken=Taken(
+                places=[place for one in taken for place in one.places],
+                stale=[place for one in taken for place in one.stale],
+                staleness=[age for one in taken for age in one.staleness],
+            )
+            if taken
+            else None,
+        )
+
 
 class Supply:
     """What the steps of one run learn from, one batch after the other. Nothing is played after `close`."""
@@ -83,8 +110,8 @@ class Supply:
             case PlayGroups():
                 pass
 
-    def open(self, sampler: VersionedSampler, step: int, state: RunState, num_steps: int) -> None:
-        """Begin after `step` steps, with what the run had in its pool then."""
+    def open(self, sampler: VersionedSampler, num_done: int, state: RunState, num_batches: int) -> None:
+        """Begin after `num_done` batches, with what the run had in its pool then."""
         if not self.is_played:
             return
         train = self._parts.config.train
@@ -94,7 +121,7 @@ class Supply:
             max_batch=train.tasks_per_step,
             max_staleness=train.max_staleness,
             max_wait=train.max_wait or None,
-            step=step,
+            step=num_done,
             num_dealt=state.num_dealt,
         )
         pool.consumed = LengthBias(state.num_consumed_groups, state.num_consumed_tokens)
@@ -104,12 +131,12 @@ class Supply:
             self._quarantine.restore(state.quarantine)
         arguments = (self._parts, self._renderer, pool, self._quarantine, sampler, self._watchdog)
         self.stream = Stream(*arguments)
-        self.stream.begin(num_steps)
+        self.stream.begin(num_batches)
 
-    async def batch(self, step: int) -> Batch:
-        """Wait for, or read, what the step of that number, from 0, learns from."""
+    async def batch(self, number: int) -> Batch:
+        """Wait for, or read, the batch of that number, from 0."""
         if self.stream is None:
-            items = self._read().batch(step)
+            items = self._read().batch(number)
             return Batch(played=NOTHING_PLAYED, kept=Kept(groups=(), reasons=()), items=items)
         parts, taken = self._parts, await self.stream.take()
         played = taken.result()
@@ -122,11 +149,17 @@ class Supply:
         if self.stream is not None:
             self.stream.publish(sampler)
 
-    def learned(self, sampler: VersionedSampler, num_steps: int) -> None:
-        """A step is done: these are the newest weights, and there is room for other groups."""
-        self.publish(sampler)
+    def learned(self, num_batches: int) -> None:
+        """A batch was learned from; there is room for other groups until the run has had `num_batches`."""
         if self.stream is not None:
-            self.stream.learned(num_steps)
+            self.stream.learned(num_batches)
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Batches whose optimizer step never came: they wait in the pool again, for a run that goes on."""
+        if self.stream is not None:
+            for batch in reversed(batches):
+                assert batch.taken is not None, "what a stream gave was taken from its pool"
+                self.stream.pool.give_back([*batch.taken.places, *batch.taken.stale])
 
     async def close(self) -> None:
         if self.stream is not None:

@@ -67,7 +67,7 @@ class Stream:
         self._watchdog = watchdog
         self._room = asyncio.Semaphore(parts.rollout.max_concurrency)
         self._playing: dict[asyncio.Task[None], Place] = {}
-        self._num_steps = 0
+        self._num_batches = 0
 
     async def __aenter__(self) -> Stream:
         return self
@@ -77,24 +77,24 @@ class Stream:
     ) -> None:
         await self.close()
 
-    def begin(self, num_steps: int) -> None:
-        """The run ends after `num_steps` updates; start what may be played ahead."""
-        self._num_steps = num_steps
+    def begin(self, num_batches: int) -> None:
+        """The run ends after `num_batches`; start what may be played ahead."""
+        self._num_batches = num_batches
         if self._parts.config.train.max_staleness:  # else evaluations have the sampler for themselves
             self._start()
 
     def _start(self) -> None:
-        for place in [*self._waiting(), *self.pool.admit(self._num_steps)]:
+        for place in [*self._waiting(), *self.pool.admit(self._num_batches)]:
             self._playing[asyncio.create_task(self._play(place))] = place
 
     def publish(self, sampler: VersionedSampler) -> None:
         """From now on these are the newest weights."""
         self._newest.publish(sampler)
 
-    def learned(self, num_steps: int) -> None:
-        """The update that took the last batch is done; others start in the room that it left."""
+    def learned(self, num_batches: int) -> None:
+        """The last batch was learned from; other groups start in the room that it left."""
         self.pool.learned()
-        self.begin(num_steps)
+        self.begin(num_batches)
 
     async def take(self) -> Taken:
         """Wait until enough groups are done for an update, and take them out of the pool.

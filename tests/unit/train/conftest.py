@@ -14,7 +14,7 @@ from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
+from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_rollout
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.config import Config
 from turnwise.train.config_files import config_to_yaml
@@ -92,7 +92,6 @@ class Rig:
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
             method=make_method(config, limits),
-            optim=make_optim(config, config.train.learning_rate),
         )
 
     def run(self) -> RunReader:

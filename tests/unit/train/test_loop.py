@@ -11,6 +11,7 @@ from turnwise.runlog.schema import CheckpointRow
 from turnwise.train.checkpoint import NOTHING_DONE
 from turnwise.train.interrupt import Interrupted
 from turnwise.train.progress import NothingToLearnError
+from turnwise.train.run_state import read_state
 from unit.train.conftest import MakeRig
 
 PUBLISH = "save_weights_and_get_sampling_client"
@@ -161,3 +162,44 @@ async def test_a_resumed_run_plays_the_tasks_and_seeds_that_were_next(make_rig: 
     resumed = [whole.run().attempt(row.id).trajectory for row in whole.run().attempts(phase="train")]
     assert [(t.task_id, t.attempt, t.seed) for t in resumed] == [(t.task_id, t.attempt, t.seed) for t in expected]
     assert [(row.label, row.step) for row in whole.run().evaluations()] == [("end", 4)]
+
+
+async def test_accumulated_batches_make_one_step_with_the_mean_of_their_gradients(make_rig: MakeRig) -> None:
+    rig = make_rig({"train": {"steps": 2, "accumulate": 3}, "eval": {"tasks": 0}})
+    await rig.loop().run(NOTHING_DONE, set())
+    calls = [name for name in rig.methods_called() if name in ("forward_backward", "optim_step", PUBLISH)]
+    one_step = [*["forward_backward"] * 3, "optim_step", PUBLISH]
+    assert calls == [PUBLISH, *one_step, *one_step]
+    for call in (call for call in rig.trainer.calls if call.method == "forward_backward"):
+        weights = [w for datum in call.arguments["data"] for w in datum.loss_fn_inputs["weights"].tolist()]
+        assert sum(weights) == pytest.approx(1 / 3), "each batch is normalised by itself, and a third of the step"
+    run = rig.run()
+    assert dict(run.metric("rollout/attempts")) == {1: 72.0, 2: 72.0}
+    tasks = [row.task_id for row in run.attempts(phase="train")]
+    assert len(set(tasks)) == 6, "six batches of two tasks deal each of the six tasks twice"
+
+
+async def test_a_step_that_is_interrupted_between_its_batches_is_played_once_in_all(make_rig: MakeRig) -> None:
+    sections = {"train": {"steps": 2, "accumulate": 3}, "eval": {"tasks": 0}}
+    whole = make_rig(sections)
+    await whole.loop().run(NOTHING_DONE, set())
+    expected = [whole.run().attempt(row.id).trajectory for row in whole.run().attempts(phase="train")]
+    rig = make_rig(sections)
+    rig.directory = whole.directory.with_name("broken")
+    running = asyncio.create_task(rig.loop().run(NOTHING_DONE, set()))
+    while rig.methods_called().count("forward_backward") < 2:
+        await asyncio.sleep(0)
+    rig.interrupt.ask()
+    with pytest.raises(Interrupted):
+        await running
+    assert "optim_step" not in rig.methods_called()
+    run = rig.run()
+    (done,) = run.checkpoints()
+    state = read_state(done, run.pool(done.step), tasks_per_step=2)
+    num_finished = sum(row.outcome is not None for row in state.pool)
+    assert (done.step, num_finished) == (0, 4), "the groups of two whole batches wait in the pool"
+    again = make_rig(sections)
+    again.directory = whole.directory.with_name("resumed")
+    await again.loop().run(done, set(), state=state)
+    resumed = [again.run().attempt(row.id).trajectory for row in again.run().attempts(phase="train")]
+    assert [(t.task_id, t.attempt, t.seed) for t in resumed] == [(t.task_id, t.attempt, t.seed) for t in expected]

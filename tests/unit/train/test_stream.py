@@ -98,7 +98,8 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
     world.gates[second].set()
     batch = await supply.batch(0)
     assert [task.id for task in batch.tasks] == [second], "the first to be done, not the first in line"
-    supply.learned(VersionedSampler(sampler.client, 1), 5)
+    supply.publish(VersionedSampler(sampler.client, 1))
+    supply.learned(5)
     world.gates[first].set()
     batch = await supply.batch(1)
     assert [task.id for task in batch.tasks] == [first]
@@ -141,7 +142,8 @@ async def test_a_group_that_waited_long_enough_is_waited_for(make_supply: Any) -
         await _until(lambda gate=gate: world.num_first_turns == 2 * (3 + gate))
         world.gates[list(world.gates)[1 + gate]].set()
         await supply.batch(gate)
-        supply.learned(VersionedSampler(sampler.client, gate + 1), 5)
+        supply.publish(VersionedSampler(sampler.client, gate + 1))
+        supply.learned(5)
     slow, *_, newest = world.gates
     world.gates[newest].set()
     await _until(lambda: supply.stream.pool.counts()["done"] >= 1)
