@@ -23,6 +23,7 @@ import numpy as np
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.train.commands import num_drawn_tokens
+from turnwise.train.critic import NUM_PARTS
 from turnwise.train.intervals import Interval, mean_interval
 
 LEVEL = 0.05
@@ -53,6 +54,8 @@ class Result:
     """Of the steps, evaluations not counted."""
     curve: tuple[tuple[int, int, float], ...]
     """(sampled tokens, trained tokens, held-out success) at every evaluation."""
+    critic: tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...] = ()
+    """(step, error, explained variance) by fifth of held-out attempts at every evaluation; empty without a critic."""
 
 
 def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 0) -> Result:
@@ -100,7 +103,19 @@ def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 
             trained_tokens=num_trained(end.step),
             duration_s=sum(value for _, value in run.metric("time/step_s")),
             curve=tuple(curve),
+            critic=_read_critic(run),
         )
+
+
+def _read_critic(run: RunReader) -> tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...]:
+    errors, explained = (
+        [dict(run.metric(f"eval/critic_{name}_{part}")) for part in range(1, NUM_PARTS + 1)]
+        for name in ("error", "explained_variance")
+    )
+    return tuple(
+        (step, tuple(part[step] for part in errors), tuple(part.get(step, math.nan) for part in explained))
+        for step in sorted(errors[0])
+    )
 
 
 def area_under(curve: Sequence[tuple[int, int, float]], tokens: int) -> float:

@@ -79,7 +79,8 @@ class Nursery:
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
         self._ended = SimpleQueue[dict[str, Any] | None]()
-        threading.Thread(target=self._listen, name="turnwise-compare", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="turnwise-compare", daemon=True)
+        self._listener.start()
 
     def start(self, job: Job, order: Order) -> None:
         told = {"config": order.config, "resume": order.resume, "log": job.log}
@@ -109,6 +110,7 @@ class Nursery:
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # runs that go on are told to stop, and waited for
         self._process.wait()
+        self._listener.join()
 
     def _tell(self, order: dict[str, Any]) -> None:
         """A nursery that died is told by `ended`, with its exit code."""
@@ -119,8 +121,9 @@ class Nursery:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._ended.put(json.loads(line))
+        with self._process.stdout:
+            for line in self._process.stdout:
+                self._ended.put(json.loads(line))
         self._ended.put(None)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from turnwise.train.compare_request import Request
 from turnwise.train.compare_results import Difference, Result, Summary, summarize
@@ -69,9 +72,36 @@ def markdown(results: Sequence[Result], request: Request, command: str) -> str:
             *lines,
             "",
             f"{text[0].upper()}{text[1:]}. {len(results)} of {_num_runs(request)} runs.",
+            *critic_markdown(results),
             "",
         ]
     )
+
+
+def critic_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """What critics foresee of held-out attempts, before the policy's first step and at the end: means over seeds."""
+    rows: list[tuple[str, ...]] = []
+    for world, label in dict.fromkeys((result.world, result.label) for result in results if result.critic):
+        own = [result.critic for result in results if (result.world, result.label) == (world, label)]
+        for when, at in (("first", 0), ("last", -1)):
+            errors = np.array([critic[at][1] for critic in own])
+            explained = np.array([critic[at][2] for critic in own])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # a part that no seed could measure is nan
+                means = zip(np.nanmean(errors, axis=0), np.nanmean(explained, axis=0), strict=True)
+                cells = [f"{error:.3f} ({share:+.0%})" for error, share in means]
+            rows.append((world, label, when, *cells))
+    return rows
+
+
+def critic_markdown(results: Sequence[Result]) -> list[str]:
+    rows = critic_rows(results)
+    if not rows:
+        return []
+    header = ("World", "Method", "Evaluation", *(f"Fifth {part}" for part in range(1, len(rows[0]) - 2)))
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)]
+    text = "The critic on held-out attempts, by fifth of the attempt: root mean square error (explained variance)."
+    return ["", text, "", *lines]
 
 
 def _num_runs(request: Request) -> int:

@@ -89,6 +89,27 @@ async def test_demonstrations_earn_exactly_one_point(num_rooms: int) -> None:
         assert steps[-1].is_success
 
 
+async def test_the_exit_alone_can_pay() -> None:
+    world = KeyDoor(num_rooms=3, pays="exit")
+    (task,), (dialogue,) = world.tasks("train", 1, 0), world.demonstrations(1, 0)
+    steps = await play(world.make_env(task, 0), *[one.content for one in dialogue if one.role == "assistant"])
+    assert [sum(step.reward_parts.values()) for step in steps] == [0] * 5 + [1]
+
+
+async def test_a_demonstration_without_skill_takes_wrong_keys_and_goes_on() -> None:
+    worlds = {skill: KeyDoor(num_rooms=4, spare_turns=20, demonstration_skill=skill) for skill in (0.0, 0.7, 1.0)}
+    lengths: dict[float, float] = {}
+    for skill, world in worlds.items():
+        dialogues = world.demonstrations(40, 0)
+        replies = [[one.content for one in dialogue if one.role == "assistant"] for dialogue in dialogues]
+        lengths[skill] = sum(map(len, replies)) / len(replies)
+        assert any("does not fit" in one.content for dialogue in dialogues for one in dialogue) == (skill < 1)
+        for task, said_in in zip(world.tasks("train", 40, 0), replies, strict=True):
+            steps = await play(world.make_env(task, 0), *said_in)
+            assert len(said_in) == world.max_turns or steps[-1].is_success
+    assert lengths[0.0] > lengths[0.7] > lengths[1.0] == 8
+
+
 async def test_states_that_look_alike_but_are_not_have_different_keys() -> None:
     empty_handed, holding = make_env(), make_env()
     await play(empty_handed, "open")
