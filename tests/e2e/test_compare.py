@@ -40,6 +40,9 @@ def test_every_method_samples_the_same_tokens_and_starts_from_one_warm_up(
     assert pretrained["curve"][0][0] == 0 < pretrained["curve"][1][0], "a critic's tokens come before the first step's"
     assert pretrained["curve"][0][2] == pretrained["curve"][1][2]
     assert pretrained["sampled_tokens"] >= budget
+    assert [step for step, _, _ in pretrained["critic"]] == [0, *range(1, pretrained["steps"] + 1)]
+    assert all(len(errors) == 5 and min(errors) > 0 for _, errors, _ in pretrained["critic"])
+    assert results["grpo"]["critic"] == []
 
     databases = sorted(out.glob("*/*/run.db"))
     assert len(databases) == 5, "four runs and their warm-up"

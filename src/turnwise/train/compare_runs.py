@@ -27,6 +27,8 @@ from turnwise.errors import TurnwiseError
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+NO_CUDA_AT_IMPORT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""A library that asks torch for a GPU while it is loaded would start CUDA, and no fork survives that."""
 POLL_S = 1.0
 EXIT_INTERRUPTED = 130
 
@@ -68,7 +70,7 @@ class Nursery:
 
     def __init__(self, *, jobs: int) -> None:
         threads = max(1, num_cores() // jobs)
-        environment = {**os.environ, GPU_SHARE_VARIABLE: str(1 / jobs)}
+        environment = {**os.environ, GPU_SHARE_VARIABLE: str(1 / jobs), **NO_CUDA_AT_IMPORT}
         environment.setdefault(THREADS_VARIABLE, str(threads))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "turnwise.train.compare_worker"],
