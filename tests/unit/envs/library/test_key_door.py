@@ -96,6 +96,25 @@ async def test_the_exit_alone_can_pay() -> None:
     assert [sum(step.reward_parts.values()) for step in steps] == [0] * 5 + [1]
 
 
+async def test_without_second_chances_a_wrong_key_costs_its_room_and_nothing_else() -> None:
+    world = KeyDoor(num_rooms=3, num_keys=2, spare_turns=0, second_chances=False)
+    (task,) = world.tasks("train", 1, 0)
+    rooms = task.data["rooms"]
+    right = [room["door"] for room in rooms]
+    wrong = [next(key for key in room["keys"] if key != room["door"]) for room in rooms]
+    steps = await play(world.make_env(task, 0), *[f"take {wrong[0]}", "open", f"take {right[1]}", "open"])
+    assert said(steps)[1].startswith(f"The {wrong[0]} key does not fit. You take the window. Room 2 of 3.")
+    assert [sum(step.reward_parts.values()) for step in steps] == pytest.approx([0, 0, 1 / 6, 1 / 6])
+    for first, is_success in ((right[0], True), (wrong[0], False)):
+        replies = [reply for key in (first, *right[1:]) for reply in (f"take {key}", "open")]
+        steps = await play(world.make_env(task, 0), *replies)
+        assert steps[-1].terminated
+        assert steps[-1].is_success is is_success
+        assert sum(sum(step.reward_parts.values()) for step in steps) == pytest.approx(1.0 if is_success else 2 / 3)
+    with pytest.raises(ConfigError, match="pays=exit is for doors that must be opened"):
+        KeyDoor(pays="exit", second_chances=False)
+
+
 async def test_a_demonstration_without_skill_takes_wrong_keys_and_goes_on() -> None:
     worlds = {skill: KeyDoor(num_rooms=4, spare_turns=20, demonstration_skill=skill) for skill in (0.0, 0.7, 1.0)}
     lengths: dict[float, float] = {}
