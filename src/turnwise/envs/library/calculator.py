@@ -93,6 +93,8 @@ class Calculator:
     max_turns: int = 3
     format_reward: float = 0.1
     """For the first call that works."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration calls with the problem instead of any other; what it is told it says in any case."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_digits <= 9:
@@ -101,6 +103,8 @@ class Calculator:
             raise ConfigError(f"operators={self.operators!r}; expected some of {_SIGNS}")
         if self.max_turns < 2:
             raise ConfigError(f"max_turns={self.max_turns}; expected at least 2: one to call, one to answer")
+        if not 0 <= self.demonstration_skill <= 1:
+            raise ConfigError(f"demonstration_skill={self.demonstration_skill}; expected 0 to 1")
 
     @property
     def max_tokens(self) -> int:
@@ -113,11 +117,19 @@ class Calculator:
         return CalculatorEnv(self, task.data["expression"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        return play_demonstrations(self, lambda task: self._player(task.data["expression"]), count, seed)
+        def player(task: Task) -> Player:
+            rng = random_for("demo", seed, task.id)
+            is_skilled = rng.random() < self.demonstration_skill
+            return self._player(task.data["expression"] if is_skilled else self._draw_expression(rng))
+
+        return play_demonstrations(self, player, count, seed)
+
+    def _draw_expression(self, rng: random.Random) -> str:
+        left, right = (rng.randrange(10 ** rng.randint(1, self.max_digits)) for _ in range(2))
+        return f"{left} {rng.choice(self.operators)} {right}"
 
     def _draw_task(self, rng: random.Random) -> Task:
-        left, right = (rng.randrange(10 ** rng.randint(1, self.max_digits)) for _ in range(2))
-        expression = f"{left} {rng.choice(self.operators)} {right}"
+        expression = self._draw_expression(rng)
         return Task(id=f"calc-{expression.replace(' ', '')}", data={"expression": expression})
 
     def _player(self, expression: str) -> Player:
