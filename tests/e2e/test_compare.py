@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def test_every_method_samples_the_same_tokens_and_starts_from_one_warm_up(
     before = {file: file.stat().st_mtime_ns for file in databases}
     assert main(command) == 0, "what is done is not done again"
     assert {file: file.stat().st_mtime_ns for file in databases} == before
+    for file in databases:
+        shutil.rmtree(file.parent)
+    (out / "compare.md").unlink()
+    assert main(command) == 0, "what a run came to is kept beside it"
+    assert not list(out.glob("*/*/run.db"))
+    assert {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]} == results
     assert main([*command, "train.learning_rate=0.01"]) == 2
     assert "choose another --out" in capsys.readouterr().err
 
@@ -91,7 +98,7 @@ def test_a_grid_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> None
         assert process.poll() is None, (tmp_path / "said").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 130, (tmp_path / "said").read_text()
     places = sorted(place for place in out.glob("*/*-seed0") if place.is_dir())
     done = {place: _num_steps(place) for place in places}

@@ -9,7 +9,8 @@ Runs of one seed start from the same weights and meet the same tasks. Their warm
 per world and seed, and every method goes on from there.
 
 Every run is a run directory of its own, made by the same code as `turnwise train`; a run that fails leaves the others
-alone, and the same command goes on where it was broken off.
+alone, and the same command goes on where it was broken off. What a finished run came to is in a small file beside it:
+where that is there, the run is done, on another machine and without its directory too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,15 +29,15 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.commands import EXIT_INTERRUPTED, find_model, num_drawn_tokens
+from turnwise.train.commands import EXIT_INTERRUPTED, find_model
 from turnwise.train.compare_figure import Curve, comparison_svg
 from turnwise.train.compare_request import Request, Variant, World, bounded, parse_request, samples
-from turnwise.train.compare_results import Result, read_result
+from turnwise.train.compare_results import Result, read_result, stored_result, write_result
 from turnwise.train.compare_runs import Job, Order, run_jobs
 from turnwise.train.compare_table import markdown, table_lines, to_json
 from turnwise.train.compare_view import GridView
 from turnwise.train.config import Config, RewardConfig
-from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml
+from turnwise.train.config_files import Tree, config_from_yaml, config_to_tree, config_to_yaml
 from turnwise.train.critic_config import CriticConfig
 from turnwise.train.status import LOCK_FILE, STATUS_FILE
 
@@ -58,7 +62,7 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
         f"seeds, {request.jobs} at once, in {request.directory}",
         flush=True,
     )
-    with GridView(grid.jobs, grid.places()) as view:
+    with GridView(grid.jobs, grid.places()) as view, _ended_like_ctrl_c():
         is_whole = run_jobs(grid.jobs, at_once=request.jobs, progress=view)
     results, failures = grid.results(), grid.failures()
     if results:
@@ -75,6 +79,23 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     return EXIT_FAILED if failures else 0
 
 
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """A command that is told to end, by `timeout` say, saves its runs and tells what it has."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """One cell of the grid."""
@@ -88,6 +109,11 @@ class Run:
     warmup_key: str
     """Runs of one key, world and seed have the same warm-up."""
     job: Job | None = None
+
+    @property
+    def result_file(self) -> Path:
+        """What it came to; with it the run's directory is not needed any more."""
+        return self.place.with_name(f"{self.place.name}.json")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,13 +158,12 @@ class Grid:
 
     def results(self) -> list[Result]:
         """Of the runs that came to their end, in the order of worlds, methods and seeds."""
-        found = {
-            (run.world.label, run.variant.label, run.seed): read_result(
-                *(run.world.label, run.variant.label, run.seed, run.place), bound=self._bound(run)
-            )
-            for run in self.runs
-            if is_run(run.place) and _is_finished(run.place)
-        }
+        found: dict[tuple[str, str, int], Result] = {}
+        for run in self.runs:
+            self._store(run)
+            stored = stored_result(run.result_file)
+            if stored is not None:
+                found[run.world.label, run.variant.label, run.seed] = stored[0]
         return [
             found[key]
             for world in self.request.worlds
@@ -164,6 +189,7 @@ class Grid:
             name=name,
             log=run.place.with_name(f"{run.place.name}.log"),
             prepare=lambda: self._prepare(run, None if shared is None else self.warmups[shared.name]),
+            finish=lambda: self._store(run),
             needs=tuple(job for job in (shared, waits) if job is not None),
         )
         self.jobs.append(run.job)
@@ -181,7 +207,11 @@ class Grid:
         if known is not None:
             return known
         config = _only_warmup(alike[0].config)
-        job = Job(name=name, log=place.with_name(f"{place.name}.log"), prepare=lambda: _prepare_warmup(config, place))
+
+        def prepare() -> Order | None:
+            return None if all(one.result_file.is_file() for one in alike) else _prepare_warmup(config, place)
+
+        job = Job(name=name, log=place.with_name(f"{place.name}.log"), prepare=prepare)
         self.warmups[name] = place
         self.jobs.append(job)
         return job
@@ -193,16 +223,28 @@ class Grid:
             return 0
         if pilot is None:
             return run.world.tokens or run.config.train.max_sampled_tokens
-        if not is_run(pilot.place):
-            return 0
-        with RunReader(pilot.place) as reader:
-            return num_drawn_tokens(reader, max(row.step for row in reader.evaluations()))
+        stored = stored_result(pilot.result_file)
+        return 0 if stored is None else stored[0].sampled_tokens
+
+    def _store(self, run: Run) -> None:
+        """Write down what a run came to, once it came to its end."""
+        if run.result_file.is_file() or not is_run(run.place) or not _is_finished(run.place):
+            return
+        with RunReader(run.place) as reader:
+            config = config_to_tree(config_from_yaml(reader.config_yaml, str(run.place)))
+        names = (run.world.label, run.variant.label, run.seed)
+        write_result(run.result_file, read_result(*names, run.place, bound=self._bound(run)), config)
 
     def _prepare(self, run: Run, warmed: Path | None) -> Order | None:
         config = _at(bounded(run.config, self._bound(run)), run.place)
+        self._store(run)
+        stored = stored_result(run.result_file)
+        if stored is not None:
+            _check_same(run.result_file, stored[1], config)
+            return None
         if is_run(run.place):
-            _check_same(run.place, config)
-            return None if _is_finished(run.place) else Order(resume=run.place)
+            _check_same_run(run.place, config)
+            return Order(resume=run.place)
         if warmed is None:
             return Order(config=_config_file(config, run.place))
         _copy_run(warmed, run.place, config)
@@ -235,7 +277,7 @@ def _prepare_warmup(config: Config, place: Path) -> Order | None:
     config = _at(config, place)
     if not is_run(place):
         return Order(config=_config_file(config, place))
-    _check_same(place, config)
+    _check_same_run(place, config)
     with RunReader(place) as run:
         is_done = any(row.label == "warm-up" for row in run.evaluations()) and any(
             row.warmup_steps == config.warmup.steps for row in run.checkpoints()
@@ -267,10 +309,13 @@ def _config_file(config: Config, place: Path) -> Path:
     return file
 
 
-def _check_same(place: Path, wanted: Config) -> None:
-    """A run of another comparison in the same place would be taken for this one's."""
+def _check_same_run(place: Path, wanted: Config) -> None:
     with RunReader(place) as run:
-        stored = config_to_tree(config_from_yaml(run.config_yaml, str(place)))
+        _check_same(place, config_to_tree(config_from_yaml(run.config_yaml, str(place))), wanted)
+
+
+def _check_same(place: Path, stored: Tree, wanted: Config) -> None:
+    """A run of another comparison in the same place would be taken for this one's."""
     tree = config_to_tree(wanted)
     for section in stored.keys() - {"run"}:
         for key, value in stored[section].items():

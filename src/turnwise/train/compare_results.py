@@ -13,9 +13,10 @@ correction says which of them would be so if the methods were all alike.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.train.commands import num_drawn_tokens
+from turnwise.train.config_files import Tree
 from turnwise.train.critic import NUM_PARTS
 from turnwise.train.intervals import Interval, mean_interval
 
@@ -56,6 +58,24 @@ class Result:
     """(sampled tokens, trained tokens, held-out success) at every evaluation."""
     critic: tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...] = ()
     """(step, error, explained variance) by fifth of held-out attempts at every evaluation; empty without a critic."""
+
+
+def write_result(file: Path, result: Result, config: Tree) -> None:
+    """All that a comparison needs of a run, in a small file beside it: complete or not at all."""
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text(json.dumps({"config": config, "result": asdict(result)}) + "\n", encoding="utf-8")
+    unfinished.replace(file)
+
+
+def stored_result(file: Path) -> tuple[Result, Tree] | None:
+    """What `write_result` wrote: the result and the run's config; None where there is no such file."""
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    fields = content["result"]
+    curve = tuple((sampled, trained, success) for sampled, trained, success in fields["curve"])
+    critic = tuple((step, tuple(errors), tuple(explained)) for step, errors, explained in fields["critic"])
+    return Result(**{**fields, "curve": curve, "critic": critic}), content["config"]
 
 
 def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 0) -> Result:

@@ -49,6 +49,8 @@ class Job:
     log: Path
     prepare: Callable[[], Order | None]
     """Called when its turn has come; None: it is done already."""
+    finish: Callable[[], None] | None = None
+    """Called when the run came to its end."""
     needs: tuple[Job, ...] = ()
     """Jobs that have to be done before."""
     state: State = "waiting"
@@ -180,6 +182,8 @@ def _take(jobs: Sequence[Job], ended: tuple[str, int] | None, progress: Progress
     job.state = {0: "done", EXIT_INTERRUPTED: "stopped"}.get(code, "failed")  # pyright: ignore[reportAttributeAccessIssue]
     if job.state == "failed":
         job.why = f"exit code {code}: {last_line(job.log)}"
+    if job.state == "done" and job.finish is not None:
+        job.finish()
     progress.changed(job)
 
 
