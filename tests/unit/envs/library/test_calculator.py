@@ -187,3 +187,12 @@ async def test_a_demonstration_without_skill_calls_with_any_problem_and_says_wha
         assert all(dialogue[-1].content == f"Answer: {dialogue[-2].content}" for dialogue in dialogues)
     with pytest.raises(ConfigError, match="demonstration_skill=2; expected 0 to 1"):
         Calculator(demonstration_skill=2)
+
+
+async def test_a_wrong_answer_costs_what_the_world_says() -> None:
+    for penalty in (0.0, 0.5, 2.0):
+        world = Calculator(wrong_penalty=penalty)
+        (task,) = world.tasks("train", 1, 0)
+        step = await world.make_env(task, 0).step(assistant("Answer: 123456789"))
+        assert step.reward_parts["outcome"] == -penalty
+        assert (step.terminated, step.is_success) == (True, False)
