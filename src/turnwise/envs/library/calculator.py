@@ -6,9 +6,9 @@
     tool       408                                                      format +0.1 (the first call that works)
     assistant  Answer: 408                                              outcome +1.0, terminated, a success
 
-A wrong answer costs `wrong_penalty` and ends the attempt. A right answer without a call that worked is worth 0 and is no success:
-the task is to use the tool. Three turns without an answer end it with 0. A reply with a call is a call, whatever else
-it says, so a result cannot be made up in the same breath; a reply with neither is flagged as unparsable.
+A wrong answer costs `wrong_penalty` and ends the attempt. A right answer without a call that worked is worth 0 and is
+no success: the task is to use the tool. Three turns without an answer end it with 0. A reply with a call is a call,
+whatever else it says, so a result cannot be made up in the same breath; a reply with neither is flagged as unparsable.
 
 `protocol="line"` reads `calc(12*34)`, which a small model learns quickly; `protocol="tool_call"` reads
 `<tool_call>{"name": "calc", "arguments": {"expression": "12*34"}}</tool_call>`. One problem in five is held out.
