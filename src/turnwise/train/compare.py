@@ -64,7 +64,7 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     )
     with GridView(grid.jobs, grid.places()) as view, _ended_like_ctrl_c():
         is_whole = run_jobs(grid.jobs, at_once=request.jobs, progress=view)
-    results, failures = grid.results(), grid.failures()
+    results, failures = grid.results(), grid.failures(is_whole=is_whole)
     if results:
         _write(request, results, failures, "turnwise compare " + shlex.join(arguments))
         print("\n".join(["", *table_lines(results)]))
@@ -172,12 +172,10 @@ class Grid:
             if (key := (world.label, variant.label, seed)) in found
         ]
 
-    def failures(self) -> list[str]:
-        return [
-            f"{job.name}: {job.why or 'stopped'} (log: {job.log})"
-            for job in self.jobs
-            if job.state in ("failed", "stopped")
-        ]
+    def failures(self, *, is_whole: bool) -> list[str]:
+        """Runs that did not come to their end; of a grid that was broken off, those that nobody stopped."""
+        bad = ("failed", "stopped") if is_whole else ("failed",)
+        return [f"{job.name}: {job.why or job.state} (log: {job.log})" for job in self.jobs if job.state in bad]
 
     def _add(self, run: Run) -> None:
         """Its job, after that of its warm-up."""
