@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.train.commands import read_config
-from turnwise.train.compare import parse_request
+from turnwise.train.compare_request import parse_request
 from turnwise.train.config_files import option_paths
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
@@ -62,7 +61,7 @@ def test_the_page_of_a_method_has_its_curve_and_a_command_that_is_taken(name: st
     for curve, command in zip(curves, commands, strict=True):
         request = parse_request(shlex.split(command.replace("\\\n", " ")))
         for variant in request.variants:
-            read_config(request.env, [f"method={variant.method}", *request.overrides, *variant.overrides])
+            request.config(request.worlds[0], variant, 0)
             assert f">{variant.label}<" in curve, "the figure is of the methods that the command names"
             compared.add(variant.method)
     assert name in compared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -55,30 +54,6 @@ def test_every_method_learns_for_two_steps(name: str, tmp_path: Path) -> None:
         assert all(value > 0 for value in trained)
         if name not in READING_METHODS:
             assert all(value > 0 for _, value in run.metric("rollout/tokens_drawn"))
-
-
-@pytest.mark.usefixtures("tiny_dir")
-def test_a_comparison_gives_every_method_the_same_sampled_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "compare"
-    small = [*SMALL, "eval.every=1"]
-    command = ["compare", "methods=sft,grpo,la_grpo", f"env={WORLD}", "seeds=1", *small, f"--out={out}"]
-    assert main(command) == 0
-    results = {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]}
-    budget = results["grpo"]["sampled_tokens"]
-    assert results["grpo"]["steps"] == 2
-    assert budget <= results["la_grpo"]["sampled_tokens"] < 2 * budget
-    assert results["la_grpo"]["trained_tokens"] < results["grpo"]["trained_tokens"] == budget
-    assert (results["sft"]["sampled_tokens"], results["sft"]["steps"]) == (0, 2), "it reads, and ends by its steps"
-    assert (out / "compare.svg").read_text().startswith("<svg")
-    table = capsys.readouterr().out
-    assert "held-out success" in table
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")}
-    assert main(command) == 0, "what is done is not done again"
-    assert {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")} == before
-    assert main([*command, "train.learning_rate=0.01"]) == 2
-    assert "choose another --out" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny_dir")

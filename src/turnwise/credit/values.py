@@ -207,6 +207,36 @@ def explained_variance(returns: Sequence[float] | FloatArray, values: Sequence[f
     return 1.0 - float((returns_N - values_N).var()) / spread if spread > 1e-12 else math.nan
 
 
+def error_by_position(
+    returns: Sequence[Sequence[FloatArray]], values: Sequence[Sequence[FloatArray]], *, num_parts: int
+) -> list[tuple[float, float]]:
+    """(root mean square error, explained variance) in each part of the attempts, first to last; nan where a part has no
+    token. The token at place t of n belongs to part t * num_parts // n: what is left to happen is less in later parts,
+    so a critic that knows its states errs less there.
+
+    Args:
+        returns: [S] per turn of each attempt.
+        values: the same of what the critic said.
+
+    >>> won, lost = [np.ones(2)], [np.zeros(2)]
+    >>> error_by_position([won, lost], [[np.array([0.5, 1.0])], [np.array([0.5, 0.0])]], num_parts=2)
+    [(0.5, 0.0), (0.0, 1.0)]
+    """
+    came: list[list[float]] = [[] for _ in range(num_parts)]
+    said: list[list[float]] = [[] for _ in range(num_parts)]
+    for returns_of, values_of in zip(returns, values, strict=True):
+        pairs = list(zip(concatenated(returns_of), concatenated(values_of), strict=True))
+        for place, (due, known) in enumerate(pairs):
+            part = place * num_parts // len(pairs)
+            came[part].append(due)
+            said[part].append(known)
+    found: list[tuple[float, float]] = []
+    for due, known in zip(came, said, strict=True):
+        error = math.sqrt(float(np.mean((np.array(due) - np.array(known)) ** 2))) if due else math.nan
+        found.append((error, explained_variance(due, known)))
+    return found
+
+
 def concatenated(turns: Sequence[FloatArray], *, first_only: bool = False) -> Iterator[float]:
     """The numbers of all turns, or of the first token of each."""
     for numbers_S in turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GPU_SHARE_VARIABLE = "TURNWISE_GPU_SHARE"
+"""Share of a GPU that belongs to this process, where several that know of each other use one side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,5 +56,25 @@ def find_place(config: EngineConfig) -> Place:
 
     device, dtype = choose_device(config)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    if device.type == "cuda":
+        free, total = own_share(free, total, torch.cuda.memory_reserved(device))
     name = str(dtype).removeprefix("torch.")
     return Place(device=device.type, dtype=name, free_bytes=free, total_bytes=total)
+
+
+def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, int]:
+    """What is free, and what there is, of this process's share of the GPU.
+
+    Others take theirs while this one starts, so what is free now says little: it may take its share less what it holds.
+    """
+    text = os.environ.get(GPU_SHARE_VARIABLE, "1")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{GPU_SHARE_VARIABLE}={text}; expected a share of the GPU, above 0 and up to 1")
+    if share == 1:
+        return free_bytes, total_bytes
+    total = int(total_bytes * share)
+    return max(0, min(free_bytes, total - own_bytes)), total

@@ -149,12 +149,21 @@ def _run_steering(options: argparse.Namespace) -> int:
 
 _COMPARE_EXAMPLES = """\
 examples:
-  turnwise compare methods=grpo,la_grpo,ppo env=guess_number model=tiny seeds=3
+  turnwise compare methods=grpo,la_grpo,ppo worlds=guess_number_tiny seeds=3
   turnwise compare 'methods=grpo,grpo[credit=reward_to_go;gamma=0.9]' env=guess_number model=tiny
   turnwise compare 'methods=ppo,ppo[critic.pretrain_steps=0]' env=key_door model=tiny tokens=50000 --out runs/ppo
+  turnwise compare methods=grpo,rloo 'worlds=key_door[tokens=50000],bargain' model=tiny seeds=10 jobs=8 dir=runs/study
 
-Every run may sample as many tokens as the first one does in its train.steps, or `tokens`. A comparison that was broken
-off goes on where it stopped: the same command skips the runs that are done.
+options of its own, beside section.key=value of `turnwise train` for every run:
+  methods=A,B   methods, each with options of its own in brackets; the first is what the others are compared with
+  worlds=A,B    presets, files or worlds, likewise (env=A is the same); tokens=N in brackets is for that world
+  seeds=3       runs of every method in every world
+  tokens=N      sampled tokens of a run (default: the preset's train.max_sampled_tokens, or what the first run samples
+                in its train.steps)
+  jobs=1        runs at once; each has its share of the cores and of the GPU's memory
+  dir=DIR       the same as --out
+
+A comparison that was broken off goes on where it stopped: the same command skips the runs that are done.
 """
 
 
@@ -162,7 +171,8 @@ def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="train with several methods at equal sampled tokens, and compare",
-        description="Train with several methods and seeds at equal sampled tokens; a table and a figure come out.",
+        description="Train with several methods, in several worlds and over several seeds, at equal sampled tokens; a "
+        "table with paired intervals and a figure of learning curves come out.",
         epilog=_COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -170,9 +180,9 @@ def _add_compare(commands: Any) -> None:
         "overrides",
         nargs="+",
         metavar="option=value",
-        help="methods=A,B and env=NAME; also seeds=3, tokens=0, and any section.key=value of `turnwise train`",
+        help="methods=A,B and worlds=A,B; also seeds, tokens, jobs, dir, and any section.key=value of `turnwise train`",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the runs and the results go (default runs/compare-ENV)")
+    parser.add_argument("--out", metavar="DIR", help="where the runs and the results go (default runs/compare-WORLD)")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

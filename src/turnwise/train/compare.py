@@ -1,211 +1,319 @@
-"""`turnwise compare`: several methods and seeds on one world, at equal sampled tokens.
+"""`turnwise compare`: methods x worlds x seeds, side by side on one device, at equal sampled tokens.
 
 Steps of different methods cost different amounts, and methods differ in how many of the sampled tokens they train on,
-so neither steps nor trained tokens compare them fairly. Every run here may sample the same number of tokens, those of a
-critic's pre-training included; what each trained on, and how long it took, is reported beside the result. A method that
-reads stored data samples nothing and runs for its `train.steps`.
+so neither steps nor trained tokens compare them fairly. Every run of a world may sample the same number of tokens,
+those of a critic's pre-training included; what each trained on, and how long it took, is reported beside the result. A
+method that reads stored data samples nothing and runs for its `train.steps`.
 
-Runs of one seed start from the same weights and meet the same tasks, so methods are also compared seed by seed: that
-difference holds less luck than the two numbers that it is of.
+Runs of one seed start from the same weights and meet the same tasks. Their warm-up is the same too, so it is done once
+per world and seed, and every method goes on from there.
 
-Every run is a run directory of its own, made by the same code as `turnwise train`.
+Every run is a run directory of its own, made by the same code as `turnwise train`; a run that fails leaves the others
+alone, and the same command goes on where it was broken off. What a finished run came to is in a small file beside it:
+where that is there, the run is done, on another machine and without its directory too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import shlex
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.methods.config import METHOD_OPTIONS, READING_METHODS
+from turnwise.errors import ConfigError
+from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.commands import num_drawn_tokens, read_config, train
+from turnwise.runlog.writer import RunWriter
+from turnwise.train.commands import EXIT_INTERRUPTED, find_model
 from turnwise.train.compare_figure import Curve, comparison_svg
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_from_yaml, config_to_tree
-from turnwise.train.intervals import Interval, mean_interval
-from turnwise.train.view import format_duration
+from turnwise.train.compare_request import Request, Variant, World, bounded, parse_request, samples
+from turnwise.train.compare_results import Result, read_result, stored_result, write_result
+from turnwise.train.compare_runs import Job, Order, run_jobs
+from turnwise.train.compare_table import markdown, table_lines, to_json
+from turnwise.train.compare_view import GridView
+from turnwise.train.config import Config, RewardConfig
+from turnwise.train.config_files import Tree, config_from_yaml, config_to_tree, config_to_yaml
+from turnwise.train.critic_config import CriticConfig
+from turnwise.train.status import LOCK_FILE, STATUS_FILE
 
-OWN_OPTIONS = ("methods", "env", "seeds", "tokens")
-MANY_STEPS = 1_000_000
-"""More than any run needs: the bound on tokens ends it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One method, with the options that set it apart."""
-
-    label: str
-    method: str
-    overrides: tuple[str, ...]
-
-    def directory(self, out: Path, seed: int) -> Path:
-        return out / f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', self.label).strip('-')}-seed{seed}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is to be compared."""
-
-    env: str
-    variants: tuple[Variant, ...]
-    seeds: int
-    tokens: int
-    """Sampled tokens per run; 0: what the first run samples in its `train.steps`."""
-    overrides: tuple[str, ...]
-    """For every run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One finished run."""
-
-    label: str
-    seed: int
-    success: float
-    success_low: float
-    success_high: float
-    """Of this run alone, over its held-out tasks."""
-    reward: float
-    start_success: float
-    """Before the first step of the method, after a warm-up if there was one."""
-    steps: int
-    sampled_tokens: int
-    trained_tokens: int
-    duration_s: float
-    """Of the steps, evaluations not counted."""
-    curve: tuple[tuple[int, int, float], ...]
-    """(sampled tokens, trained tokens, held-out success) at every evaluation."""
+EXIT_FAILED = 1
+AFTER_WARMUP = (
+    *("steps", "max_sampled_tokens", "max_empty_steps", "learning_rate", "tasks_per_step", "substeps", "max_staleness"),
+    *("min_batch", "max_wait", "save_every", "keep_checkpoints"),
+)
+"""Options of `train` that a warm-up does not depend on."""
 
 
 def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     """Run the command; returns the exit code."""
-    request = parse_request(arguments)
-    directory = Path(out).expanduser() if out else Path("runs") / f"compare-{Path(request.env).name.replace(':', '-')}"
-    plans = {  # every mistake before the first token
-        variant: read_config(request.env, _overrides(request, variant, directory, 0, 0)) for variant in request.variants
-    }
-    budget, results, failures = request.tokens, list[Result](), list[str]()
-    for seed in range(request.seeds):
-        for variant in request.variants:
-            place = variant.directory(directory, seed)
-            try:
-                bound = budget if _samples(plans[variant]) else 0
-                code = _train_quietly(request, variant, place, directory, seed, bound)
-            except ConfigError:
-                raise
-            except TurnwiseError as error:
-                failures.append(f"{variant.label}, seed {seed}: {error}")
-                print(f"{variant.label:<24} seed {seed}  failed: {error}", flush=True)
-                continue
-            if code:
-                print(f"stopped at {variant.label}, seed {seed}; the same command goes on from there", flush=True)
-                return code
-            results.append(read_result(variant.label, seed, place))
-            budget = budget or results[-1].sampled_tokens
-            print(_result_line(results[-1]), flush=True)
+    request = parse_request(arguments, out)
+    grid = Grid.plan(request)
+    for model in {(one.config.model.name, one.config.model.alias): one.config for one in grid.runs}.values():
+        if not model.model.base_url:
+            find_model(model)  # made or fetched once, not by every run
+    request.directory.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{len(grid.runs)} runs: {len(request.worlds)} worlds x {len(request.variants)} methods x {request.seeds} "
+        f"seeds, {request.jobs} at once, in {request.directory}",
+        flush=True,
+    )
+    with GridView(grid.jobs, grid.places()) as view, _ended_like_ctrl_c():
+        is_whole = run_jobs(grid.jobs, at_once=request.jobs, progress=view)
+    results, failures = grid.results(), grid.failures(is_whole=is_whole)
+    if results:
+        _write(request, results, failures, "turnwise compare " + shlex.join(arguments))
+        print("\n".join(["", *table_lines(results)]))
+        print(f"table   {request.directory / 'compare.md'}\nfigure  {request.directory / 'compare.svg'}")
+    for line in failures:
+        print(f"failed: {line}")
+    if not is_whole:
+        print("stopped; the same command goes on from there")
+        return EXIT_INTERRUPTED
     if not results:
         raise ConfigError("no run came to its end; there is nothing to compare")
-    _write(directory, request, results)
-    print("\n".join(["", *table_lines(results), *failures, f"figure  {directory / 'compare.svg'}"]))
-    return 0
+    return EXIT_FAILED if failures else 0
 
 
-def parse_request(arguments: Sequence[str]) -> Request:
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    for text in arguments:
-        key, _, value = text.partition("=")
-        if key in OWN_OPTIONS:
-            own[key] = value
-        else:
-            rest.append(text)
-    for key in ("methods", "env"):
-        if not own.get(key):
-            raise ConfigError(f"{key} is missing; expected turnwise compare methods=grpo,ppo env=guess_number seeds=3")
-    variants = tuple(_variant(item) for item in _split(own["methods"]))
-    labels = [variant.label for variant in variants]
-    twice = [label for label in labels if labels.count(label) > 1]
-    if twice:
-        raise ConfigError(f"methods names {twice[0]} twice; set them apart by an option: {twice[0]}[option=value]")
-    return Request(
-        env=own["env"],
-        variants=variants,
-        seeds=_count("seeds", own.get("seeds", "3"), least=1),
-        tokens=_count("tokens", own.get("tokens", "0"), least=0),
-        overrides=tuple(rest),
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """A command that is told to end, by `timeout` say, saves its runs and tells what it has."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One cell of the grid."""
+
+    world: World
+    variant: Variant
+    seed: int
+    config: Config
+    """Before its bound on tokens is known."""
+    place: Path
+    warmup_key: str
+    """Runs of one key, world and seed have the same warm-up."""
+    job: Job | None = None
+
+    @property
+    def result_file(self) -> Path:
+        """What it came to; with it the run's directory is not needed any more."""
+        return self.place.with_name(f"{self.place.name}.json")
+
+
+@dataclass(slots=True, kw_only=True)
+class Grid:
+    """All runs, and the warm-ups that they share."""
+
+    request: Request
+    runs: list[Run]
+    jobs: list[Job] = field(default_factory=list)
+    pilots: dict[str, Run] = field(default_factory=dict)
+    """By world without a bound: the run that finds it."""
+    warmups: dict[str, Path] = field(default_factory=dict)
+    """Run directories by the job's name."""
+
+    @classmethod
+    def plan(cls, request: Request) -> Grid:
+        """Every mistake is told before the first token."""
+        runs: list[Run] = []
+        for seed in range(request.seeds):  # so that a grid that was broken off has whole seeds
+            for world in request.worlds:
+                for variant in request.variants:
+                    config = request.config(world, variant, seed)
+                    place = request.directory / world.slug / f"{variant.slug}-seed{seed}"
+                    key = _warmup_key(config)
+                    runs.append(
+                        Run(world=world, variant=variant, seed=seed, config=config, place=place, warmup_key=key)
+                    )
+        for run in runs:
+            if not run.config.eval.tasks:
+                raise ConfigError(f"eval.tasks is 0 for {run.world.label}; a comparison is by held-out success")
+        grid = cls(request=request, runs=runs)
+        for world in request.worlds:
+            own = [run for run in runs if run.world == world and samples(run.config)]
+            if own and not world.tokens and not own[0].config.train.max_sampled_tokens:
+                grid.pilots[world.slug] = own[0]
+        for run in sorted(runs, key=lambda run: (run.seed, run is not grid.pilots.get(run.world.slug))):
+            grid._add(run)
+        return grid
+
+    def places(self) -> dict[str, Path]:
+        return {**self.warmups, **{run.job.name: run.place for run in self.runs if run.job is not None}}
+
+    def results(self) -> list[Result]:
+        """Of the runs that came to their end, in the order of worlds, methods and seeds."""
+        found: dict[tuple[str, str, int], Result] = {}
+        for run in self.runs:
+            self._store(run)
+            stored = stored_result(run.result_file)
+            if stored is not None:
+                found[run.world.label, run.variant.label, run.seed] = stored[0]
+        return [
+            found[key]
+            for world in self.request.worlds
+            for variant in self.request.variants
+            for seed in range(self.request.seeds)
+            if (key := (world.label, variant.label, seed)) in found
+        ]
+
+    def failures(self, *, is_whole: bool) -> list[str]:
+        """Runs that did not come to their end; of a grid that was broken off, those that nobody stopped."""
+        bad = ("failed", "stopped") if is_whole else ("failed",)
+        return [f"{job.name}: {job.why or job.state} (log: {job.log})" for job in self.jobs if job.state in bad]
+
+    def _add(self, run: Run) -> None:
+        """Its job, after that of its warm-up."""
+        name = f"{run.world.slug}/{run.place.name}"
+        pilot = self.pilots.get(run.world.slug)
+        shared = self._warmup(run)
+        waits = None if pilot is None or pilot is run or not samples(run.config) else pilot.job
+        run.job = Job(
+            name=name,
+            log=run.place.with_name(f"{run.place.name}.log"),
+            prepare=lambda: self._prepare(run, None if shared is None else self.warmups[shared.name]),
+            finish=lambda: self._store(run),
+            needs=tuple(job for job in (shared, waits) if job is not None),
+        )
+        self.jobs.append(run.job)
+
+    def _warmup(self, run: Run) -> Job | None:
+        """The warm-up that this run shares with others of its world and seed, as a job that comes before."""
+        alike = [
+            one for one in self.runs if (one.world, one.seed, one.warmup_key) == (run.world, run.seed, run.warmup_key)
+        ]
+        if not run.config.warmup.steps or run.config.model.base_url or len(alike) < 2:
+            return None
+        place = run.place.with_name(f"warmup-{alike[0].variant.slug}-seed{run.seed}")
+        name = f"{run.world.slug}/{place.name}"
+        known = next((job for job in self.jobs if job.name == name), None)
+        if known is not None:
+            return known
+        config = _only_warmup(alike[0].config)
+
+        def prepare() -> Order | None:
+            return None if all(one.result_file.is_file() for one in alike) else _prepare_warmup(config, place)
+
+        job = Job(name=name, log=place.with_name(f"{place.name}.log"), prepare=prepare)
+        self.warmups[name] = place
+        self.jobs.append(job)
+        return job
+
+    def _bound(self, run: Run) -> int:
+        """Tokens that the run may sample; 0: no bound, for it reads, or finds the bound for others."""
+        pilot = self.pilots.get(run.world.slug)
+        if not samples(run.config) or pilot is run:
+            return 0
+        if pilot is None:
+            return run.world.tokens or run.config.train.max_sampled_tokens
+        stored = stored_result(pilot.result_file)
+        return 0 if stored is None else stored[0].sampled_tokens
+
+    def _store(self, run: Run) -> None:
+        """Write down what a run came to, once it came to its end."""
+        if run.result_file.is_file() or not is_run(run.place) or not _is_finished(run.place):
+            return
+        with RunReader(run.place) as reader:
+            config = config_to_tree(config_from_yaml(reader.config_yaml, str(run.place)))
+        names = (run.world.label, run.variant.label, run.seed)
+        write_result(run.result_file, read_result(*names, run.place, bound=self._bound(run)), config)
+
+    def _prepare(self, run: Run, warmed: Path | None) -> Order | None:
+        config = _at(bounded(run.config, self._bound(run)), run.place)
+        self._store(run)
+        stored = stored_result(run.result_file)
+        if stored is not None:
+            _check_same(run.result_file, stored[1], config)
+            return None
+        if is_run(run.place):
+            _check_same_run(run.place, config)
+            return Order(resume=run.place)
+        if warmed is None:
+            return Order(config=_config_file(config, run.place))
+        _copy_run(warmed, run.place, config)
+        return Order(resume=run.place)
+
+
+def _only_warmup(config: Config) -> Config:
+    """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
+    plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
+    train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
+    generator = {"kv_across_updates": "recompute"}
+    return config.model_copy(
+        update={
+            **plain,
+            "train": config.train.model_copy(update=train),
+            "generator": config.generator.model_copy(update=generator),
+        }
     )
 
 
-def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
-    items = [item.strip() for item in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text)]
-    if text.count("[") != text.count("]") or not items:
-        raise ConfigError(f"methods={text} cannot be read; expected grpo,ppo or grpo[credit=reward_to_go],grpo")
-    return items
+def _warmup_key(config: Config) -> str:
+    """The same for runs that have the same weights after their warm-up, and the same evaluation of it."""
+    tree = config_to_tree(config)
+    kept = {name: tree[name] for name in ("model", "env", "generator", "warmup", "eval")}
+    train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
+    return json.dumps({**kept, "train": train}, sort_keys=True)
 
 
-def _variant(item: str) -> Variant:
-    method, _, options = item.rstrip("]").partition("[")
-    method = method.strip()
-    if method not in METHOD_OPTIONS:
-        raise ConfigError(f"methods names {method!r}; expected some of {', '.join(METHOD_OPTIONS)}")
-    overrides = [option.strip() for option in re.split(r"[,;]", options) if option.strip()]
-    named = [option if "." in option.partition("=")[0] else f"method.{option}" for option in overrides]
-    return Variant(label=item, method=method, overrides=tuple(named))
-
-
-def _samples(config: Config) -> bool:
-    """The run draws tokens to learn from; one that reads dialogues or pairs would never come to a bound on them."""
-    return config.method.name not in READING_METHODS and not config.data.pairs
-
-
-def _count(name: str, text: str, *, least: int) -> int:
-    if not text.replace("_", "").isdigit() or int(text) < least:
-        raise ConfigError(f"{name}={text}; expected a whole number from {least} up")
-    return int(text)
-
-
-def _overrides(request: Request, variant: Variant, place: Path, seed: int, budget: int) -> list[str]:
-    bound = [f"train.steps={MANY_STEPS}", f"train.max_sampled_tokens={budget}"] if budget else []
-    return [
-        f"method={variant.method}",
-        *request.overrides,
-        *variant.overrides,
-        *bound,
-        f"train.seed={seed}",
-        f"run.dir={place}",
-        "run.dialogues=0",
-    ]
-
-
-def _train_quietly(request: Request, variant: Variant, place: Path, out: Path, seed: int, budget: int) -> int:
-    """One run, unless it is there already; what it says goes to a file beside it."""
-    overrides = _overrides(request, variant, place, seed, budget)
-    resume = None
-    if is_run(place):
-        _check_same(place, read_config(request.env, overrides))
-        if _is_finished(place):
-            return 0
-        resume = str(place)
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{place.name}.log").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        if resume is not None:
-            return train(None, [], only_plan=False, resume=resume)
-        return train(request.env, overrides, only_plan=False, resume=None)
-
-
-def _check_same(place: Path, wanted: Config) -> None:
-    """A run of another comparison in the same place would be taken for this one's."""
+def _prepare_warmup(config: Config, place: Path) -> Order | None:
+    config = _at(config, place)
+    if not is_run(place):
+        return Order(config=_config_file(config, place))
+    _check_same_run(place, config)
     with RunReader(place) as run:
-        stored = config_to_tree(config_from_yaml(run.config_yaml, str(place)))
+        is_done = any(row.label == "warm-up" for row in run.evaluations()) and any(
+            row.warmup_steps == config.warmup.steps for row in run.checkpoints()
+        )
+    return None if is_done else Order(resume=place)
+
+
+def _copy_run(warmed: Path, place: Path, config: Config) -> None:
+    """Complete or not at all: what was warmed up, to go on with another method."""
+    unfinished = place.with_name(f".{place.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(warmed, unfinished, ignore=shutil.ignore_patterns(LOCK_FILE, STATUS_FILE))
+    writer = RunWriter.reopen(unfinished, max_size_mb=config.run.max_size_mb)
+    writer.set_meta("config", config_to_yaml(config))
+    writer.close()
+    unfinished.replace(place)
+
+
+def _at(config: Config, place: Path) -> Config:
+    named = config.run.model_copy(update={"dir": str(place), "name": place.name})
+    return config.model_copy(update={"run": named})
+
+
+def _config_file(config: Config, place: Path) -> Path:
+    """The config as a file beside the run's directory: `turnwise train FILE` makes the same run."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    file = place.with_name(f"{place.name}.yaml")
+    file.write_text(config_to_yaml(config), encoding="utf-8")
+    return file
+
+
+def _check_same_run(place: Path, wanted: Config) -> None:
+    with RunReader(place) as run:
+        _check_same(place, config_to_tree(config_from_yaml(run.config_yaml, str(place))), wanted)
+
+
+def _check_same(place: Path, stored: Tree, wanted: Config) -> None:
+    """A run of another comparison in the same place would be taken for this one's."""
     tree = config_to_tree(wanted)
     for section in stored.keys() - {"run"}:
         for key, value in stored[section].items():
@@ -221,112 +329,14 @@ def _is_finished(place: Path) -> bool:
         return any(row.label == "end" for row in run.evaluations())
 
 
-def read_result(label: str, seed: int, place: Path) -> Result:
-    """What a finished run says of itself."""
-    with RunReader(place) as run:
-        rows = run.evaluations()
-        ends = [row for row in rows if row.label == "end"]
-        if not ends:
-            raise ConfigError(f"{place} has no evaluation at its end; set eval.tasks")
-        end = ends[-1]
-        before = [row for row in rows if row.label in ("start", "warm-up")][-1]
-        trained = run.metric("train/num_trained_tokens")
-
-        def num_trained(step: int) -> int:
-            return round(sum(value for at, value in trained if at <= step))
-
-        shown = [row for row in rows if row.label != "start" or before.label == "start"]
-        return Result(
-            label=label,
-            seed=seed,
-            success=end.success,
-            success_low=end.success_low,
-            success_high=end.success_high,
-            reward=end.reward,
-            start_success=before.success,
-            steps=end.step,
-            sampled_tokens=num_drawn_tokens(run, end.step),
-            trained_tokens=num_trained(end.step),
-            duration_s=sum(value for _, value in run.metric("time/step_s")),
-            curve=tuple(
-                (num_drawn_tokens(run, row.step) if row.step else 0, num_trained(row.step), row.success)
-                for row in shown
-            ),
-        )
-
-
-def table_lines(results: Sequence[Result]) -> list[str]:
-    """One line per method: means over seeds, with 95 % intervals where there are several."""
-    labels = list(dict.fromkeys(result.label for result in results))
-    header = ("method", "held-out success", "points more", "before", "reward", "sampled", "trained", "steps", "time")
-    rows: list[tuple[str, ...]] = [header]
-    for label in labels:
-        own = [result for result in results if result.label == label]
-        rows.append(
-            (
-                label,
-                _interval(own).percent(),
-                "" if label == labels[0] else _points(paired_difference(results, label, labels[0])),
-                _share([result.start_success for result in own]),
-                f"{np.mean([result.reward for result in own]):.3f}",
-                f"{np.mean([result.sampled_tokens for result in own]):,.0f}",
-                f"{np.mean([result.trained_tokens for result in own]):,.0f}",
-                f"{np.mean([result.steps for result in own]):.0f}",
-                format_duration(float(np.mean([result.duration_s for result in own]))),
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    num_seeds = len({result.seed for result in results})
-    note = (
-        f"means over {num_seeds} seeds, Student's 95 % interval between seeds"
-        if num_seeds > 1
-        else "one seed, Wilson's 95 % interval over its held-out tasks"
-    )
-    more = f"; points more than {labels[0]}, seed by seed" if len(labels) > 1 else ""
-    return [*lines, f"({note}{more}; sampled and trained are tokens)"]
-
-
-def paired_difference(results: Sequence[Result], label: str, against: str) -> Interval:
-    """How much more success, over the seeds that both methods have; unbounded where that is one seed."""
-    by_seed = {(result.label, result.seed): result.success for result in results}
-    both = [seed for name, seed in by_seed if name == label and (against, seed) in by_seed]
-    found = [by_seed[label, seed] - by_seed[against, seed] for seed in both]
-    return mean_interval([[value] for value in found if math.isfinite(value)])
-
-
-def _points(difference: Interval) -> str:
-    """In points of success: percent minus percent."""
-    if math.isnan(difference.value):
-        return "not measured"
-    value, low, high = (100 * number for number in (difference.value, difference.low, difference.high))
-    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]" if math.isfinite(low) else f"{value:+.1f}"
-
-
-def _interval(own: Sequence[Result]) -> Interval:
-    """Between seeds, inside [0, 1]; of a single seed, that of its held-out tasks."""
-    if len(own) == 1:
-        return Interval(own[0].success, own[0].success_low, own[0].success_high)
-    found = mean_interval([[result.success] for result in own if math.isfinite(result.success)])
-    return Interval(found.value, max(found.low, 0.0), min(found.high, 1.0))
-
-
-def _share(values: Sequence[float]) -> str:
-    known = [value for value in values if math.isfinite(value)]
-    return f"{np.mean(known):.1%}" if known else "not measured"
-
-
-def _result_line(result: Result) -> str:
-    success = "not measured" if math.isnan(result.success) else f"{result.success:.1%}"
-    tokens = f"{result.sampled_tokens:,} tokens sampled, {result.trained_tokens:,} trained"
-    return f"{result.label:<24} seed {result.seed}  success {success}  {tokens}, {format_duration(result.duration_s)}"
-
-
-def _write(directory: Path, request: Request, results: Sequence[Result]) -> None:
-    content = {"request": asdict(request), "results": [asdict(result) for result in results]}
-    text = json.dumps(content, indent=1).replace("NaN", "null")
-    (directory / "compare.json").write_text(text + "\n", encoding="utf-8")
-    (directory / "compare.txt").write_text("\n".join(table_lines(results)) + "\n", encoding="utf-8")
-    curves = [Curve(label=result.label, points=result.curve) for result in results]
-    title = f"{Path(request.env).name}: held-out success at equal sampled tokens"
-    (directory / "compare.svg").write_text(comparison_svg(title, curves), encoding="utf-8")
+def _write(request: Request, results: Sequence[Result], failures: Sequence[str], command: str) -> None:
+    directory = request.directory
+    curves = [Curve(world=result.world, label=result.label, points=result.curve) for result in results]
+    files = {
+        "compare.json": to_json(request, results, failures),
+        "compare.md": markdown(results, request, command),
+        "compare.txt": "\n".join([*table_lines(results), ""]),
+        "compare.svg": comparison_svg("Held-out success at equal sampled tokens", curves),
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ policy that follows them forgets what it could.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from turnwise.credit.values import (
     TrajectoryValues,
     Values,
     concatenated,
+    error_by_position,
     explained_variance,
     read_values,
     value_datums,
@@ -30,6 +32,8 @@ from turnwise.train.metrics import strip_reductions
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
 
+NUM_PARTS = 5
+"""Of an attempt, by which the error on held-out attempts is told."""
 Taught = tuple[Trajectory, TrajectoryValues, Sequence[FloatArray]]
 """An attempt, what the critic said of it, and what it should have said: [S] per turn."""
 
@@ -78,6 +82,21 @@ class Critic:
             read_values(one, sequences, [next(answers) for _ in sequences])
             for one, sequences in zip(trajectories, asked, strict=True)
         ]
+
+    async def held_out_errors(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """How far its values are from what came of attempts that nobody learns from, by fifth of the attempt.
+
+        What came is the plain return, whatever lambda its targets have.
+        """
+        judged = [one for one in trajectories if one.failure is None]
+        values = await self.values(judged)
+        plain = replace(self._gae, critic_lambda=1.0, level="token")
+        returns = [plain.returns(one, known) for one, known in zip(judged, values, strict=True)]
+        found = error_by_position(returns, [known.turns for known in values], num_parts=NUM_PARTS)
+        metrics: dict[str, float] = {}
+        for part, (error, explained) in enumerate(found, start=1):
+            metrics |= {f"eval/critic_error_{part}": error, f"eval/critic_explained_variance_{part}": explained}
+        return metrics
 
     async def learn(self, lessons: Sequence[Lesson]) -> Mapping[str, float]:
         """Learn the returns that the lessons carry; metrics without a room."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 
 from turnwise.client.base import TrainingClient
+from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
@@ -22,7 +23,7 @@ from turnwise.train.alarms import AlarmError, Alarms
 from turnwise.train.assemble import Parts, critic_rate, make_optim
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.critic import Critic
-from turnwise.train.evaluate import evaluate
+from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.learner import Learner
 from turnwise.train.metrics import Learned, Times, lag_metrics, step_metrics
@@ -253,7 +254,19 @@ class Loop:
             return
         self._phase("evaluating")
         self._recorder.tasks(parts.held_out, "test")
-        evaluation = await self._interrupt.unless(
+        evaluation = await self._play_held_out(label, step)
+        self._recorder.evaluation(evaluation)
+        await self._judge_critic(evaluation)
+        self._evaluated.add((label, step))
+        self._is_read = True
+        if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
+            if not self._checkpoints.has(step):
+                await self._save()
+            self._checkpoints.keep_best(evaluation.row)
+
+    async def _play_held_out(self, label: str, step: int) -> Evaluation:
+        parts = self._parts
+        return await self._interrupt.unless(
             evaluate(
                 *(parts.world, parts.held_out, self._sampler, self._renderer, parts.eval_rollout),
                 seed=self._config.train.seed,
@@ -261,13 +274,16 @@ class Loop:
                 step=step,
             )
         )
-        self._recorder.evaluation(evaluation)
-        self._evaluated.add((label, step))
-        self._is_read = True
-        if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
-            if not self._checkpoints.has(step):
-                await self._save()
-            self._checkpoints.keep_best(evaluation.row)
+
+    async def _judge_critic(self, evaluation: Evaluation) -> None:
+        """How far the critic's values are from what came of held-out attempts."""
+        groups = [shape_group(group, self._parts.shaping) for group in evaluation.played.groups]
+        trajectories = [one for group in groups for one in group.trajectories]
+        if self._critic is None or not trajectories:
+            return
+        work = self._critic.held_out_errors(trajectories)
+        metrics = await self._watchdog.call("critic", "judge held-out attempts", work)
+        self._recorder.held_out_critic(evaluation.row.step, metrics)
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""
@@ -300,4 +316,7 @@ class Loop:
             self._num_drawn += round(metrics["sampled_tokens"])
             self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
         self._is_read = True
+        if self._parts.held_out:
+            self._phase("evaluating the critic")
+            await self._judge_critic(await self._play_held_out("critic", 0))
         await self._save()

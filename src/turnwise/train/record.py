@@ -68,6 +68,12 @@ class Recorder:
         self.writer.commit(row.step)
         self.view.evaluation(row)
 
+    def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
+        """How well the critic foresees what comes of held-out attempts; what was known of `step` gives way."""
+        self.writer.metrics(step, metrics)
+        self._log(step, metrics)
+        self.writer.commit(step)
+
     def step(
         self,
         step: int,

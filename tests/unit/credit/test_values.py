@@ -9,6 +9,7 @@ import pytest
 
 from turnwise.credit.values import (
     TrajectoryValues,
+    error_by_position,
     explained_variance,
     read_values,
     value_datums,
@@ -113,3 +114,22 @@ def test_what_does_not_fit_is_refused() -> None:
     values = TrajectoryValues(turns=(np.zeros(2), np.zeros(3)), bootstrap=0.5)
     with pytest.raises(DataError, match="ended with terminated: nothing comes after that"):
         values.check(TWO)
+
+
+def test_errors_are_told_apart_by_place_in_the_attempt() -> None:
+    """Attempts of other lengths and turns; a critic that knows the end and nothing before it."""
+    shapes = [(1.0, (2, 3)), (0.0, (10,)), (1.0, (4, 4, 2)), (0.0, (1, 4))]
+    returns = [[np.full(size, due) for size in sizes] for due, sizes in shapes]
+    values: list[list[np.ndarray]] = []
+    for due, sizes in shapes:
+        total = sum(sizes)
+        said = np.array([due if place >= total * 0.8 else 0.5 for place in range(total)])
+        values.append(np.split(said, np.cumsum(sizes)[:-1]))
+    found = error_by_position(returns, values, num_parts=5)
+    assert [error for error, _ in found] == pytest.approx([0.5] * 4 + [0.0])
+    assert [share for _, share in found] == pytest.approx([0.0] * 4 + [1.0])
+
+
+def test_a_part_without_a_token_has_no_error() -> None:
+    found = error_by_position([[np.ones(2)]], [[np.zeros(2)]], num_parts=4)
+    assert [math.isnan(error) for error, _ in found] == [False, True, False, True]

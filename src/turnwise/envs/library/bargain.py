@@ -16,6 +16,10 @@ the payoff by more than any price does. There is no reward before the end; then 
 what a glad buyer would have paid for everything: 0 to 1. `is_success` means 75 % of what could be earned once the mood
 was known. A reply without one price from 1 to 9 sells nothing and is flagged as unparsable. One list of things in five
 is held out. The env can be forked at any turn.
+
+With `mood_from="price"` the mood follows from the seed and the first price together, by a hash that nobody can foresee:
+attempts from one start that begin with other prices meet other moods, so the luck lies inside a group whose attempts
+share their seed.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -58,6 +62,8 @@ class Bargain:
     """One turn each."""
     glad_share: float = 0.5
     """How often the buyer is glad."""
+    mood_from: Literal["seed", "price"] = "seed"
+    """What the mood is drawn with: the attempt's seed, or that and the first price."""
     demonstration_skill: float = 1.0
     """How often a demonstration asks the highest price that will be paid instead of any price."""
 
@@ -68,6 +74,9 @@ class Bargain:
             if not 0 <= getattr(self, option) <= 1:
                 raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
 
+        if self.mood_from not in ("seed", "price"):
+            raise ConfigError(f"mood_from={self.mood_from!r}; expected seed or price")
+
     @property
     def max_turns(self) -> int:
         return self.num_goods
@@ -76,8 +85,11 @@ class Bargain:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> BargainEnv:
-        is_glad = random_for("mood", seed, task.id).random() < self.glad_share
-        return BargainEnv(task.data["goods"], "glad" if is_glad else "sad")
+        def mood(price: int | None) -> Mood:
+            drawn_with = (seed, task.id) if self.mood_from == "seed" else (seed, task.id, price or 0)
+            return "glad" if random_for("mood", *drawn_with).random() < self.glad_share else "sad"
+
+        return BargainEnv(task.data["goods"], mood if self.mood_from == "price" else mood(None))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         return play_demonstrations(self, lambda task: self._player(random_for("demo", seed, task.id)), count, seed)
@@ -102,9 +114,11 @@ class Bargain:
 class BargainEnv:
     """One day at the market."""
 
-    def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood) -> None:
+    def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood | Callable[[int | None], Mood]) -> None:
+        """`mood` is known, or follows from the first price."""
         self._goods = goods
-        self._mood: Mood = mood
+        self._mood_of = mood if callable(mood) else lambda _: mood
+        self._mood: Mood | None = None if callable(mood) else mood
         self._turn = 0
         self._earned = 0
         self._earned_first = 0
@@ -114,6 +128,8 @@ class BargainEnv:
 
     async def step(self, reply: Message) -> EnvStep:
         price = _read_price(reply.content)
+        if self._mood is None:
+            self._mood = self._mood_of(price)
         is_sold = price is not None and price <= highest_price(self._goods[self._turn]["worth"], self._mood)
         self._earned += price if price is not None and is_sold else 0
         if self._turn == 0:
@@ -128,15 +144,17 @@ class BargainEnv:
         pass
 
     def state_key(self) -> str:
-        """The mood counts from the start: it is drawn, though not yet told."""
+        """The mood counts from when it is drawn, though not yet told."""
         return f"turn {self._turn} {self._mood} earned {self._earned_first}+{self._earned - self._earned_first}"
 
     def fork(self) -> BargainEnv:
         return copy.copy(self)  # the goods are never changed
 
     def _settle(self, *, is_unparsable: bool) -> EnvStep:
+        assert self._mood is not None, "it is known from the first price on"
         most = sum(highest_price(good["worth"], "glad") for good in self._goods)
-        possible = sum(highest_price(good["worth"], self._mood) for good in self._goods[1:])
+        mood: Mood = self._mood
+        possible = sum(highest_price(good["worth"], mood) for good in self._goods[1:])
         return EnvStep(
             reward=self._earned / most,
             terminated=True,

@@ -6,9 +6,9 @@
     tool       408                                                      format +0.1 (the first call that works)
     assistant  Answer: 408                                              outcome +1.0, terminated, a success
 
-A wrong answer costs 0.5 and ends the attempt. A right answer without a call that worked is worth 0 and is no success:
-the task is to use the tool. Three turns without an answer end it with 0. A reply with a call is a call, whatever else
-it says, so a result cannot be made up in the same breath; a reply with neither is flagged as unparsable.
+A wrong answer costs `wrong_penalty` and ends the attempt. A right answer without a call that worked is worth 0 and is
+no success: the task is to use the tool. Three turns without an answer end it with 0. A reply with a call is a call,
+whatever else it says, so a result cannot be made up in the same breath; a reply with neither is flagged as unparsable.
 
 `protocol="line"` reads `calc(12*34)`, which a small model learns quickly; `protocol="tool_call"` reads
 `<tool_call>{"name": "calc", "arguments": {"expression": "12*34"}}</tool_call>`. One problem in five is held out.
@@ -93,6 +93,10 @@ class Calculator:
     max_turns: int = 3
     format_reward: float = 0.1
     """For the first call that works."""
+    wrong_penalty: float = 0.5
+    """Taken off for a wrong answer. Where most answers are wrong, a policy that minds it learns to say none."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration calls with the problem instead of any other; what it is told it says in any case."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_digits <= 9:
@@ -101,6 +105,10 @@ class Calculator:
             raise ConfigError(f"operators={self.operators!r}; expected some of {_SIGNS}")
         if self.max_turns < 2:
             raise ConfigError(f"max_turns={self.max_turns}; expected at least 2: one to call, one to answer")
+        if self.wrong_penalty < 0:
+            raise ConfigError(f"wrong_penalty={self.wrong_penalty}; expected 0 or more")
+        if not 0 <= self.demonstration_skill <= 1:
+            raise ConfigError(f"demonstration_skill={self.demonstration_skill}; expected 0 to 1")
 
     @property
     def max_tokens(self) -> int:
@@ -113,11 +121,19 @@ class Calculator:
         return CalculatorEnv(self, task.data["expression"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        return play_demonstrations(self, lambda task: self._player(task.data["expression"]), count, seed)
+        def player(task: Task) -> Player:
+            rng = random_for("demo", seed, task.id)
+            is_skilled = rng.random() < self.demonstration_skill
+            return self._player(task.data["expression"] if is_skilled else self._draw_expression(rng))
+
+        return play_demonstrations(self, player, count, seed)
+
+    def _draw_expression(self, rng: random.Random) -> str:
+        left, right = (rng.randrange(10 ** rng.randint(1, self.max_digits)) for _ in range(2))
+        return f"{left} {rng.choice(self.operators)} {right}"
 
     def _draw_task(self, rng: random.Random) -> Task:
-        left, right = (rng.randrange(10 ** rng.randint(1, self.max_digits)) for _ in range(2))
-        expression = f"{left} {rng.choice(self.operators)} {right}"
+        expression = self._draw_expression(rng)
         return Task(id=f"calc-{expression.replace(' ', '')}", data={"expression": expression})
 
     def _player(self, expression: str) -> Player:
@@ -182,7 +198,7 @@ class CalculatorEnv:
 
     def _judge(self, answer: int) -> EnvStep:
         is_right, used_calc = answer == self._target, self._result is not None
-        outcome = (1.0 if used_calc else 0.0) if is_right else -0.5
+        outcome = (1.0 if used_calc else 0.0) if is_right else -self._world.wrong_penalty
         info = {"used_calc": float(used_calc)}
         return EnvStep(reward={"outcome": outcome}, terminated=True, is_success=is_right and used_calc, info=info)
 

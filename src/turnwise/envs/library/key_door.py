@@ -15,8 +15,11 @@
 Every room is worth 1 / num_rooms, half for its key and half for its door, each paid once, so all rewards add up to 1.
 A room can only be left through its door, a key fits one door, and taking a key puts the other one back. The turn that
 earned a reward is the turn that gets it: a policy that learns from rewards per turn should beat one that spreads the
-sum over the attempt. The turns allowed are two per room and `spare_turns`; then it is over, without success. Replies
-with no action or two are flagged as unparsable. One chain in five is held out.
+sum over the attempt. `pays="exit"` pays nothing on the way and 1 for the last door: one reward, as late as can be. The
+turns allowed are two per room and `spare_turns`; then it is over, without success. `second_chances=false` makes rooms
+independent of each other: a door that is tried without its key shuts for good, a window leads on, and what the room was
+worth is lost; a success has opened them all. Replies with no action or two are flagged as unparsable. One chain in five
+is held out.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import play_demonstrations
+from turnwise.envs.scripted import Player, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -51,6 +54,12 @@ class KeyDoor:
     num_keys: int = 3
     """Keys in each room."""
     spare_turns: int = 3
+    pays: Literal["room", "exit"] = "room"
+    """Every key and door for itself, or the last door for all of them."""
+    second_chances: bool = True
+    """A door that was tried without its key can be tried again."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration takes the right key instead of any key of the room."""
 
     def __post_init__(self) -> None:
         if self.num_rooms < 1:
@@ -59,6 +68,12 @@ class KeyDoor:
             raise ConfigError(f"num_keys={self.num_keys}; expected 2 to {len(COLOURS)}, one colour each")
         if self.spare_turns < 0:
             raise ConfigError(f"spare_turns={self.spare_turns}; expected 0 or more")
+        if self.pays not in ("room", "exit"):
+            raise ConfigError(f"pays={self.pays!r}; expected room or exit")
+        if self.pays == "exit" and not self.second_chances:
+            raise ConfigError("pays=exit is for doors that must be opened, with second_chances; leave one of them out")
+        if not 0 <= self.demonstration_skill <= 1:
+            raise ConfigError(f"demonstration_skill={self.demonstration_skill}; expected 0 to 1")
 
     @property
     def max_turns(self) -> int:
@@ -68,10 +83,10 @@ class KeyDoor:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> KeyDoorEnv:  # noqa: ARG002 - the rooms are drawn with the task
-        return KeyDoorEnv(task.data["rooms"], max_turns=self.max_turns)
+        return KeyDoorEnv(task.data["rooms"], self)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        return play_demonstrations(self, lambda _: _next_action, count, seed)
+        return play_demonstrations(self, lambda task: self._player(random_for("demo", seed, task.id)), count, seed)
 
     def _draw_task(self, rng: random.Random) -> Task:
         rooms: list[dict[str, Any]] = []
@@ -81,20 +96,30 @@ class KeyDoor:
         names = ["".join(key[:3] for key in [room["door"], *room["keys"]]) for room in rooms]
         return Task(id="rooms-" + "-".join(names), data={"rooms": rooms})
 
+    def _player(self, rng: random.Random) -> Player:
+        """Take a key, and open when one was taken; a key that does not fit is followed by another."""
 
-def _next_action(dialogue: Sequence[Message]) -> str:
-    """Take the key that the room's text names, and open when it was taken."""
-    last = dialogue[-1].content
-    door = re.search(r"The door is (\w+)\.", last)
-    return f"take {door[1]}" if door else "open"
+        def reply(dialogue: Sequence[Message]) -> str:
+            if dialogue[-1].content.startswith("You hold"):
+                return "open"
+            said = " ".join(message.content for message in dialogue)
+            keys, door = re.findall(r"Keys: ([a-z, ]+)\. The door is (\w+)\.", said)[-1]
+            is_skilled = rng.random() < self.demonstration_skill
+            return f"take {door if is_skilled else rng.choice(keys.split(', '))}"
+
+        return reply
 
 
 class KeyDoorEnv:
     """One way through the rooms."""
 
-    def __init__(self, rooms: Sequence[Mapping[str, Any]], *, max_turns: int) -> None:
+    def __init__(self, rooms: Sequence[Mapping[str, Any]], world: KeyDoor) -> None:
         self._rooms = rooms
-        self._max_turns = max_turns
+        self._max_turns = world.max_turns
+        self._has_second_chances = world.second_chances
+        self._half_room = 0.5 / len(rooms) if world.pays == "room" else 0.0
+        self._exit = 0.5 / len(rooms) if world.pays == "room" else 1.0
+        self._num_missed = 0
         self._turn = 0
         self._room = 0
         self._key: str | None = None
@@ -133,16 +158,24 @@ class KeyDoorEnv:
         self._key = colour
         pays = colour == room["door"] and not self._key_was_paid
         self._key_was_paid = self._key_was_paid or pays
-        return self._answer(f"You hold the {colour} key.", shaping=0.5 / len(self._rooms) if pays else 0.0)
+        return self._answer(f"You hold the {colour} key.", shaping=self._half_room if pays else 0.0)
 
     def _open(self) -> EnvStep:
-        if self._key != self._rooms[self._room]["door"]:
-            return self._answer("It is locked." if self._key is None else f"The {self._key} key does not fit.")
+        if self._key == self._rooms[self._room]["door"]:
+            return self._enter_next("", self._exit if self._room + 1 == len(self._rooms) else self._half_room)
+        text = "It is locked." if self._key is None else f"The {self._key} key does not fit."
+        if self._has_second_chances:
+            return self._answer(text)
+        self._num_missed += 1
+        return self._enter_next(f"{text} You take the window. ", 0.0)
+
+    def _enter_next(self, text: str, outcome: float) -> EnvStep:
         self._room, self._key, self._key_was_paid = self._room + 1, None, False
-        outcome = 0.5 / len(self._rooms)
-        if self._room == len(self._rooms):
-            return EnvStep(reward={"outcome": outcome}, terminated=True, is_success=True, info={"rooms": self._room})
-        return self._answer(self._describe_room(), outcome=outcome)
+        if self._room < len(self._rooms):
+            return self._answer(f"{text}{self._describe_room()}", outcome=outcome)
+        is_success = not self._num_missed
+        rooms = float(self._room - self._num_missed)
+        return EnvStep(reward={"outcome": outcome}, terminated=True, is_success=is_success, info={"rooms": rooms})
 
     def _answer(self, text: str, *, outcome: float = 0.0, shaping: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._max_turns
@@ -152,7 +185,7 @@ class KeyDoorEnv:
             terminated=is_last,
             is_success=False if is_last else None,
             is_unparsable=is_unparsable,
-            info={"rooms": self._room} if is_last else {},
+            info={"rooms": self._room - self._num_missed} if is_last else {},
         )
 
     def _describe_room(self) -> str:

@@ -113,3 +113,27 @@ def test_other_sizes_keep_the_rules(options: dict[str, Any]) -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         Bargain(**options)
+
+
+async def test_the_mood_can_come_with_the_first_price_so_that_it_differs_inside_a_group() -> None:
+    world = Bargain(mood_from="price")
+    tasks = world.tasks("train", 60, 0)
+    glad: list[list[bool]] = []
+    for task in tasks:
+        moods: list[bool] = []
+        for price in range(1, 10):
+            for _ in range(2):
+                env = world.make_env(task, 7)
+                assert "None" in env.state_key(), "before the first price there is none"
+                (step,) = await play(env, str(price))
+                moods.append(step.messages[0].content.startswith("I am glad."))
+            assert moods[-1] == moods[-2], "the same start and the same price, the same mood"
+        glad.append(moods[::2])
+    by_price = [fmean(column) for column in zip(*glad, strict=True)]
+    assert all(0.2 < share < 0.8 for share in by_price), "no price is a lucky one"
+    assert sum(len(set(row)) == 2 for row in glad) > 55, "attempts at one task meet both"
+
+
+def test_a_mood_from_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mood_from='moon'; expected seed or price"):
+        Bargain(mood_from="moon")  # type: ignore[arg-type]

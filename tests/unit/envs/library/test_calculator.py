@@ -173,3 +173,26 @@ def test_demonstrations_call_and_then_answer(protocol: Any) -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         Calculator(**options)
+
+
+async def test_a_demonstration_without_skill_calls_with_any_problem_and_says_what_it_is_told() -> None:
+    for skill, least, most in ((0.0, 0.0, 0.1), (0.5, 0.35, 0.65), (1.0, 1.0, 1.0)):
+        world = Calculator(max_digits=2, demonstration_skill=skill)
+        dialogues, tasks = world.demonstrations(100, 0), world.tasks("train", 100, 0)
+        is_right = [
+            f"calc({task.data['expression'].replace(' ', '')})" in [message.content for message in dialogue]
+            for task, dialogue in zip(tasks, dialogues, strict=True)
+        ]
+        assert least <= sum(is_right) / 100 <= most
+        assert all(dialogue[-1].content == f"Answer: {dialogue[-2].content}" for dialogue in dialogues)
+    with pytest.raises(ConfigError, match="demonstration_skill=2; expected 0 to 1"):
+        Calculator(demonstration_skill=2)
+
+
+async def test_a_wrong_answer_costs_what_the_world_says() -> None:
+    for penalty in (0.0, 0.5, 2.0):
+        world = Calculator(wrong_penalty=penalty)
+        (task,) = world.tasks("train", 1, 0)
+        step = await world.make_env(task, 0).step(assistant("Answer: 123456789"))
+        assert step.reward_parts["outcome"] == -penalty
+        assert (step.terminated, step.is_success) == (True, False)

@@ -89,6 +89,46 @@ async def test_demonstrations_earn_exactly_one_point(num_rooms: int) -> None:
         assert steps[-1].is_success
 
 
+async def test_the_exit_alone_can_pay() -> None:
+    world = KeyDoor(num_rooms=3, pays="exit")
+    (task,), (dialogue,) = world.tasks("train", 1, 0), world.demonstrations(1, 0)
+    steps = await play(world.make_env(task, 0), *[one.content for one in dialogue if one.role == "assistant"])
+    assert [sum(step.reward_parts.values()) for step in steps] == [0] * 5 + [1]
+
+
+async def test_without_second_chances_a_wrong_key_costs_its_room_and_nothing_else() -> None:
+    world = KeyDoor(num_rooms=3, num_keys=2, spare_turns=0, second_chances=False)
+    (task,) = world.tasks("train", 1, 0)
+    rooms = task.data["rooms"]
+    right = [room["door"] for room in rooms]
+    wrong = [next(key for key in room["keys"] if key != room["door"]) for room in rooms]
+    steps = await play(world.make_env(task, 0), *[f"take {wrong[0]}", "open", f"take {right[1]}", "open"])
+    assert said(steps)[1].startswith(f"The {wrong[0]} key does not fit. You take the window. Room 2 of 3.")
+    assert [sum(step.reward_parts.values()) for step in steps] == pytest.approx([0, 0, 1 / 6, 1 / 6])
+    for first, is_success in ((right[0], True), (wrong[0], False)):
+        replies = [reply for key in (first, *right[1:]) for reply in (f"take {key}", "open")]
+        steps = await play(world.make_env(task, 0), *replies)
+        assert steps[-1].terminated
+        assert steps[-1].is_success is is_success
+        assert sum(sum(step.reward_parts.values()) for step in steps) == pytest.approx(1.0 if is_success else 2 / 3)
+    with pytest.raises(ConfigError, match="pays=exit is for doors that must be opened"):
+        KeyDoor(pays="exit", second_chances=False)
+
+
+async def test_a_demonstration_without_skill_takes_wrong_keys_and_goes_on() -> None:
+    worlds = {skill: KeyDoor(num_rooms=4, spare_turns=20, demonstration_skill=skill) for skill in (0.0, 0.7, 1.0)}
+    lengths: dict[float, float] = {}
+    for skill, world in worlds.items():
+        dialogues = world.demonstrations(40, 0)
+        replies = [[one.content for one in dialogue if one.role == "assistant"] for dialogue in dialogues]
+        lengths[skill] = sum(map(len, replies)) / len(replies)
+        assert any("does not fit" in one.content for dialogue in dialogues for one in dialogue) == (skill < 1)
+        for task, said_in in zip(world.tasks("train", 40, 0), replies, strict=True):
+            steps = await play(world.make_env(task, 0), *said_in)
+            assert len(said_in) == world.max_turns or steps[-1].is_success
+    assert lengths[0.0] > lengths[0.7] > lengths[1.0] == 8
+
+
 async def test_states_that_look_alike_but_are_not_have_different_keys() -> None:
     empty_handed, holding = make_env(), make_env()
     await play(empty_handed, "open")
