@@ -186,6 +186,8 @@ class TrajectoryGroup:
     """The turn at which its attempts leave the dialogue that they share; None: they were played apart."""
     branch_probability: float = 1.0
     """With which that turn was drawn."""
+    branched_share: float = 1.0
+    """Of the dialogues of its batch that were to be branched, those that did not end before their turn."""
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:
