@@ -142,6 +142,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
             group_size=config.generator.n_samples_per_prompt,
             max_turns=limits.max_turns,
             max_tokens=limits.max_turns * limits.max_tokens_per_turn,
+            potential_weight=config.reward.weights.shaping if config.reward.potential else 0.0,
         )
     )
 
