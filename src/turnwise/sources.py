@@ -11,10 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayGroups:
-    """Several attempts at each task, each from the start."""
-
-    same_env_seed: bool = False
-    """All attempts at a task meet the same env seed, and differ by what the policy says."""
+    """Several attempts at each task, each from the start (`RolloutConfig.same_start`: in the same world)."""
 
 
 PLAY_GROUPS = PlayGroups()

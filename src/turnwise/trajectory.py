@@ -122,7 +122,7 @@ class Branch:
     turn: int
     """Its first turn of its own, from 0; those before were played once, for the whole group."""
     seed: int
-    """Seeds the sampler from that turn on; the attempt's `seed` made the env and the turns before."""
+    """Seeds the sampler from that turn on; the attempt's `seed` made the env."""
     reseeds_env: bool = False
     """The env too goes on with `seed` from that turn on, where it has a `reseed()`."""
 
@@ -135,7 +135,7 @@ class Trajectory:
     attempt: int
     """Which attempt of its group, from 0."""
     seed: int
-    """Seeds the env and the sampler of this attempt."""
+    """Seeds the env of this attempt, and its sampler too where it has no `branch`."""
     start: tuple[Message, ...] = ()
     """The env's first messages."""
     turns: tuple[Turn, ...]
@@ -186,6 +186,8 @@ class TrajectoryGroup:
     """The turn at which its attempts leave the dialogue that they share; None: they were played apart."""
     branch_probability: float = 1.0
     """With which that turn was drawn."""
+    branched_share: float = 1.0
+    """Of the dialogues of its batch that were to be branched, those that did not end before their turn."""
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.model_store import fetch_model, resolve_model
-from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import assemble
@@ -101,7 +101,7 @@ def expected_attempts(run: RunReader) -> Attempts:
             seed = derive_seed(step_seed, task.id, times[task.id])
             times[task.id] += 1
             for index in range(parts.rollout.group_size):
-                found[task.id, index, derive_seed(seed, index, 0)] += 1
+                found[task.id, index, world_seed(seed)] += 1
     return found
 
 

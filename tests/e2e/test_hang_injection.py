@@ -147,7 +147,7 @@ def renderer(tiny_dir: Path) -> Renderer:
 def _loop(directory: Path, renderer: Renderer, world: HangingWorld, trainer: RecordingTrainer, **train: Any) -> Loop:
     settings = {"steps": 3, "tasks_per_step": 3, "save_every": 1, "max_empty_steps": 99, **train}
     generator = {"n_samples_per_prompt": 4, "max_retries": 0, "step_deadline_s": DEADLINE_S}
-    generator |= {"sample_deadline_s": DEADLINE_S, "min_group_size": 2}
+    generator |= {"sample_deadline_s": DEADLINE_S, "min_group_size": 2, "same_start": False}
     config = Config.model_validate({"train": settings, "generator": generator, "eval": {"tasks": 0}})
     limits = dataclasses.replace(make_limits(config.generator, world, 512), close_deadline_s=DEADLINE_S)
     rollout = make_rollout(config.generator, limits)

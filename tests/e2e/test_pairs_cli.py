@@ -43,21 +43,23 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
 
 def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = {}
-    for method in ("grpo", "dpo", "la_grpo"):
+    for method in ("grpo", "rloo", "dpo", "la_grpo"):
         runs[method] = str(tmp_path / method)
         options = (*SMALL, f"method={method}", "train.steps=2", "generator.n_samples_per_prompt=4")
-        assert turnwise("train", WORLD, *options, f"run.dir={runs[method]}") == 0
+        apart = ("generator.same_start=false",) if method == "rloo" else ()
+        assert turnwise("train", WORLD, *options, *apart, f"run.dir={runs[method]}") == 0
     file = str(tmp_path / "p.parquet")
-    assert turnwise("pairs", runs["dpo"], "--stored", "--out", file) == 0
-    assert {(one.kind, one.run) for one in read_stored_pairs(Path(file))} == {("dpo", runs["dpo"])}
+    for method in ("dpo", "grpo"):
+        assert turnwise("pairs", runs[method], "--stored", "--out", file) == 0
+        assert {(one.kind, one.run) for one in read_stored_pairs(Path(file))} == {("dpo", runs[method])}
     assert turnwise("pairs", runs["la_grpo"], "--stored", "--kind", "refuel", "--out", file) == 0
     for one in read_stored_pairs(Path(file)):
         assert one.pair.chosen.branch is not None
         assert one.pair.branch_turn == one.pair.chosen.branch.turn
     capsys.readouterr()
-    assert turnwise("pairs", runs["grpo"], "--stored", "--out", file) == 2
+    assert turnwise("pairs", runs["rloo"], "--stored", "--out", file) == 2
     assert "different env seeds" in capsys.readouterr().err
-    assert turnwise("pairs", runs["grpo"], "--stored", "--across-seeds", "--out", file) == 0
+    assert turnwise("pairs", runs["rloo"], "--stored", "--across-seeds", "--out", file) == 0
     assert turnwise("pairs", runs["grpo"], "--stored", "--kind", "refuel", "--out", file) == 2
     assert "share no dialogue" in capsys.readouterr().err
 

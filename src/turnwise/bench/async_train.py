@@ -91,6 +91,7 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         "train.save_every": 0,
         "train.max_empty_steps": args.steps,
         "generator.n_samples_per_prompt": args.group_size,
+        "generator.same_start": False,  # the seed draws the delays: every attempt has its own
         "eval.every": 0,
         "eval.tasks": 0,
         "run.dialogues": 0,

@@ -3,7 +3,9 @@
     uniform     P(h) = 1 / H                              REFUEL's choice (arXiv:2410.04612)
     geometric   P(h) proportional to (1 - p)^h, h < H     early turns, which set the course, come more often
 
-A gradient of turn h alone, divided by P(h), is in expectation the sum over all turns.
+A gradient of turn h alone, divided by P(h), is in expectation the sum over all turns. That holds for a mean over all
+dialogues of a batch, those that ended before turn h included: they have no such turn, and add 0. A dialogue of T turns
+comes to its turn with the probability of those T, and counts sum over h < T of P(h) / P(h) = T times.
 """
 
 from __future__ import annotations
@@ -49,6 +51,18 @@ def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
     if total == 0:
         return None
     return float(sum(((own - own.mean()) ** 2).sum() for own in rewards) / len(everything)) / total
+
+
+def with_branched_share(groups: Sequence[TrajectoryGroup], num_ended: int) -> tuple[TrajectoryGroup, ...]:
+    """The groups of a batch, each with the share of its dialogues that came to the turn that they were to branch at.
+
+    Args:
+        num_ended: dialogues of the batch that ended before theirs, and left no group.
+    """
+    if not num_ended:
+        return tuple(groups)
+    share = len(groups) / (len(groups) + num_ended)
+    return tuple(replace(group, branched_share=share) for group in groups)
 
 
 def train_turns(trajectory: Trajectory, first: int, last: int | None = None) -> Trajectory:

@@ -76,9 +76,23 @@ def best_and_worst(group: TrajectoryGroup) -> Pair | None:
     if len(group.trajectories) < 2 or is_constant_group(group.rewards):
         return None
     rewards_G = np.asarray(group.rewards)
+    return _pair(group, group.trajectories[int(rewards_G.argmax())], group.trajectories[int(rewards_G.argmin())])
+
+
+def disjoint_pairs(group: TrajectoryGroup) -> list[Pair]:
+    """Its attempts two by two, in their order, the better one of each chosen; the last of an odd number is left over.
+
+    Who meets whom does not depend on what they got: the best against the worst would differ by more than two attempts
+    do, and a regression on that difference would learn the selection.
+    """
+    both = zip(group.trajectories[0::2], group.trajectories[1::2], strict=False)
+    return [_pair(group, *((b, a) if b.total_reward > a.total_reward else (a, b))) for a, b in both]
+
+
+def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> Pair:
     return Pair(
-        chosen=group.trajectories[int(rewards_G.argmax())],
-        rejected=group.trajectories[int(rewards_G.argmin())],
+        chosen=chosen,
+        rejected=rejected,
         branch_turn=group.branch_turn or 0,
         branch_probability=group.branch_probability,
     )

@@ -7,7 +7,9 @@
 
 Potentials come from the env (`potential()`) and gamma is the method's own, so the best policy stays the best
 (Ng, Harada, Russell 1999). In a group from one start, and without a discount, they add up to -Phi(s_0) for every
-attempt that ended: a baseline over whole attempts takes that off again, and only per-turn credit sees them.
+attempt that ended: a baseline over whole attempts takes that off again, and only per-turn credit sees them. With a
+discount the plain sum of a whole attempt has -(1 - gamma) Phi(s_k) too for every later state, a price on good ones; a
+method that discounts turns and compares whole attempts as well takes `undiscounted_return` for the latter.
 """
 
 from __future__ import annotations
@@ -80,6 +82,18 @@ def potential_rewards(potentials: Sequence[float], *, gamma: float) -> NDArray[n
     return gamma * phi[1:] - phi[:-1]
 
 
+def undiscounted_return(trajectory: Trajectory, *, gamma: float, weight: float = 1.0) -> float:
+    """The return of a whole attempt whose potentials were discounted by `gamma`, as if they had not been.
+
+    Args:
+        trajectory: with its rewards shaped.
+        weight: of the channel `shaping`, which the potentials are in; 0 where the rewards hold none.
+    """
+    if gamma == 1 or weight == 0:
+        return trajectory.total_reward
+    return trajectory.total_reward + weight * (1 - gamma) * sum(_potentials(trajectory)[1:])
+
+
 def soft_overlong(length: int, max_length: int, buffer: int) -> float:
     """0 up to `max_length - buffer`, then linear, -1 from `max_length` on (DAPO, arXiv:2503.14476 eq. 13)."""
     if length <= max_length - buffer:
@@ -97,11 +111,15 @@ def _weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> dict[
 
 
 def _potential_changes(trajectory: Trajectory, gamma: float) -> NDArray[np.float64]:
-    """Phi after the end of a task is 0; where an attempt was cut short, it is the env's last word."""
+    return potential_rewards(_potentials(trajectory), gamma=gamma)
+
+
+def _potentials(trajectory: Trajectory) -> list[float]:
+    """Of every state. Phi after the end of a task is 0; where an attempt was cut short, it is the env's last word."""
     phis = [_potential(turn.potential, trajectory) for turn in trajectory.turns]
     last: Turn = trajectory.turns[-1]
     phis.append(_potential(last.next_potential, trajectory) if trajectory.is_truncated else 0.0)
-    return potential_rewards(phis, gamma=gamma)
+    return phis
 
 
 def _potential(potential: float | None, trajectory: Trajectory) -> float:

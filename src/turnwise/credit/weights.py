@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 
-from turnwise.credit.datums import num_trained_tokens, trained_mask
+from turnwise.credit.datums import trained_mask
 from turnwise.errors import DataError
 from turnwise.trajectory import Trajectory
 from turnwise.types import Datum, TensorData
@@ -107,19 +107,21 @@ def weigh(
 
     Args:
         batch: the datums of each trajectory in a list of their own.
-        shares: the trained turns of each trajectory; without them, each counts as one turn.
+        shares: the trained turns of each trajectory; without them, each unbroken run of trained tokens is a turn, as
+            in a written dialogue, where the world speaks between any two replies.
     """
     if shares is None:
-        shares = [Share(turn_sizes=_one_turn(datums), group=index) for index, datums in enumerate(batch)]
+        shares = [Share(turn_sizes=_runs(datums), group=index) for index, datums in enumerate(batch)]
     return [
         _weighted(datums, share, weights)
         for datums, share, weights in zip(batch, shares, weighting(shares), strict=True)
     ]
 
 
-def _one_turn(datums: Sequence[Datum]) -> tuple[int, ...]:
-    size = sum(num_trained_tokens(datum) for datum in datums)
-    return (size,) if size else ()
+def _runs(datums: Sequence[Datum]) -> tuple[int, ...]:
+    """Lengths of the runs of trained tokens; none goes over the end of a datum."""
+    runs = (list(run) for datum in datums for is_on, run in groupby(trained_mask(datum), bool) if is_on)
+    return tuple(len(run) for run in runs)
 
 
 def _weighted(datums: Sequence[Datum], share: Share, turn_weights: Sequence[float]) -> list[Datum]:

@@ -135,6 +135,8 @@ class MethodSetup:
     max_turns: int
     max_tokens: int
     """Most tokens that an attempt may sample."""
+    potential_weight: float = 0.0
+    """What the env's potentials count in the rewards, which they are in with the method's discount; 0: not at all."""
 
 
 Credited = tuple[Trajectory, Sequence[TurnAdvantage]]

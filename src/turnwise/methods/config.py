@@ -113,6 +113,8 @@ FIXED_LOSS: Mapping[str, str] = {
 """Methods that are made for one loss."""
 READING_METHODS = ("sft",)
 """Methods that only read stored data, and sample nothing."""
+BRANCHING_METHODS = ("la_grpo", "refuel")
+"""Methods that continue one dialogue several times."""
 DATA_READERS: Mapping[str, tuple[str, ...]] = {"dialogues": ("sft",), "pairs": ("dpo", "refuel")}
 """The methods that read each option of `data`."""
 

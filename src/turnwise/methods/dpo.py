@@ -5,7 +5,7 @@
 
 What the world said is in neither sum. w = 1, or DMPO's weight of the turn (`turn_weights: dmpo`, arXiv:2406.14868).
 `reward_offset` asks for a margin in proportion to the difference in reward. The reference is the policy that sampled,
-or the base model. All attempts at a task meet the same env seed, so a pair differs by what the policy said alone.
+or the base model. All attempts at a task start in the same world, so a pair differs by what the policy said alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.credit.preferences import Pair, best_and_worst, dmpo_weights, side_to_datums
-from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayGroups, ReadPairs, Values, keep_by, why_unusable
+from turnwise.errors import DataError
+from turnwise.methods.base import (
+    PLAY_GROUPS,
+    Kept,
+    Lesson,
+    MethodSetup,
+    PlayGroups,
+    ReadPairs,
+    Values,
+    keep_by,
+    why_unusable,
+)
 from turnwise.methods.refuel import forget_attempt, pair_lesson
 from turnwise.trajectory import TrajectoryGroup
 
@@ -48,16 +59,13 @@ class PairsToLessons:
         return None if self.dmpo_gamma is None else dmpo_weights(num_turns, gamma=self.dmpo_gamma).tolist()
 
 
-SAME_START = PlayGroups(same_env_seed=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dpo:
     """Pairs from the attempts that are played for each step."""
 
     loss_config: Mapping[str, float | str]
     read: PairsToLessons = PairsToLessons()
-    source: PlayGroups = SAME_START
+    source: PlayGroups = PLAY_GROUPS
     loss_fn: str = "dpo"
     needs_values: bool = False
 
@@ -85,7 +93,10 @@ def _why_dropped(group: TrajectoryGroup) -> str | None:
     unusable = why_unusable(group)
     if unusable is not None:
         return unusable
-    pair = best_and_worst(group)
+    try:
+        pair = best_and_worst(group)
+    except DataError:  # an env that begins otherwise with the same seed
+        return "different_starts"
     if pair is None:
         return "constant"
     if not all(any(turn.is_trained for turn in t.turns) for t in (pair.chosen, pair.rejected)):

@@ -5,6 +5,9 @@
 G_jk are the discounted rewards from turn k on. The env names its states (`state_key()`), with everything that matters
 for what comes next, and nothing that never repeats: the chat history would make every state its own. A state that came
 once adds nothing. The baseline of whole attempts counts each attempt once, however many turns it has.
+
+R_j is not discounted, G_jk is. So potentials (`reward.potential`) are taken with gamma in G_jk and without in R_j; both
+comparisons then lose them: Phi of the state that all of the compared turns, or attempts, began in.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.credit.advantages import center_by_group, reward_to_go, step_advantages
+from turnwise.credit.shaping import undiscounted_return
 from turnwise.credit.weights import Weighting, token_mean, weighting
 from turnwise.errors import ConfigError
 from turnwise.methods.base import (
@@ -44,6 +48,8 @@ class Gigpo:
     weigh: Weighting = token_mean
     gamma: float = 0.95
     omega: float = 1.0
+    potential_weight: float = 0.0
+    """What potentials count in the rewards, discounted by `gamma`; 0: the rewards hold none."""
     source: PlayGroups = PLAY_GROUPS
     needs_values: bool = False
 
@@ -57,7 +63,9 @@ class Gigpo:
         """[K] per attempt: one number per turn."""
         returns = [reward_to_go([t.reward for t in one.turns], discount=self.gamma) for one in group.trajectories]
         steps = step_advantages(returns, [_anchors(one) for one in group.trajectories], self.compare)
-        wholes_G = self.compare(group.rewards)
+        wholes_G = self.compare(
+            [undiscounted_return(t, gamma=self.gamma, weight=self.potential_weight) for t in group.trajectories]
+        )
         return [whole + self.omega * step_K for whole, step_K in zip(wholes_G, steps, strict=True)]
 
 
@@ -80,4 +88,5 @@ def make_gigpo(setup: MethodSetup) -> Gigpo:
         weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
         gamma=config.chosen("gamma"),
         omega=config.chosen("omega"),
+        potential_weight=setup.potential_weight,
     )

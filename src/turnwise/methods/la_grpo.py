@@ -6,7 +6,8 @@ Whatever happened before turn h is the same for the whole group and cancels, so 
 training the shared turns would add exactly nothing, since advantages add up to 0. The price is that one turn of many
 is trained. `trained_turns: from_branch` trains turn h and all after it. `divide_by_probability` weighs a group by
 1 / P(h), which makes the gradient in expectation the sum over all turns; a dialogue that ended before turn h is then
-passed over, because its P(h) belongs to a turn that is not there.
+passed over, because its P(h) belongs to a turn that is not there. It still counts in the normaliser: of dialogues with
+T turns, H at most, T / H come to their turn, so each of those weighs (1 / P(h)) T / H = T and not H.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class LaGrpo:
         return replace(group, trajectories=tuple(train_turns(t, first, last) for t in group.trajectories))
 
     def _factor(self, group: TrajectoryGroup) -> float:
-        return 1.0 / group.branch_probability if self.divides_by_probability else 1.0
+        return group.branched_share / group.branch_probability if self.divides_by_probability else 1.0
 
     def _why_dropped(self, group: TrajectoryGroup) -> str | None:
         unusable = why_unusable(self.trained_part(group))

@@ -4,19 +4,21 @@
     L     = (Delta / eta - (R - R'))^2                                 its mean over the pairs of a step
 
 p_t is the policy that sampled; its logprobs came with the tokens. At the optimum Delta = eta (R - R'), a natural policy
-gradient step, whatever constant both rewards share. Only turn h is trained. Pairs that said the same at turn h, or got
+gradient step, whatever constant both rewards share. Only turn h is trained. N continuations of one dialogue are N / 2
+pairs, each attempt in one of them, formed before anybody looks at rewards. Pairs that said the same at turn h, or got
 the same reward, tell nothing and are dropped.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import train_turns
-from turnwise.credit.preferences import Pair, best_and_worst, side_to_datums
+from turnwise.credit.preferences import Pair, disjoint_pairs, side_to_datums
 from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, ReadPairs, Values, keep_by, why_unusable
-from turnwise.methods.la_grpo import branch_turn
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import Datum
 
@@ -35,7 +37,7 @@ class Refuel:
         return keep_by(_why_dropped, groups)
 
     def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
-        pairs = [pair for group in groups if (pair := best_and_worst(group)) is not None]
+        pairs = [pair for group in groups for pair in disjoint_pairs(group) if _why_no_pair(pair) is None]
         return refuel_lessons(pairs, uses_sampler=self.uses_sampler)
 
 
@@ -74,16 +76,23 @@ def forget_attempt(lesson: Lesson) -> Lesson:
     return replace(lesson, trajectory=None)
 
 
-def _why_dropped(group: TrajectoryGroup) -> str | None:
-    turn = branch_turn(group)
-    trained = [train_turns(trajectory, turn, turn) for trajectory in group.trajectories]
-    if len(trained) == 2 and not all(any(each.is_trained for each in t.turns) for t in trained):
+def _why_no_pair(pair: Pair) -> str | None:
+    """Why two continuations tell nothing."""
+    sides = [side.turns[pair.branch_turn] for side in (pair.chosen, pair.rejected)]
+    if not all(side.is_trained for side in sides):
         return "masked"
-    pair = best_and_worst(group)
-    if pair is None:
-        return why_unusable(group) or "constant"
-    said = [trajectory.turns[turn].sampled_ids for trajectory in (pair.chosen, pair.rejected)]
-    return "identical" if said[0] == said[1] else None
+    if is_constant_group([pair.chosen.total_reward, pair.rejected.total_reward]):
+        return "constant"
+    return "identical" if sides[0].sampled_ids == sides[1].sampled_ids else None
+
+
+def _why_dropped(group: TrajectoryGroup) -> str | None:
+    """A group goes when none of its pairs is left, for the reason that most of them have."""
+    unusable = why_unusable(group)
+    if unusable is not None:
+        return unusable
+    reasons = [_why_no_pair(pair) for pair in disjoint_pairs(group)]
+    return None if None in reasons else Counter(reasons).most_common(1)[0][0]
 
 
 def make_refuel(setup: MethodSetup) -> Refuel | StoredRefuel:
@@ -94,7 +103,9 @@ def make_refuel(setup: MethodSetup) -> Refuel | StoredRefuel:
             source=ReadPairs(path=setup.data.pairs), loss_config=config.loss_config, uses_sampler=uses_sampler
         )
     return Refuel(
-        source=PlayBranches(continuations=2, turn=config.chosen("branch_turn"), p=config.chosen("branch_p")),
+        source=PlayBranches(
+            continuations=setup.group_size, turn=config.chosen("branch_turn"), p=config.chosen("branch_p")
+        ),
         loss_config=config.loss_config,
         uses_sampler=uses_sampler,
     )

@@ -48,7 +48,7 @@ from turnwise.rollout.play import (
     play_to_the_end,
 )
 from turnwise.rollout.quarantine import Quarantine
-from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.sources import PlayBranches
 from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, TrajectoryGroup
 
@@ -97,6 +97,7 @@ class _Trunk:
 
     player: Player
     seed: int
+    """Of its world."""
     point: Savepoint | None = None
     """None: the dialogue ended before its turn."""
     probability: float = 1.0
@@ -151,19 +152,25 @@ class _BranchRollout(Rollout):
         """Play to the turn that is to be branched at; a failed trajectory when that failed, time after time."""
         retry = 0
         while True:
-            seed = derive_seed(group_seed, "trunk", retry)
+            # The world stays; what is said in it is drawn anew.
+            attempt = Attempt(
+                task_id=task.id,
+                index=0,
+                seed=world_seed(group_seed),
+                make_env=lambda: self.world.make_env(task, world_seed(group_seed)),
+                branch=Branch(turn=0, seed=derive_seed(group_seed, "trunk", retry)),
+            )
             async with self.room:
-                trunk = await self._try_trunk(task, seed, derive_seed(group_seed, "turn", retry))
+                trunk = await self._try_trunk(attempt, derive_seed(group_seed, "turn", retry))
             if isinstance(trunk, _Trunk):
                 return trunk
             if not self.goes_on_after(task, trunk, retry):
                 return trunk
             retry += 1
 
-    async def _try_trunk(self, task: Task, seed: int, turn_seed: int) -> _Trunk | Trajectory:
-        attempt = Attempt(task_id=task.id, index=0, seed=seed, make_env=lambda: self.world.make_env(task, seed))
+    async def _try_trunk(self, attempt: Attempt, turn_seed: int) -> _Trunk | Trajectory:
         player = Player(attempt, self.sampler, self.renderer, self.config, self.stats)
-        trunk = _Trunk(player=player, seed=seed)
+        trunk = _Trunk(player=player, seed=attempt.seed)
         is_ready = False
         try:
             await self._run_trunk(trunk, np.random.default_rng(turn_seed))

@@ -22,9 +22,10 @@ class RolloutConfig:
     min_group_size: int = 2
     """A group with fewer attempts left is dropped; 1 for evaluation, where nothing is centred."""
     max_retries: int = 2
-    """How often a failed attempt is played again, in a fresh env with another seed."""
-    same_env_seed: bool = False
-    """The attempts of a group meet the same env seed; else each has its own."""
+    """How often a failed attempt is played again, in a fresh env; the sampler draws anew."""
+    same_start: bool = True
+    """The attempts of a group start in the same world: one env seed for all, so that they differ by what the policy
+    says. Else each try draws a world of its own, as an evaluation does, where nothing is compared."""
     max_concurrency: int = 64
     """Attempts under way at once, over all groups."""
     temperature: float = 1.0

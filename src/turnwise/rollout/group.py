@@ -1,10 +1,12 @@
 """N attempts at each task -> groups, side by side.
 
-Attempts of all groups share one bound on how many run at once. A failed attempt is played again in a fresh env with
-another seed; one that stays failed is set apart and never scored, so the baseline of its siblings is made from
-attempts that were really judged. A group with too few of them is dropped. Everything that is dropped is counted.
+Attempts of all groups share one bound on how many run at once. A failed attempt is played again in a fresh env; one
+that stays failed is set apart and never scored, so the baseline of its siblings is made from attempts that were really
+judged. A group with too few of them is dropped. Everything that is dropped is counted.
 
 Seeds come from (run seed, task, attempt, try) by hash: what an attempt draws does not depend on what runs beside it.
+The env's seed comes from (run seed, task) alone (`same_start`): a group starts in one world, tried again or not, so a
+difference in luck is no difference between its attempts.
 Nothing outlives a call: cancelling it cancels the attempts, and they close their envs.
 """
 
@@ -24,7 +26,7 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.quarantine import Quarantine
-from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.stats import RolloutStats
 from turnwise.trajectory import Branch, Trajectory, TrajectoryGroup
 
@@ -206,13 +208,13 @@ class Rollout:
 
     async def _try_attempt(self, task: Task, group_seed: int, index: int, retry: int) -> Trajectory:
         seed = derive_seed(group_seed, index, retry)
-        env_seed = derive_seed(group_seed, "env") if self.config.same_env_seed else seed
+        env_seed = world_seed(group_seed) if self.config.same_start else seed
         attempt = Attempt(
             task_id=task.id,
             index=index,
             seed=env_seed,
             make_env=lambda: self.world.make_env(task, env_seed),
-            branch=Branch(turn=0, seed=seed) if self.config.same_env_seed else None,
+            branch=Branch(turn=0, seed=seed) if self.config.same_start else None,
         )
         return await play(attempt, self.sampler, self.renderer, self.config, self.stats)
 

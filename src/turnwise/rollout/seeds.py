@@ -14,3 +14,8 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33
+
+
+def world_seed(group_seed: int) -> int:
+    """The env's seed that the attempts of a group share: one world for all of them, whichever method plays it."""
+    return derive_seed(group_seed, "env")

@@ -10,7 +10,8 @@ ends when one of them goes away. The seats of one game fail together: what is le
 not scored; when a limit of the run ends one seat, the others are truncated.
 
 `config.group_size` games are played of each task, and a group is made of one seat of them (`task.id` and its seat):
-attempts that had the same place in the same position. A seat that never got to move in a game has no trajectory.
+attempts that had the same place in the same position, and the same luck in it where the game draws any
+(`config.same_start`). A seat that never got to move in a game has no trajectory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from turnwise.rollout.call import call, call_now
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import DroppedGroup, RolloutResult, cancel_all
 from turnwise.rollout.play import Attempt, play
-from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.stats import RolloutStats
 from turnwise.trajectory import Failure, Message, StopReason, Trajectory, TrajectoryGroup
 
@@ -106,7 +107,7 @@ class _SelfPlay:
         retry = 0
         while True:
             async with self._room:
-                seats = await self._try_game(task, index, derive_seed(task_seed, index, retry))
+                seats = await self._try_game(task, index, task_seed, derive_seed(task_seed, index, retry))
             for trajectory in seats:
                 if trajectory is not None:
                     self.stats.add_try(trajectory)
@@ -116,9 +117,10 @@ class _SelfPlay:
             self.stats.add_retry()
             retry += 1
 
-    async def _try_game(self, task: Task, index: int, seed: int) -> list[Trajectory | None]:
+    async def _try_game(self, task: Task, index: int, task_seed: int, seed: int) -> list[Trajectory | None]:
+        game_seed = world_seed(task_seed) if self._config.same_start else seed
         try:
-            game = call_now(Party.ENV, "make_game", lambda: self._world.make_game(task, seed))
+            game = call_now(Party.ENV, "make_game", lambda: self._world.make_game(task, game_seed))
         except AttemptFailed as error:
             return [_unplayed(seat_task_id(task.id, 0), index, seed, error)]
         table = _Table(game)

@@ -117,6 +117,7 @@ def make_rollout(generator: GeneratorConfig, limits: RolloutLimits) -> RolloutCo
         group_size=generator.n_samples_per_prompt,
         min_group_size=min(generator.min_group_size, generator.n_samples_per_prompt),
         max_retries=generator.max_retries,
+        same_start=generator.same_start,
         max_concurrency=generator.max_concurrency,
         temperature=generator.sampling_params.temperature,
         stop=generator.stop,
@@ -126,9 +127,15 @@ def make_rollout(generator: GeneratorConfig, limits: RolloutLimits) -> RolloutCo
 
 
 def make_eval_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
-    """The same play, at the evaluation's temperature; nothing is centred, so one attempt is a group."""
+    """The same play, at the evaluation's temperature. Nothing is centred: one attempt is a group, and several attempts
+    at a task meet worlds of their own, which tell more of the task than one world met several times.
+    """
     return dataclasses.replace(
-        rollout, group_size=config.eval.samples, min_group_size=1, temperature=config.eval.temperature
+        rollout,
+        group_size=config.eval.samples,
+        min_group_size=1,
+        same_start=False,
+        temperature=config.eval.temperature,
     )
 
 
@@ -140,6 +147,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
             group_size=config.generator.n_samples_per_prompt,
             max_turns=limits.max_turns,
             max_tokens=limits.max_turns * limits.max_tokens_per_turn,
+            potential_weight=config.reward.weights.shaping if config.reward.potential else 0.0,
         )
     )
 

@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from turnwise.errors import ConfigError
 from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
+from turnwise.methods.fit import why_not_own_worlds, why_not_potential, why_not_so_many
 from turnwise.section import Section
 from turnwise.train.alarms import AlarmConfig
 from turnwise.train.critic_config import CriticConfig
@@ -128,6 +129,11 @@ class GeneratorConfig(Section):
     )
     min_group_size: int = Field(
         default=2, ge=2, description="A group with fewer attempts left is dropped, and counted."
+    )
+    same_start: bool = Field(
+        default=True,
+        description="The attempts at a task start in the same world: they share the env's seed, and differ by what the "
+        "policy says. false: each draws a world of its own, and luck is compared too. Evaluations always do that.",
     )
     max_retries: int = Field(default=2, ge=0, description="How often a failed attempt is played again, in a fresh env.")
     max_concurrency: int = Field(default=64, ge=1, description="Attempts under way at once.")
@@ -430,6 +436,7 @@ class Config(Section):
         if self.model.base_url:
             self._check_service()
         self._check_lag()
+        self._check_groups()
         alone = self.method.name in LONE_METHODS and not self.method.group_baseline
         if self.generator.n_samples_per_prompt == 1 and not alone:
             raise ValueError(
@@ -468,6 +475,18 @@ class Config(Section):
                 f"method.old_policy_from={self.method.old_policy_from} is not read while train.max_staleness is 0: it "
                 "goes by how many updates a token lags, and none does; leave it out"
             )
+
+    def _check_groups(self) -> None:
+        """Refuse how attempts at a task are played, or rewarded, where the method cannot use it."""
+        method, count = self.method, self.generator.n_samples_per_prompt
+        asked = (
+            ("generator.same_start=false", not self.generator.same_start, why_not_own_worlds(method)),
+            (f"generator.n_samples_per_prompt={count}", not self.data.pairs, why_not_so_many(method, count)),
+            ("reward.potential=true", self.reward.potential, why_not_potential(method)),
+        )
+        for option, is_asked, why in asked:
+            if is_asked and why is not None:
+                raise ValueError(f"{option}, and method={method.name} {why}")
 
     def _check_service(self) -> None:
         """Refuse what a service elsewhere does not read."""

@@ -41,8 +41,8 @@ from turnwise.trajectory import StopReason, Trajectory, TrajectoryGroup
 DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}
 ADVICE = {
     "constant": "every attempt at a task got the same reward: try another policy, or more --samples",
-    "alone": "the attempts at a task met different env seeds, as in a grpo run. Where a world draws everything with "
-    "its task, they may be compared all the same: --across-seeds",
+    "alone": "the attempts at a task met different env seeds, as in a run with generator.same_start=false. Where a "
+    "world draws everything with its task, they may be compared all the same: --across-seeds",
     "not branched": "the run's attempts share no dialogue; refuel pairs come from a run of la_grpo or refuel, or are "
     "played: leave out --stored",
 }
@@ -143,7 +143,7 @@ async def _play_tasks(
     samples = options.samples or DEFAULT_SAMPLES[options.kind]
     seed = derive_seed(policy.config.train.seed, "pairs")
     if options.kind == "dpo":
-        rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2, same_env_seed=True)
+        rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2, same_start=True)
         return await play_groups(parts.world, tasks, sampler, renderer, rollout, seed=seed)
     await check_can_branch(parts.world, parts.rollout.limits)
     rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2)
@@ -196,6 +196,6 @@ def _to_group(trajectories: Sequence[Trajectory], kind: PairKind) -> tuple[Traje
     group = TrajectoryGroup(
         task_id=trajectories[0].task_id, trajectories=tuple(trajectories), branch_turn=None if branch is None else turn
     )
-    if kind == "refuel" and branch is None:
+    if kind == "refuel" and (branch is None or not branch.reseeds_env):  # a start in common is no dialogue
         return group, "not branched"
     return group, None

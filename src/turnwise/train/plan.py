@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import Place
-from turnwise.methods.config import READING_METHODS
+from turnwise.methods.config import BRANCHING_METHODS, READING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.assemble import critic_rate
@@ -15,8 +15,6 @@ from turnwise.train.config import Config, GeneratorConfig, TrainConfig
 from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
 from turnwise.train.memory import Memory, estimate_memory
-
-BRANCHING_METHODS = ("la_grpo", "refuel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,7 @@ def attempts_per_task(config: Config) -> int:
     """Attempts that are played for one task of a batch; none where stored data is read."""
     if config.method.name in READING_METHODS or config.data.pairs:
         return 0
-    return 2 if config.method.name == "refuel" else config.generator.n_samples_per_prompt
+    return config.generator.n_samples_per_prompt
 
 
 def dialogues_per_optimizer_step(config: Config) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from turnwise.credit.branching import with_branched_share
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.shaping import shape_group
 from turnwise.envs.base import Task
@@ -140,7 +141,9 @@ class Supply:
             return Batch(played=NOTHING_PLAYED, kept=Kept(groups=(), reasons=()), items=items)
         parts, taken = self._parts, await self.stream.take()
         played = taken.result()
-        played = replace(played, groups=tuple(shape_group(group, parts.shaping) for group in played.groups))
+        num_ended = sum(dropped.why == "ended_before_branch" for dropped in played.dropped)
+        groups = with_branched_share([shape_group(group, parts.shaping) for group in played.groups], num_ended)
+        played = replace(played, groups=groups)
         kept = cast(Method, parts.method).keep(played.groups)
         return Batch(played=played, kept=kept, items=kept.groups, taken=taken)
 

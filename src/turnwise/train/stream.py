@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from turnwise.errors import TurnwiseError
@@ -154,8 +154,7 @@ class Stream:
             rollout = branch_rollout(*arguments, parts.rollout, plan=source, seed=0, quarantine=self._quarantine)
         else:
             assert isinstance(source, PlayGroups)
-            config = replace(parts.rollout, same_env_seed=source.same_env_seed)
-            rollout = Rollout(*arguments, config, 0, None, self._quarantine)
+            rollout = Rollout(*arguments, parts.rollout, 0, None, self._quarantine)
         if parts.config.generator.kv_across_updates == "keep":
             pick: Callable[[], VersionedSampler] = self._newest.pinned
             rollout.pick_sampler = pick

@@ -88,10 +88,19 @@ def test_an_attempt_without_trained_tokens_still_counts_among_the_attempts() -> 
     assert sum(column(datum, "weights")) == pytest.approx(0.5)
 
 
-def test_dialogues_weigh_without_turns_of_their_own() -> None:
-    datums = dialogue_to_datums([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])
-    ((weighted,),) = weigh([datums], token_mean)
-    assert np.sum(column(weighted, "weights")) == pytest.approx(1.0)
+def test_a_written_dialogue_has_the_turns_that_the_world_speaks_between() -> None:
+    """V3 of the specification: turns of 2 and 1 tokens, and a dialogue of one token; its history may be rewritten."""
+    whole = dialogue_to_datums([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])
+    rewritten = dialogue_to_datums([([1, 2], [3, 4]), ([1, 9, 5], [6])])
+    other = dialogue_to_datums([([1, 2], [3])])
+    assert (len(whole), len(rewritten)) == (1, 2)
+    losses = [1.0, 2.0, 3.0, 4.0]
+    plain = {"token_mean": 2.5, "seq_mean": 3.0, "seq_sum": 5.0, "const": 0.625, "prompt_mean": 3.0}
+    for name, value in (plain | {"turn_mean": 2.833333, "traj_turn_mean": 3.125}).items():
+        for dialogue in (whole, rewritten):
+            weighted = weigh([dialogue, other], weighting(name, max_tokens=8))
+            weights = [w for own in weighted for datum in own for w in column(datum, "weights") if w]
+            assert np.dot(weights, losses) == pytest.approx(value, abs=1e-6), name
 
 
 def test_a_constant_needs_a_length() -> None:

@@ -32,8 +32,8 @@ def test_each_method_says_where_its_data_comes_from() -> None:
         continuations=8, turn="geometric", p=0.5
     )
     assert build("la_grpo", divide_by_probability=True).source == PlayBranches(continuations=8, redraw=False)
-    assert build("refuel").source == PlayBranches(continuations=2)
-    assert build("dpo").source == PlayGroups(same_env_seed=True)
+    assert build("refuel").source == PlayBranches(continuations=8)
+    assert build("dpo").source == PlayGroups()
     for name in ("refuel", "dpo"):
         assert build(name, pairs="p.parquet").source == ReadPairs(path="p.parquet")
 
@@ -84,6 +84,9 @@ def test_groups_that_teach_nothing_are_dropped_by_reason() -> None:
     groups = [good, constant, small, masked(good, 1)]
     assert build("la_grpo").keep(groups).reasons == (None, "constant", "too_small", "masked")
     assert build("refuel").keep([*groups, same]).reasons == (None, "constant", "too_small", "masked", "identical")
+    mixed = make_branches([0.0, 1.0, 1.0, 1.0, 0.5], turn=1)
+    assert build("refuel").keep([mixed]).reasons == (None,), "one pair of two tells something"
+    assert [lesson.trajectory.attempt for lesson in build("refuel").lessons([mixed])] == [1, 0]
     identical = make_group([0.0, 1.0], [0.0, 0.0])
     played = [make_group([0.0], [1.0, 1.0]), make_group([1.0], [1.0]), make_group([1.0]), identical]
     assert build("dpo").keep(played).reasons == (None, "constant", "too_small", "identical")

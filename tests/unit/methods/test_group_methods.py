@@ -10,12 +10,16 @@ import pytest
 
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
+from turnwise.credit.shaping import shape_group
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.base import Lesson, Method, MethodSetup, datums_of, with_old_logprobs, with_old_share
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.registry import build_method
 from turnwise.methods.sft import Dialogue, Sft
+from turnwise.rollout.limits import RolloutLimits
 from turnwise.sources import ReadDialogues
+from turnwise.train.assemble import make_method, make_shaping
+from turnwise.train.config import Config
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import TensorData
 from unit.credit.groups import make_attempt, make_group
@@ -151,6 +155,45 @@ def test_sft_weighs_reply_tokens_alike() -> None:
     assert weights == pytest.approx([1 / 3] * 3)
     assert all(lesson.trajectory is None for lesson in lessons)
     assert build("sft").source == ReadDialogues(path="")
+
+
+def test_sft_weighs_turns_alike_when_it_is_told_to() -> None:
+    """Replies of 2 and 1 tokens in one dialogue, one of 1 token in the other."""
+    items = [
+        Dialogue(datums=tuple(dialogue_to_datums([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]))),
+        Dialogue(datums=tuple(dialogue_to_datums([([1], [2])]))),
+    ]
+    for name, expected in (
+        ("turn_mean", [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
+        ("traj_turn_mean", [1 / 8, 1 / 8, 1 / 4, 1 / 2]),
+        ("seq_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]),
+    ):
+        lessons = build("sft", normalisation=name).lessons(items)
+        weights = [w for d in datums_of(lessons) for w in d.loss_fn_inputs["weights"].tolist() if w]
+        assert weights == pytest.approx(expected), name
+
+
+def test_potentials_of_any_size_leave_gigpos_advantages_as_they_are() -> None:
+    """The config builds both: turns are discounted, whole attempts are not, and neither may see a potential."""
+    rng = np.random.default_rng(0)
+    states = [["s", "a", "b"], ["s", "b"], ["s", "a", "a", "b"], ["s", "c"]]
+    rewards = [[0.0, 0.1, 1.0], [0.3, 0.0], [0.0, 0.0, 0.2, 0.5], [0.0, 0.7]]
+    for _ in range(5):
+        phi = {state: float(rng.normal(scale=10)) for state in "sabc"}
+        attempts = [
+            make_attempt(own, attempt=index, states=keys, potentials=[*(phi[key] for key in keys), 99.0])
+            for index, (own, keys) in enumerate(zip(rewards, states, strict=True))
+        ]
+        group = TrajectoryGroup(task_id="t", trajectories=tuple(attempts))
+        for weight in (1.0, 0.5, 0.0):
+            reward = {"potential": True, "weights": {"shaping": weight}}
+            config = Config.model_validate({"method": {"name": "gigpo", "gamma": 0.9}, "reward": reward})
+            shaped = shape_group(group, make_shaping(config))
+            assert weight == 0 or shaped.rewards != pytest.approx(group.rewards)
+            method: Any = make_method(config, RolloutLimits())
+            found = method.advantages(shaped)
+            for before, after in zip(build("gigpo", gamma=0.9).advantages(group), found, strict=True):
+                assert after == pytest.approx(before)
 
 
 def test_old_logprobs_go_to_the_datum_that_they_are_of() -> None:

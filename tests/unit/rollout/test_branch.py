@@ -354,9 +354,9 @@ async def test_a_branched_attempt_replays_exactly(renderer: Renderer) -> None:
             assert again.is_exact, again.lines()
 
 
-async def test_attempts_with_the_same_env_seed_differ_by_what_the_policy_says_alone(renderer: Renderer) -> None:
+async def test_attempts_in_the_same_world_differ_by_what_the_policy_says_alone(renderer: Renderer) -> None:
     world = make_world(NoisyEnv)
-    config = quick(max_turns=3, same_env_seed=True)
+    config = quick(max_turns=3)
     result = await play_groups(world, make_tasks(2), SeededSampler(renderer), renderer, config, seed=0)
     assert len(set(world.seeds)) == 2, "one per task"
     for group in result.groups:

@@ -93,6 +93,21 @@ async def test_a_group_is_one_seat_of_all_games_of_a_task(renderer: Renderer, fi
     assert len(set(seeds)) == len(seeds)
 
 
+async def test_the_games_of_a_task_are_drawn_alike_unless_each_is_to_be_its_own(
+    renderer: Renderer, first_free: ScriptedSampler
+) -> None:
+    class Drawn(TicTacToe):
+        def make_game(self, task: Task, seed: int) -> Any:
+            drawn.append(seed)
+            return super().make_game(task, seed)
+
+    for same_start, num_drawn in ((True, 2), (False, 6)):
+        drawn: list[int] = []
+        config = quick(max_turns=6, group_size=3, same_start=same_start)
+        await play_games(Drawn(), [START, START], first_free, renderer, config, seed=1)
+        assert (len(drawn), len(set(drawn))) == (6, num_drawn)
+
+
 async def test_each_seat_may_have_a_sampler_of_its_own(
     tokenizer: Any, renderer: Renderer, first_free: ScriptedSampler
 ) -> None:

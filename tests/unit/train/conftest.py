@@ -119,7 +119,7 @@ def make_rig(tmp_path: Path, renderer: Renderer) -> MakeRig:
     def make(sections: dict[str, dict[str, Any]], **world: Any) -> Rig:
         small: dict[str, dict[str, Any]] = {
             "train": {"steps": 2, "tasks_per_step": 2, "save_every": 0},
-            "generator": {"n_samples_per_prompt": 12},
+            "generator": {"n_samples_per_prompt": 12, "same_start": False},  # the coin falls for each by itself
             "eval": {"tasks": 3, "every": 0},
         }
         merged = {name: {**small.get(name, {}), **sections.get(name, {})} for name in {*small, *sections}}

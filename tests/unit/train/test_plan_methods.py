@@ -13,7 +13,7 @@ from turnwise.train.plan import attempts_per_task
     [
         (["method=grpo"], 6),
         (["method=la_grpo"], 6),
-        (["method=refuel"], 2),
+        (["method=refuel"], 6),
         (["method=dpo"], 6),
         (["method=dpo", "data.pairs=p.parquet"], 0),
         (["method=sft"], 0),

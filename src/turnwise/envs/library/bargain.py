@@ -10,7 +10,7 @@
     user       I am glad. No deal. The cup is worth 4.
     assistant  8                                                        payoff (5 + 8 + 8) / 26 = 0.81, terminated
 
-The mood is drawn with the attempt's seed, glad or sad, and told from the answer to the first price on; the policy
+The mood is drawn with the env's seed, glad or sad, and told from the answer to the first price on; the policy
 cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood moves
 the payoff by more than any price does. There is no reward before the end; then it is what was earned, as a share of
 what a glad buyer would have paid for everything: 0 to 1. `is_success` means 75 % of what could be earned once the mood
