@@ -12,7 +12,7 @@ import pytest
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user
-from turnwise.envs.library.bargain import Bargain
+from turnwise.envs.registry import get_world
 from turnwise.methods.base import datums_of
 from turnwise.renderers import Renderer
 from turnwise.rollout.replay import replay
@@ -25,6 +25,8 @@ from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from unit.train.conftest import MakeRig
+
+BARGAIN = get_world("bargain")
 
 
 class DigitSampler(ScriptedSampler):
@@ -53,7 +55,7 @@ class TestWorld:
     """(task, seed) of every env."""
 
     def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:
-        return Bargain().tasks(split, count, seed)
+        return BARGAIN.tasks(split, count, seed)
 
     def make_env(self, task: Task, seed: int) -> Any:
         self.made.append((task.id, seed))
@@ -129,7 +131,7 @@ async def test_on_bargain_a_group_meets_one_mood_whatever_the_method_and_groups_
 ) -> None:
     worlds: dict[str, list[tuple[str, int]]] = {}
     for name in ("grpo", "gigpo", "rebn", "ppo", "rft", "dpo", "la_grpo", "refuel"):
-        played = await play(Bargain(), {"name": name})
+        played = await play(BARGAIN, {"name": name})
         assert all(len(moods(group)) == 1 for group in played.groups), name
         assert {mood for group in played.groups for mood in moods(group)} == {0.0, 1.0}, name
         assert all(len({t.turns[-1].sampled_ids for t in group.trajectories}) > 1 for group in played.groups), name
@@ -137,7 +139,7 @@ async def test_on_bargain_a_group_meets_one_mood_whatever_the_method_and_groups_
         config = played.parts.rollout
         task = next(task for task in played.batches[0].tasks if task.id == played.groups[0].task_id)
         for trajectory in played.groups[0].trajectories:
-            again = await replay(Bargain(), task, trajectory, renderer, config)
+            again = await replay(BARGAIN, task, trajectory, renderer, config)
             assert again.is_exact, again.lines()
     assert all(met == worlds["grpo"] for met in worlds.values()), "every method learns in the same worlds"
 
@@ -145,13 +147,13 @@ async def test_on_bargain_a_group_meets_one_mood_whatever_the_method_and_groups_
 async def test_each_attempt_may_draw_a_world_of_its_own_and_an_evaluation_always_does(
     play: Any, renderer: Renderer
 ) -> None:
-    played = await play(Bargain(), {"name": "grpo"}, generator={"same_start": False})
+    played = await play(BARGAIN, {"name": "grpo"}, generator={"same_start": False})
     assert max(len(moods(group)) for group in played.groups) == 2
     assert all(t.branch is None for group in played.groups for t in group.trajectories)
-    shared = (await play(Bargain(), {"name": "grpo"}, eval={"samples": 16})).parts
+    shared = (await play(BARGAIN, {"name": "grpo"}, eval={"samples": 16})).parts
     assert (shared.rollout.same_start, shared.eval_rollout.same_start) == (True, False)
     found = await evaluate(
-        Bargain(), shared.held_out, DigitSampler(renderer), renderer, shared.eval_rollout, seed=0, label="", step=0
+        BARGAIN, shared.held_out, DigitSampler(renderer), renderer, shared.eval_rollout, seed=0, label="", step=0
     )
     assert all(len(moods(group)) == 2 for group in found.played.groups)
 
@@ -163,7 +165,7 @@ async def test_an_attempt_that_is_played_again_stays_in_its_groups_world(play: A
         def make(task: Task, seed: int, count: Any = count) -> Any:
             if next(count) % 3 == 0:
                 raise OSError("the sandbox died")
-            return Bargain().make_env(task, seed)
+            return BARGAIN.make_env(task, seed)
 
         world = TestWorld(make)
         played = await play(world, {"name": name}, num_batches=1, generator={"max_retries": 10})
@@ -208,7 +210,7 @@ async def test_a_group_whose_starts_differ_is_dropped_from_dpo_and_counted(play:
     count = itertools.count()
 
     def make(task: Task, _: int) -> SumEnv:
-        is_odd = task.id == min(task.id for task in Bargain().tasks("train", 6, 0))
+        is_odd = task.id == min(task.id for task in BARGAIN.tasks("train", 6, 0))
         return SumEnv(2, first=f"go {next(count)}" if is_odd else "go")
 
     played = await play(TestWorld(make), {"name": "dpo"}, num_batches=1)
