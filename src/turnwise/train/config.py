@@ -275,6 +275,9 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the square.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="AdamW's term under the fraction, which bounds the step of a small gradient."
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip_norm: float = Field(default=1.0, ge=0, description="Clip the gradient's norm to this; 0 is off.")
     micro_batch_tokens: int = Field(
