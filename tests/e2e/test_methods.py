@@ -63,7 +63,9 @@ def test_a_comparison_gives_every_method_the_same_sampled_tokens(
 ) -> None:
     out = tmp_path / "compare"
     small = [*SMALL, "eval.every=1"]
-    command = ["compare", "methods=sft,grpo,la_grpo", f"env={WORLD}", "seeds=1", *small, f"--out={out}"]
+    file = tmp_path / "world.yaml"
+    file.write_text(f"env: {WORLD}\nmethod:\n  credit: reward_to_go\n", encoding="utf-8")
+    command = ["compare", "methods=sft,grpo,la_grpo", f"env={file}", "seeds=1", *small, f"--out={out}"]
     assert main(command) == 0
     results = {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]}
     budget = results["grpo"]["sampled_tokens"]
@@ -74,6 +76,8 @@ def test_a_comparison_gives_every_method_the_same_sampled_tokens(
     assert (out / "compare.svg").read_text().startswith("<svg")
     table = capsys.readouterr().out
     assert "held-out success" in table
+    for method in ("sft", "la_grpo"):
+        assert f"{method:<24} left out, because {file} says it for method=grpo: method.credit=reward_to_go" in table
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")}
     assert main(command) == 0, "what is done is not done again"
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/run.db")} == before

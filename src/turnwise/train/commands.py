@@ -27,7 +27,14 @@ from turnwise.runlog.writer import RunWriter
 from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
 from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints, last_checkpoint, remove_orphans, saved_critic
 from turnwise.train.config import Config, check_backend
-from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml, load_config, override_config
+from turnwise.train.config_files import (
+    config_from_yaml,
+    config_to_tree,
+    config_to_yaml,
+    left_out,
+    load_config,
+    override_config,
+)
 from turnwise.train.critic import Critic
 from turnwise.train.facts import ModelFacts, read_facts
 from turnwise.train.interrupt import Interrupt, Interrupted
@@ -64,6 +71,8 @@ class _Start:
     """Tokens that were sampled for training so far."""
     state: RunState | None = None
     """Where the parts of the loop stood."""
+    notes: tuple[str, ...] = ()
+    """What the overrides left no reader for, in words."""
 
 
 def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
@@ -144,6 +153,7 @@ def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
         evaluated=frozenset(),
         checkpoints=(),
         is_new=True,
+        notes=tuple(left_out(name, overrides)),
     )
 
 
@@ -152,7 +162,8 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
         if text.partition("=")[0].partition(".")[0] in FIXED_SECTIONS:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
     with RunReader(directory) as run:
-        config = override_config(config_from_yaml(run.config_yaml, str(run.directory)), overrides)
+        stored = config_from_yaml(run.config_yaml, str(run.directory))
+        config = override_config(stored, overrides)
         done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
         state = read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step)
         rows = [row for row in run.evaluations() if row.step <= done.step]
@@ -165,6 +176,7 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             is_new=False,
             num_drawn=num_drawn_tokens(run, done.step),
             state=state,
+            notes=tuple(left_out(stored, overrides)),
         )
 
 
@@ -191,6 +203,7 @@ def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
         num_test_tasks=len(parts.held_out),
     )
     lines = plan_lines(start.config, facts, plan, parts.rollout.limits, str(start.directory))
+    lines += [f"note         {note}" for note in start.notes]
     if start.is_new:
         return lines
     warmup = f" and {start.done.warmup_steps} warm-up steps" if start.done.warmup_steps else ""

@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.methods.config import METHOD_OPTIONS, READING_METHODS
+from turnwise.methods.config import METHOD_OPTIONS
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.train.commands import num_drawn_tokens, read_config, train
 from turnwise.train.compare_figure import Curve, comparison_svg
 from turnwise.train.config import Config
-from turnwise.train.config_files import config_from_yaml, config_to_tree
+from turnwise.train.config_files import config_from_yaml, config_to_tree, left_out
 from turnwise.train.intervals import Interval, mean_interval
 from turnwise.train.view import format_duration
 
@@ -92,6 +92,9 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     plans = {  # every mistake before the first token
         variant: read_config(request.env, _overrides(request, variant, directory, 0, 0)) for variant in request.variants
     }
+    for variant in request.variants:
+        for note in left_out(request.env, _overrides(request, variant, directory, 0, 0)):
+            print(f"{variant.label:<24} {note}", flush=True)
     budget, results, failures = request.tokens, list[Result](), list[str]()
     for seed in range(request.seeds):
         for variant in request.variants:
@@ -164,7 +167,7 @@ def _variant(item: str) -> Variant:
 
 def _samples(config: Config) -> bool:
     """The run draws tokens to learn from; one that reads dialogues or pairs would never come to a bound on them."""
-    return config.method.name not in READING_METHODS and not config.data.pairs
+    return not config.reads_stored
 
 
 def _count(name: str, text: str, *, least: int) -> int:

@@ -19,10 +19,11 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
 from turnwise.section import Section
 from turnwise.train.alarms import AlarmConfig
+from turnwise.train.config_checks import check_service, check_stored
 from turnwise.train.critic_config import CriticConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]
-LONE_METHODS = ("ppo", "reinforce_pp", "rft")
+LONE_METHODS = ("ppo", "reinforce_pp", "rebn", "rft")
 """Methods that can learn from a single attempt at a task."""
 LAGGING_LOSS: LossFn = "cispo"
 """What takes the place of plain importance sampling when attempts are older than the weights."""
@@ -124,7 +125,7 @@ class GeneratorConfig(Section):
         default=8,
         ge=1,
         description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
-        "attempts, such as ppo.",
+        "attempts of one task: ppo, reinforce_pp, rebn and rft, and those that read stored data.",
     )
     min_group_size: int = Field(
         default=2, ge=2, description="A group with fewer attempts left is dropped, and counted."
@@ -325,21 +326,34 @@ class EvalConfig(Section):
     samples: int = Field(default=1, ge=1, description="Attempts per held-out task.")
     temperature: float = Field(default=1.0, ge=0, le=100, description="Of sampling; 0 is greedy.")
 
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not self.tasks and name != "tasks" and value and value != field.default:
+                raise ValueError(f"{name}={value} is not read while eval.tasks is 0; set eval.tasks, or leave it out")
+        return self
+
 
 class WarmupConfig(Section):
     """Supervised steps on the world's scripted dialogues before anything else; counted apart."""
 
     steps: int = Field(default=0, ge=0, description="Supervised steps; 0 is no warm-up.")
-    demonstrations: int = Field(default=64, ge=1, description="Scripted dialogues to learn from.")
+    demonstrations: int = Field(
+        default=64, ge=1, description="Scripted dialogues to learn from, here and in critic.pretrain_from."
+    )
     batch_size: int = Field(default=8, ge=1, description="Dialogues per step.")
     learning_rate: float = Field(default=1e-3, gt=0, description="Of AdamW, during the warm-up.")
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        """`steps: 0` says that there is none; options without `steps` were meant to do something."""
+        """`steps: 0` says that there is none; options beside it, or without `steps`, were meant to do something."""
         if self.model_fields_set and "steps" not in self.model_fields_set:
             name = min(self.model_fields_set)
             raise ValueError(f"{name} is not read while warmup.steps is 0; set warmup.steps, or leave it out")
+        for name in ("batch_size", "learning_rate"):
+            if not self.steps and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is not read while warmup.steps is 0; set warmup.steps, or leave it out")
         return self
 
 
@@ -398,16 +412,26 @@ class Config(Section):
             )
         self.data.check(self.method.name)
         self.critic.check(self.method.name)
-        if self.model.base_url:
-            self._check_service()
+        check_service(self)
         self._check_lag()
-        alone = self.method.name in LONE_METHODS and not self.method.group_baseline
+        check_stored(self)
+        if self.method.omega == 0 and self.method.gamma is not None and not self.reward.potential:
+            raise ValueError(
+                f"method.gamma={self.method.gamma} is not read while method.omega is 0: whole attempts are not "
+                "discounted; leave it out"
+            )
+        alone = self.reads_stored or (self.method.name in LONE_METHODS and not self.method.group_baseline)
         if self.generator.n_samples_per_prompt == 1 and not alone:
             raise ValueError(
                 f"generator.n_samples_per_prompt=1, and method={self.method.name} compares the attempts at a task; "
                 "expected 2 or more"
             )
         return self
+
+    @property
+    def reads_stored(self) -> bool:
+        """It learns from stored data: nothing is played for training."""
+        return self.method.name in READING_METHODS or bool(self.data.pairs)
 
     @property
     def method_in_use(self) -> MethodConfig:
@@ -419,7 +443,7 @@ class Config(Section):
 
     def _check_lag(self) -> None:
         lag = self.train.max_staleness
-        if lag and (self.method.name in READING_METHODS or self.data.pairs):
+        if lag and self.reads_stored:
             raise ValueError(
                 f"train.max_staleness={lag} is not read by method={self.method.name}, which reads stored data: "
                 "nothing is played that could lag; leave it out"
@@ -434,26 +458,16 @@ class Config(Section):
                 f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
                 "depends on who is done first; leave one of them out"
             )
+        if not lag and self.alarms.max_stale_share != AlarmConfig.model_fields["max_stale_share"].default:
+            raise ValueError(
+                f"alarms.max_stale_share={self.alarms.max_stale_share} is not read while train.max_staleness is 0: "
+                "nothing grows old; leave it out"
+            )
         if not lag and self.method.old_policy_from != "forward":
             raise ValueError(
                 f"method.old_policy_from={self.method.old_policy_from} is not read while train.max_staleness is 0: it "
                 "goes by how many updates a token lags, and none does; leave it out"
             )
-
-    def _check_service(self) -> None:
-        """Refuse what a service elsewhere does not read."""
-        engine_options = {
-            "model.device": self.model.device != "auto",
-            "generator.max_num_seqs": self.generator.max_num_seqs != 256,
-            "generator.deterministic": self.generator.deterministic,
-            "generator.gpu_memory_utilization": self.generator.gpu_memory_utilization != 0.9,
-            "train.micro_batch_tokens": self.train.micro_batch_tokens != 0,
-        }
-        for name, is_set in engine_options.items():
-            if is_set:
-                raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
-        if self.generator.stop:
-            raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
 
 
 def check_backend(config: GeneratorConfig) -> None:
