@@ -185,6 +185,8 @@ def _parse(text: str) -> tuple[list[str], Any]:
         raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
+    if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
+        return key.split("."), value
     try:
         return key.split("."), yaml.load(value, Loader=_Loader) if value.strip() else ""
     except yaml.YAMLError as cause:

@@ -134,6 +134,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
             "run.loggers=[wandb, trackio]",
             "run.name=7",
             "env.options.decay=1e-3",
+            "env.options.rubric=@rubric.txt",
         ],
     )
     assert (config.model.name, config.method.name, config.env.name) == ("tiny", "grpo", "guess_number")
@@ -141,7 +142,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
     assert config.generator.sampling_params.temperature == 0.5
     assert config.run.loggers == ("wandb", "trackio")
     assert config.run.name == "7"
-    assert config.env.options == {"decay": 0.001}
+    assert config.env.options == {"decay": 0.001, "rubric": "@rubric.txt"}
 
 
 def test_a_bare_name_stands_for_a_section_in_files_too(tmp_path: Path) -> None:
