@@ -347,13 +347,10 @@ class WarmupConfig(Section):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        """`steps: 0` says that there is none; options beside it, or without `steps`, were meant to do something."""
+        """`steps: 0` says that there is none; options without `steps` were meant to do something."""
         if self.model_fields_set and "steps" not in self.model_fields_set:
             name = min(self.model_fields_set)
             raise ValueError(f"{name} is not read while warmup.steps is 0; set warmup.steps, or leave it out")
-        for name in ("batch_size", "learning_rate"):
-            if not self.steps and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is not read while warmup.steps is 0; set warmup.steps, or leave it out")
         return self
 
 

@@ -172,6 +172,9 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     if plan.memory is not None and plan.memory.place.device == "cpu" and share != default:
         notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
     notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
+    unread = [name for name in changed_options(config.warmup) if name in ("batch_size", "learning_rate")]
+    if unread and not config.warmup.steps:
+        notes.append(f"warmup.{unread[0]} is not read: warmup.steps is 0")
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
     unread = [f"reward.{name}" for name in changed_options(config.reward) if name != "on_truncated"]

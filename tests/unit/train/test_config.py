@@ -198,7 +198,6 @@ def test_a_mistake_is_named_with_the_nearest_valid_option(override: str, expecte
         (["run.project=mine"], "read by wandb and trackio only"),
         (["eval.tasks=0", "eval.every=5"], "every=5 is not read while eval.tasks is 0"),
         (["eval.tasks=0", "eval.temperature=0.5"], "temperature=0.5 is not read while eval.tasks is 0"),
-        (["warmup.steps=0", "warmup.batch_size=4"], "batch_size is not read while warmup.steps is 0"),
         (["alarms.max_stale_share=0.5"], "alarms.max_stale_share=0.5 is not read while train.max_staleness is 0"),
         (["method=gigpo", "method.omega=0", "method.gamma=0.9"], "method.gamma=0.9 is not read while method.omega"),
     ],

@@ -121,10 +121,14 @@ def test_methods_that_compare_attempts_still_need_two() -> None:
             load_config("key_door", [f"method={method}", "generator.n_samples_per_prompt=1"])
 
 
-def test_what_a_preset_says_for_all_methods_and_stored_data_does_not_read_is_said_in_the_plan(
+def test_what_is_accepted_for_a_presets_sake_and_not_read_is_said_in_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "guess_number_tiny", "method=sft", "--plan"]) == 0
     assert "generator.n_samples_per_prompt is not read: nothing is played for training" in capsys.readouterr().out
     assert main(["train", "key_door", "model=tiny", "method=rft", "reward.turn_decay=0.9", "--plan"]) == 0
     assert "reward.turn_decay counts only where the world does not say" in capsys.readouterr().out
+    assert main(["train", "guess_number_tiny", "warmup.steps=0", "warmup.batch_size=4", "--plan"]) == 0
+    assert "warmup.batch_size is not read: warmup.steps is 0" in capsys.readouterr().out
+    assert main(["train", "guess_number_tiny", "warmup.steps=0", "--plan"]) == 0
+    assert "is not read" not in capsys.readouterr().out
