@@ -58,6 +58,22 @@ def _weights(run: RunReader, step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.usefixtures("tiny_dir")
+def test_the_optimizers_eps_reaches_the_weights(tmp_path: Path) -> None:
+    """The first step of AdamW is learning_rate * g / (|g| + eps), and the B side of an adapter begins at 0."""
+    rate, largest = 1e-2, {}
+    for eps in ("1e-8", "1e3"):
+        directory = tmp_path / eps
+        small = ("model=tiny", "method=sft", "train.steps=1", "warmup.steps=0", "eval.tasks=0", "run.dialogues=0")
+        optim = (f"train.learning_rate={rate}", f"train.eps={eps}", "train.grad_clip_norm=1")
+        assert main(["train", "calculator", *small, *optim, f"run.dir={directory}"]) == 0
+        with RunReader(directory) as run:
+            weights = _weights(run, 1)
+        largest[eps] = max(float(np.abs(value).max()) for name, value in weights.items() if "lora_B" in name)
+    assert largest["1e-8"] == pytest.approx(rate, rel=1e-4), "a gradient of any size makes a full step"
+    assert 0 < largest["1e3"] < rate / 1e3, "a clipped gradient is below 1, and eps a thousand"
+
+
+@pytest.mark.usefixtures("tiny_dir")
 @pytest.mark.parametrize("world", world_names())
 def test_every_world_trains_for_a_few_steps(world: str, tmp_path: Path) -> None:
     directory = tmp_path / "run"

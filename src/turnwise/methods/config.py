@@ -51,6 +51,17 @@ CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
     "gspo": (1 - 3e-4, 1 + 4e-4),
 }
 """The bounds that a loss takes where the config names none, as absolute ratios."""
+CORRECTION_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "token_mask": (0.5, 2.0),
+    "sequence_mask": (0.5, 2.0),
+    "sequence_geo_mask": (0.99, 1.01),
+}
+"""The same of the masks: what they keep."""
+CHOICE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "loss_fn": tuple(sorted({option for options in LOSS_OPTIONS.values() for option in options})),
+    "correction": ("correction_low", "correction_high"),
+}
+"""Options whose values are meant for one choice of another option: a clip of `ppo` means nothing to `cispo`."""
 
 METHOD_OPTIONS: Mapping[str, Mapping[str, float | str | None]] = {
     "grpo": {
@@ -203,7 +214,7 @@ class MethodConfig(Section):
     )
     clip_high_threshold: float | None = Field(
         default=None,
-        ge=0,
+        gt=0,
         description="Highest ratio of ppo (1.2), cispo (4) and gspo (1.0004).",
     )
     dual_clip: float | None = Field(
@@ -253,7 +264,7 @@ class MethodConfig(Section):
         "token, by the product over a sequence, or by its geometric mean.",
     )
     correction_low: float | None = Field(default=None, ge=0, description="Lowest ratio that a mask keeps.")
-    correction_high: float | None = Field(default=None, ge=0, description="Highest ratio kept, or the truncation.")
+    correction_high: float | None = Field(default=None, gt=0, description="Highest ratio kept, or the truncation.")
     outlier_rejection: bool = Field(
         default=False, description="Reject a sequence that holds a token with a ratio outside 1e-4 to 100."
     )
@@ -345,6 +356,17 @@ class MethodConfig(Section):
         high = high if self.clip_high_threshold is None else self.clip_high_threshold
         if low > high:
             raise ValueError(f"clip bounds {low} to {high}; expected low <= high, as absolute ratios (0.8 and 1.2)")
+        if self.loss == "dpo" and self.beta == 0:
+            raise ValueError("beta=0 is a loss of dpo that no reply changes; expected more than 0 (0.1 is usual)")
+        if self.correction in CORRECTION_BOUNDS:
+            low, high = CORRECTION_BOUNDS[self.correction]
+            low = low if self.correction_low is None else self.correction_low
+            high = high if self.correction_high is None else self.correction_high
+            if not low <= 1 <= high:
+                raise ValueError(
+                    f"correction={self.correction} would keep ratios from {low:g} to {high:g} and reject what the "
+                    "learning weights drew themselves, at 1; expected correction_low <= 1 <= correction_high"
+                )
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip}; expected more than 1 (3 is usual), or 0 for off")
         return self

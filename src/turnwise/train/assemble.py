@@ -173,6 +173,7 @@ def make_optim(config: Config, learning_rate: float) -> AdamParams:
         learning_rate=learning_rate,
         beta1=train.beta1,
         beta2=train.beta2,
+        eps=train.eps,
         weight_decay=train.weight_decay,
         grad_clip_norm=train.grad_clip_norm,
     )

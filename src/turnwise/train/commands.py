@@ -34,7 +34,14 @@ from turnwise.train.checkpoint import (
     saved_critic,
 )
 from turnwise.train.config import Config, check_backend
-from turnwise.train.config_files import config_from_yaml, config_to_tree, config_to_yaml, load_config, override_config
+from turnwise.train.config_files import (
+    config_from_yaml,
+    config_to_tree,
+    config_to_yaml,
+    left_out,
+    load_config,
+    override_config,
+)
 from turnwise.train.critic import Critic
 from turnwise.train.facts import ModelFacts, read_facts
 from turnwise.train.interrupt import Interrupt, Interrupted
@@ -73,6 +80,8 @@ class _Start:
     """Where the parts of the loop stood."""
     best: EvaluationRow | None = None
     """The evaluation whose checkpoint is kept beside the latest."""
+    notes: tuple[str, ...] = ()
+    """What the overrides left no reader for, in words."""
 
 
 def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
@@ -153,6 +162,7 @@ def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
         evaluated=frozenset(),
         checkpoints=(),
         is_new=True,
+        notes=tuple(left_out(name, overrides)),
     )
 
 
@@ -161,7 +171,8 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
         if text.partition("=")[0].partition(".")[0] in FIXED_SECTIONS:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
     with RunReader(directory) as run:
-        config = override_config(config_from_yaml(run.config_yaml, str(run.directory)), overrides)
+        stored = config_from_yaml(run.config_yaml, str(run.directory))
+        config = override_config(stored, overrides)
         done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
         state = read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step)
         rows = [row for row in run.evaluations() if row.step <= done.step]
@@ -175,6 +186,7 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             num_drawn=num_drawn_tokens(run, done.step),
             state=state,
             best=best_evaluation(run, done.step) if config.eval.keep_best else None,
+            notes=tuple(left_out(stored, overrides)),
         )
 
 
@@ -201,6 +213,7 @@ def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
         num_test_tasks=len(parts.held_out),
     )
     lines = plan_lines(start.config, facts, plan, parts.rollout.limits, str(start.directory))
+    lines += [f"note         {note}" for note in start.notes]
     if start.is_new:
         return lines
     warmup = f" and {start.done.warmup_steps} warm-up steps" if start.done.warmup_steps else ""

@@ -44,7 +44,7 @@ from turnwise.train.status import LOCK_FILE, STATUS_FILE
 EXIT_FAILED = 1
 AFTER_WARMUP = (
     *("steps", "max_sampled_tokens", "max_empty_steps", "learning_rate", "tasks_per_step", "substeps", "max_staleness"),
-    *("min_batch", "max_wait", "save_every", "keep_checkpoints"),
+    *("min_batch", "max_wait", "save_every", "keep_checkpoints", "accumulate", "lr_schedule", "lr_warmup", "lr_floor"),
 )
 """Options of `train` that a warm-up does not depend on."""
 
@@ -62,6 +62,8 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
         f"seeds, {request.jobs} at once, in {request.directory}",
         flush=True,
     )
+    for note in request.notes():
+        print(f"note: {note}", flush=True)
     with GridView(grid.jobs, grid.places()) as view, _ended_like_ctrl_c():
         is_whole = run_jobs(grid.jobs, at_once=request.jobs, progress=view)
     results, failures = grid.results(), grid.failures(is_whole=is_whole)

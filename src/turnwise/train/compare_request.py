@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import ConfigError
-from turnwise.methods.config import METHOD_OPTIONS, READING_METHODS
+from turnwise.methods.config import METHOD_OPTIONS
 from turnwise.train.commands import read_config
 from turnwise.train.config import Config
+from turnwise.train.config_files import left_out
 
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
 EXAMPLE = "turnwise compare methods=grpo,ppo worlds=guess_number seeds=3"
@@ -66,17 +67,19 @@ class Request:
 
     def config(self, world: World, variant: Variant, seed: int) -> Config:
         """Of one run, before its bound on tokens is known."""
-        return read_config(
-            world.name,
-            [
-                f"method={variant.method}",
-                *self.overrides,
-                *world.overrides,
-                *variant.overrides,
-                f"train.seed={seed}",
-                "run.dialogues=0",
-            ],
-        )
+        return read_config(world.name, [*self._overrides(world, variant), f"train.seed={seed}", "run.dialogues=0"])
+
+    def notes(self) -> list[str]:
+        """What a world's file says for one method and another does not read, in words."""
+        return [
+            f"{world.label}, {variant.label}: {note}"
+            for world in self.worlds
+            for variant in self.variants
+            for note in left_out(world.name, self._overrides(world, variant))
+        ]
+
+    def _overrides(self, world: World, variant: Variant) -> list[str]:
+        return [f"method={variant.method}", *self.overrides, *world.overrides, *variant.overrides]
 
 
 def slug(label: str) -> str:
@@ -86,7 +89,7 @@ def slug(label: str) -> str:
 
 def samples(config: Config) -> bool:
     """The run draws tokens to learn from; one that reads dialogues or pairs would never come to a bound on them."""
-    return config.method.name not in READING_METHODS and not config.data.pairs
+    return not config.reads_stored
 
 
 def bounded(config: Config, tokens: int) -> Config:

@@ -20,10 +20,11 @@ from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodC
 from turnwise.methods.fit import why_not_own_worlds, why_not_potential, why_not_so_many
 from turnwise.section import Section
 from turnwise.train.alarms import AlarmConfig
+from turnwise.train.config_checks import check_service, check_stored
 from turnwise.train.critic_config import CriticConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]
-LONE_METHODS = ("ppo", "reinforce_pp", "rft")
+LONE_METHODS = ("ppo", "reinforce_pp", "rebn", "rft")
 """Methods that can learn from a single attempt at a task."""
 LAGGING_LOSS: LossFn = "cispo"
 """What takes the place of plain importance sampling when attempts are older than the weights."""
@@ -125,7 +126,7 @@ class GeneratorConfig(Section):
         default=8,
         ge=1,
         description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
-        "attempts, such as ppo.",
+        "attempts of one task: ppo, reinforce_pp, rebn and rft, and those that read stored data.",
     )
     min_group_size: int = Field(
         default=2, ge=2, description="A group with fewer attempts left is dropped, and counted."
@@ -297,6 +298,9 @@ class TrainConfig(Section):
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the square.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="AdamW's term under the fraction, which bounds the step of a small gradient."
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip_norm: float = Field(default=1.0, ge=0, description="Clip the gradient's norm to this; 0 is off.")
     micro_batch_tokens: int = Field(
@@ -360,12 +364,22 @@ class EvalConfig(Section):
         "beside the latest ones; `turnwise sample`, `eval` and `export` take it.",
     )
 
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not self.tasks and name != "tasks" and value and value != field.default:
+                raise ValueError(f"{name}={value} is not read while eval.tasks is 0; set eval.tasks, or leave it out")
+        return self
+
 
 class WarmupConfig(Section):
     """Supervised steps on the world's scripted dialogues before anything else; counted apart."""
 
     steps: int = Field(default=0, ge=0, description="Supervised steps; 0 is no warm-up.")
-    demonstrations: int = Field(default=64, ge=1, description="Scripted dialogues to learn from.")
+    demonstrations: int = Field(
+        default=64, ge=1, description="Scripted dialogues to learn from, here and in critic.pretrain_from."
+    )
     batch_size: int = Field(default=8, ge=1, description="Dialogues per step.")
     learning_rate: float = Field(default=1e-3, gt=0, description="Of AdamW, during the warm-up.")
 
@@ -433,17 +447,27 @@ class Config(Section):
             )
         self.data.check(self.method.name)
         self.critic.check(self.method.name)
-        if self.model.base_url:
-            self._check_service()
+        check_service(self)
         self._check_lag()
+        check_stored(self)
         self._check_groups()
-        alone = self.method.name in LONE_METHODS and not self.method.group_baseline
+        if self.method.omega == 0 and self.method.gamma is not None and not self.reward.potential:
+            raise ValueError(
+                f"method.gamma={self.method.gamma} is not read while method.omega is 0: whole attempts are not "
+                "discounted; leave it out"
+            )
+        alone = self.reads_stored or (self.method.name in LONE_METHODS and not self.method.group_baseline)
         if self.generator.n_samples_per_prompt == 1 and not alone:
             raise ValueError(
                 f"generator.n_samples_per_prompt=1, and method={self.method.name} compares the attempts at a task; "
                 "expected 2 or more"
             )
         return self
+
+    @property
+    def reads_stored(self) -> bool:
+        """It learns from stored data: nothing is played for training."""
+        return self.method.name in READING_METHODS or bool(self.data.pairs)
 
     @property
     def method_in_use(self) -> MethodConfig:
@@ -455,7 +479,7 @@ class Config(Section):
 
     def _check_lag(self) -> None:
         lag = self.train.max_staleness
-        if lag and (self.method.name in READING_METHODS or self.data.pairs):
+        if lag and self.reads_stored:
             raise ValueError(
                 f"train.max_staleness={lag} is not read by method={self.method.name}, which reads stored data: "
                 "nothing is played that could lag; leave it out"
@@ -469,6 +493,11 @@ class Config(Section):
             raise ValueError(
                 f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
                 "depends on who is done first; leave one of them out"
+            )
+        if not lag and self.alarms.max_stale_share != AlarmConfig.model_fields["max_stale_share"].default:
+            raise ValueError(
+                f"alarms.max_stale_share={self.alarms.max_stale_share} is not read while train.max_staleness is 0: "
+                "nothing grows old; leave it out"
             )
         if not lag and self.method.old_policy_from != "forward":
             raise ValueError(
@@ -487,21 +516,6 @@ class Config(Section):
         for option, is_asked, why in asked:
             if is_asked and why is not None:
                 raise ValueError(f"{option}, and method={method.name} {why}")
-
-    def _check_service(self) -> None:
-        """Refuse what a service elsewhere does not read."""
-        engine_options = {
-            "model.device": self.model.device != "auto",
-            "generator.max_num_seqs": self.generator.max_num_seqs != 256,
-            "generator.deterministic": self.generator.deterministic,
-            "generator.gpu_memory_utilization": self.generator.gpu_memory_utilization != 0.9,
-            "train.micro_batch_tokens": self.train.micro_batch_tokens != 0,
-        }
-        for name, is_set in engine_options.items():
-            if is_set:
-                raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
-        if self.generator.stop:
-            raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
 
 
 def check_backend(config: GeneratorConfig) -> None:

@@ -19,8 +19,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.errors import ConfigError
-from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.train.config import Config
+from turnwise.methods.config import CHOICE_OPTIONS, METHOD_OPTIONS, MethodConfig
+from turnwise.train.config import Config, EvalConfig
+from turnwise.train.critic_config import CriticConfig
 
 Tree = dict[str, Any]
 """A config as YAML holds it: sections of keys, not yet checked."""
@@ -28,6 +29,12 @@ Tree = dict[str, Any]
 SHORTHANDS = ("model", "method", "env")
 """Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
 SHORT_KEYS = {"base_url": "model.base_url"}
+SWITCHES = {
+    "eval.tasks": tuple(EvalConfig.model_fields),
+    "warmup.steps": ("batch_size", "learning_rate"),
+    "critic.pretrain_steps": tuple(name for name in CriticConfig.model_fields if name.startswith("pretrain_")),
+}
+"""Options that turn something off with a 0, and those that nothing reads then."""
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -39,14 +46,21 @@ def preset_names() -> list[str]:
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a preset, a YAML file or a world, with `section.key=value` overrides on top."""
     tree = read_tree(name)
-    _apply_all(tree, overrides)
+    _apply_all(tree, overrides, name)
     return tree_to_config(tree)
+
+
+def left_out(start: str | Config, overrides: Sequence[str]) -> list[str]:
+    """What `load_config` or `override_config` leave out of a file because the overrides choose another method or loss;
+    one sentence for each choice."""
+    tree = read_tree(start) if isinstance(start, str) else config_to_tree(start)
+    return _apply_all(tree, overrides, start if isinstance(start, str) else "this run's config")
 
 
 def override_config(config: Config, overrides: Sequence[str]) -> Config:
     """The same config with `section.key=value` overrides on top."""
     tree = config_to_tree(config)
-    _apply_all(tree, overrides)
+    _apply_all(tree, overrides, "")
     return tree_to_config(tree)
 
 
@@ -102,7 +116,10 @@ def config_to_yaml(config: Config) -> str:
 
 
 def config_from_yaml(text: str, source: str) -> Config:
-    return tree_to_config(parse_yaml(text, source))
+    """The config that a run wrote down, every option with its value."""
+    tree = parse_yaml(text, source)
+    _turn_off(tree, None)
+    return tree_to_config(tree)
 
 
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -115,33 +132,47 @@ def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
             yield f"{prefix}{name}"
 
 
-def _apply_all(tree: Tree, overrides: Sequence[str]) -> None:
-    """Another method comes first: what the file says for its own method, and the other does not read, goes with it."""
-    names_method = {text: text.partition("=")[0].strip() in ("method", "method.name") for text in overrides}
-    before = _method_name(tree)
-    for text in sorted(overrides, key=lambda text: not names_method[text]):
-        if not names_method[text] and _method_name(tree) != before:
-            before = _method_name(tree)
-            _forget_unread(tree, before)
-        _apply(tree, text)
-    if _method_name(tree) != before:
-        _forget_unread(tree, _method_name(tree))
+def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
+    """Put the overrides on top; returns what the file says and the overrides leave no reader for, in words."""
+    parsed = [_parse(text) for text in overrides]
+    given = {".".join(path): value for path, value in parsed}
+    notes = _leave_behind(tree, given, source)
+    _turn_off(tree, given)
+    for path, value in parsed:
+        _apply(tree, path, value)
+    return notes
 
 
-def _method_name(tree: Tree) -> str:
+def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Take out of a file what it says for a method, a loss or a correction that is not the one in use.
+
+    A file's section `method` is written for its method: another one begins with its own defaults. What the command
+    line itself says is never left behind, nor is a key that is no option: that is told as a mistake.
+    """
     method = tree.get("method")
-    return str(method.get("name", "grpo")) if isinstance(method, dict) else "grpo"
+    if isinstance(method, dict):
+        name = str(method.get("name", MethodConfig.model_fields["name"].default))
+        if given.get("method.name", name) != name:
+            return _forget(method, list(MethodConfig.model_fields), f"method={name}", source)
+        notes: list[str] = []
+        for choice, options in CHOICE_OPTIONS.items():
+            default = METHOD_OPTIONS.get(name, {}).get(choice, MethodConfig.model_fields[choice].default)
+            chosen = method.get(choice) or default
+            if given.get(f"method.{choice}", chosen) != chosen:
+                notes += _forget(method, options, f"{choice}={chosen}", source)
+        return notes
+    return []
 
 
-def _forget_unread(tree: Tree, method: str) -> None:
-    unread = {option for options in METHOD_OPTIONS.values() for option in options} - METHOD_OPTIONS.get(
-        method, {}
-    ).keys()
-    if method in METHOD_OPTIONS:
-        tree["method"] = {key: value for key, value in tree["method"].items() if key not in unread}
+def _forget(method: Tree, options: Sequence[str], owner: str, source: str) -> list[str]:
+    fields = MethodConfig.model_fields
+    gone = {key: method.pop(key) for key in list(method) if key in options and key != "name"}
+    said = [f"method.{key}={value}" for key, value in gone.items() if value != fields[key].default]
+    return [f"left out, because {source} says it for {owner}: {', '.join(said)}"] if said else []
 
 
-def _apply(tree: Tree, text: str) -> None:
+def _parse(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` to the path and the value."""
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not key:
@@ -154,17 +185,32 @@ def _apply(tree: Tree, text: str) -> None:
         raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
+    if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
+        return key.split("."), value
     try:
-        parsed = yaml.load(value, Loader=_Loader) if value.strip() else ""
+        return key.split("."), yaml.load(value, Loader=_Loader) if value.strip() else ""
     except yaml.YAMLError as cause:
         raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
-    *parents, last = key.split(".")
+
+
+def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:
+    *parents, last = path
     branch = tree
     for parent in parents:
         branch = branch.setdefault(parent, {})
         if not isinstance(branch, dict):
+            key = ".".join(path)
             raise ConfigError(f"{key} is not an option: {parent} holds {branch!r}{_nearest(key)}")
-    branch[last] = parsed
+    branch[last] = value
+
+
+def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
+    """What was turned off, by an override or (None) by the file itself, takes what the file says about it along."""
+    for switch, options in SWITCHES.items():
+        section, _, key = switch.partition(".")
+        held = tree.get(section)
+        if isinstance(held, dict) and (held.get(key) if given is None else given.get(switch)) == 0:
+            tree[section] = {name: value for name, value in held.items() if name not in options} | {key: 0}
 
 
 def _explain(error: Mapping[str, Any]) -> str:

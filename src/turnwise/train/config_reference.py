@@ -27,8 +27,11 @@ train:
 
 `model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, and `base_url=URL` for `model.base_url`
 (docs/service_openai.md). Values are read as YAML. An option that is unknown, or that nothing would read in the given
-combination, is refused before anything is spent. The whole config, defaults included, is the first thing that a run
-writes down.
+combination, is refused before anything is spent. A file's section `method` is written for its own method: where the
+command line, or `turnwise compare`, names another one, that begins with its own defaults; with another
+`method.loss_fn` or `method.correction` the bounds of the file's go. The plan says what was left out. `eval.tasks=0`,
+`warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn off. The whole config,
+defaults included, is the first thing that a run writes down.
 
 This page is made from the fields of `turnwise.train.config` (`python -m turnwise.train.config_reference`).
 """

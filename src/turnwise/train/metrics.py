@@ -14,7 +14,7 @@ from turnwise.credit.branching import branch_variance_share
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.train.entropy import entropy_metrics
 from turnwise.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     values = dict(played.stats.metrics())
     values["method/groups_trained"] = float(len(kept.groups))
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
-    values |= _policy_metrics(played.groups)
+    values |= entropy_metrics(played.groups)
     share = branch_variance_share(played.groups)
     if share is not None:
         values["method/branch_variance_share"] = share
@@ -130,18 +130,6 @@ def _mean_ratios(learned: Learned) -> Iterator[float]:
             gaps = (output["logprobs"].to_numpy() - inputs["logprobs"].to_numpy())[is_trained(datum)]
             if len(gaps):
                 yield math.exp(min(20.0, float(gaps.mean())))
-
-
-def _policy_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """What the sampler's own logprobs say: minus their mean is an estimate of the entropy per token."""
-    logprobs = [
-        logprob
-        for group in groups
-        for trajectory in group.trajectories
-        for turn in trajectory.turns
-        for logprob in turn.sampler_logprobs
-    ]
-    return {"rollout/entropy_estimate": -sum(logprobs) / len(logprobs)} if logprobs else {}
 
 
 def _time_metrics(played: RolloutResult, values: Mapping[str, float], times: Times) -> dict[str, float]:

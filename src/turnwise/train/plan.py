@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import Place
-from turnwise.methods.config import BRANCHING_METHODS, READING_METHODS
+from turnwise.methods.config import BRANCHING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.assemble import critic_rate
 from turnwise.train.config import Config, GeneratorConfig, TrainConfig
+from turnwise.train.config_checks import changed_options, unread_of_stored
 from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
 from turnwise.train.memory import Memory, estimate_memory
@@ -76,7 +77,7 @@ def make_plan(
 
 def attempts_per_task(config: Config) -> int:
     """Attempts that are played for one task of a batch; none where stored data is read."""
-    if config.method.name in READING_METHODS or config.data.pairs:
+    if config.reads_stored:
         return 0
     return config.generator.n_samples_per_prompt
 
@@ -182,8 +183,15 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     share, default = config.generator.gpu_memory_utilization, GeneratorConfig().gpu_memory_utilization
     if plan.memory is not None and plan.memory.place.device == "cpu" and share != default:
         notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
+    notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
+    unread = [name for name in changed_options(config.warmup) if name in ("batch_size", "learning_rate")]
+    if unread and not config.warmup.steps:
+        notes.append(f"warmup.{unread[0]} is not read: warmup.steps is 0")
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
+    unread = [f"reward.{name}" for name in changed_options(config.reward) if name != "on_truncated"]
+    if unread and config.method.name == "rft" and config.method.threshold is None:
+        notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
     if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):
         notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
     return notes

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from turnwise.engine.losses import make_loss
 from turnwise.envs.registry import world_names
 from turnwise.errors import ConfigError
-from turnwise.methods.config import CLIP_BOUNDS, LOSS_OPTIONS, METHOD_OPTIONS, RL_LOSSES, MethodConfig
+from turnwise.methods.config import (
+    CLIP_BOUNDS,
+    CORRECTION_BOUNDS,
+    LOSS_OPTIONS,
+    METHOD_OPTIONS,
+    RL_LOSSES,
+    MethodConfig,
+)
 from turnwise.train.config import Config, GeneratorConfig, RewardWeights, check_backend
 from turnwise.train.config_files import (
     config_from_yaml,
@@ -127,6 +134,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
             "run.loggers=[wandb, trackio]",
             "run.name=7",
             "env.options.decay=1e-3",
+            "env.options.rubric=@rubric.txt",
         ],
     )
     assert (config.model.name, config.method.name, config.env.name) == ("tiny", "grpo", "guess_number")
@@ -134,7 +142,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
     assert config.generator.sampling_params.temperature == 0.5
     assert config.run.loggers == ("wandb", "trackio")
     assert config.run.name == "7"
-    assert config.env.options == {"decay": 0.001}
+    assert config.env.options == {"decay": 0.001, "rubric": "@rubric.txt"}
 
 
 def test_a_bare_name_stands_for_a_section_in_files_too(tmp_path: Path) -> None:
@@ -188,6 +196,10 @@ def test_a_mistake_is_named_with_the_nearest_valid_option(override: str, expecte
         (["generator.on_unparsable=end", "generator.unparsable_penalty=1"], "not read with on_unparsable=end"),
         (["generator.renderer=template", "generator.strip_thinking=true"], "strip_thinking"),
         (["run.project=mine"], "read by wandb and trackio only"),
+        (["eval.tasks=0", "eval.every=5"], "every=5 is not read while eval.tasks is 0"),
+        (["eval.tasks=0", "eval.temperature=0.5"], "temperature=0.5 is not read while eval.tasks is 0"),
+        (["alarms.max_stale_share=0.5"], "alarms.max_stale_share=0.5 is not read while train.max_staleness is 0"),
+        (["method=gigpo", "method.omega=0", "method.gamma=0.9"], "method.gamma=0.9 is not read while method.omega"),
     ],
 )
 def test_an_option_that_nothing_would_read_is_refused(overrides: list[str], expected: str) -> None:
@@ -244,6 +256,23 @@ def test_loss_options_are_those_that_the_engines_losses_take() -> None:
                     make_loss(loss, {option: LEGAL[option]})
 
 
+def test_the_bounds_of_masks_are_the_engines_and_hold_what_was_drawn_on_policy() -> None:
+    for correction, bounds in CORRECTION_BOUNDS.items():
+        config = make_loss("ppo", {"correction": correction}).config
+        assert (config.correction_low, config.correction_high) == bounds
+        for impossible in ({"correction_low": 3}, {"correction_high": 0.4}, {"correction_low": 1.2}):
+            with pytest.raises(ValidationError, match="expected correction_low <= 1 <= correction_high"):
+                MethodConfig.model_validate({"correction": correction, **impossible})
+        MethodConfig.model_validate({"correction": correction, "correction_low": 0.1, "correction_high": 1})
+
+
+def test_numbers_that_the_loss_would_refuse_after_the_first_batch_are_refused() -> None:
+    assert "beta=0" in _message("method=dpo", "method.beta=0")
+    assert "finite" in _message("method.correction=token_mask", "method.correction_high=.inf")
+    assert "finite" in _message("train.learning_rate=.nan")
+    assert load_config("guess_number", ["method.loss_fn=dro", "method.beta=0"]).method.beta == 0
+
+
 @pytest.mark.parametrize("loss_fn", list(CLIP_BOUNDS))
 def test_default_bounds_are_the_engines(loss_fn: str) -> None:
     config = make_loss(loss_fn).config
@@ -293,14 +322,6 @@ def test_the_config_loads_without_torch() -> None:
     code = "import sys, turnwise.train.config_files; print('torch' in sys.modules or 'transformers' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
-
-
-def test_another_method_leaves_behind_what_the_file_says_for_its_own() -> None:
-    """The preset has credit and gamma for grpo; ppo reads gamma, mt_grpo neither."""
-    preset = load_config("key_door").method
-    assert (preset.credit, preset.gamma) == ("reward_to_go", 0.95)
-    ppo, mt_grpo = (load_config("key_door", [f"method={name}"]).method for name in ("ppo", "mt_grpo"))
-    assert (ppo.credit, ppo.gamma, mt_grpo.credit, mt_grpo.gamma) == (None, 0.95, None, None)
 
 
 def test_what_the_command_line_says_itself_is_never_left_behind() -> None:

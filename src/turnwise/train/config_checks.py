@@ -1,0 +1,70 @@
+"""Sections that do not fit together: options beside stored data, and options beside a service that trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from turnwise.section import Section
+
+if TYPE_CHECKING:
+    from turnwise.train.config import Config
+
+
+def check_stored(config: Config) -> None:
+    """Refuse what only attempts that are played for training have a use for."""
+    if not config.reads_stored:
+        return
+    unread = [
+        *(f"reward.{name}" for name in changed_options(config.reward)),
+        *(f"alarms.{name}" for name in changed_options(config.alarms)),
+        *(
+            f"train.{name}"
+            for name in changed_options(config.train)
+            if name in ("max_sampled_tokens", "max_empty_steps")
+        ),
+        *(f"generator.{name}" for name in changed_options(config.generator) if name == "min_group_size"),
+        *(f"method.{name}" for name in changed_options(config.method) if name == "branch_turn"),
+    ]
+    if unread:
+        what = "pairs" if config.data.pairs else "dialogues"
+        raise ValueError(
+            f"{unread[0]} is not read by method={config.method.name} with stored {what}: nothing is played for "
+            "training that it could apply to; leave it out"
+        )
+
+
+def unread_of_stored(config: Config) -> list[str]:
+    """What a preset, or a comparison, says for all methods, and stored data has no use for: told, not refused."""
+    if not config.reads_stored:
+        return []
+    generator = config.generator
+    found = [f"generator.{name}" for name in changed_options(generator) if name == "n_samples_per_prompt"]
+    if "temperature" in changed_options(generator.sampling_params):
+        found.append("generator.sampling_params.temperature")
+    if "num_tasks" in changed_options(config.train) and (config.data.pairs or config.data.dialogues):
+        found.append("train.num_tasks")
+    return found
+
+
+def check_service(config: Config) -> None:
+    """Refuse what a service elsewhere does not read."""
+    if not config.model.base_url:
+        return
+    engine_options = {
+        "model.device": config.model.device != "auto",
+        "generator.max_num_seqs": config.generator.max_num_seqs != 256,
+        "generator.deterministic": config.generator.deterministic,
+        "generator.gpu_memory_utilization": config.generator.gpu_memory_utilization != 0.9,
+        "train.micro_batch_tokens": config.train.micro_batch_tokens != 0,
+    }
+    for name, is_set in engine_options.items():
+        if is_set:
+            raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
+    if config.generator.stop:
+        raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
+
+
+def changed_options(section: Section) -> list[str]:
+    """The options of a section that are not at their defaults."""
+    fields = type(section).model_fields.items()
+    return [name for name, field in fields if getattr(section, name) != field.get_default(call_default_factory=True)]

@@ -1,0 +1,68 @@
+"""Every option that a page of the docs names is one, and every command that a page prints is taken by the config."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from turnwise.train.commands import read_config
+from turnwise.train.compare import parse_request
+from turnwise.train.config import Config
+from turnwise.train.config_files import option_paths
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECTIONS = "|".join(Config.model_fields)
+NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\['\"`;,])((?:{SECTIONS})\.[a-z_.]+)=")
+"""`train.steps` in backticks, or train.steps=5 anywhere."""
+COMMAND = re.compile(
+    r"^\s*(?:\$ )?turnwise (train|compare) ((?:.*\\\n)*.*)$|`turnwise (train|compare) ([^`]+)`", re.MULTILINE
+)
+FILES = ("run.db", "train.jsonl")
+BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
+"""Words that stand for others: such a line is no command."""
+
+
+def _named_options(text: str) -> set[str]:
+    found = {first or second for first, second in NAMED.findall(text)}
+    return {name for name in found if not name.startswith("env.options.") and name not in FILES}
+
+
+def _commands(text: str) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for in_block, block, in_line, line in COMMAND.findall(text):
+        words = shlex.split((block or line).replace("\\\n", " "), comments=True)
+        if not any(BLANKS.search(word) for word in words) and "--resume" not in words:
+            found.append((in_block or in_line, [word for word in words if not word.startswith("--")]))
+    return found
+
+
+def test_every_option_that_a_page_names_is_one() -> None:
+    known = {*option_paths(), *(path.rpartition(".")[0] for path in option_paths()), "env.options"}
+    unknown = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in _named_options(page.read_text(encoding="utf-8"))
+        if name not in known
+    }
+    assert unknown == set()
+    assert len({name for page in PAGES for name in _named_options(page.read_text(encoding="utf-8"))}) > 50
+    stale = "An env gets them with `generator.sampling_params.stop='[\"</search>\"]'`."
+    assert _named_options(stale) == {"generator.sampling_params.stop"}
+
+
+def test_every_command_that_a_page_prints_is_taken() -> None:
+    num_commands = 0
+    for page in PAGES:
+        for command, words in _commands(page.read_text(encoding="utf-8")):
+            num_commands += 1
+            if command == "train":
+                named = [word for word in words if "=" not in word]
+                worlds = [word.partition("=")[2] for word in words if word.startswith("env=")]
+                read_config((named or worlds)[0], [word for word in words if "=" in word])
+                continue
+            request = parse_request(words)
+            for variant in request.variants:
+                read_config(request.env, [f"method={variant.method}", *request.overrides, *variant.overrides])
+    assert num_commands > 40
