@@ -41,7 +41,7 @@ def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
 
     The rest was decided before the branch, by the task included. Both variances are the unbiased estimates of a random
     effects model, so the share does not depend on how many attempts a group has. Of one batch it can exceed 1, where
-    the groups' means lie closer together than chance would put them; cut off there, its mean over steps would be too low.
+    the means of groups lie closer together than by chance; cut off there, its mean over steps would be too low.
     """
     rewards = [np.asarray(group.rewards) for group in groups if group.branch_turn is not None and group.trajectories]
     sizes = np.asarray([len(own) for own in rewards], float)

@@ -26,11 +26,12 @@ import numpy as np
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.methods.config import METHOD_OPTIONS, READING_METHODS
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.commands import num_drawn_tokens, read_config, train
+from turnwise.train.commands import read_config, train
 from turnwise.train.compare_figure import Curve, comparison_svg
 from turnwise.train.config import Config
 from turnwise.train.config_files import config_from_yaml, config_to_tree
 from turnwise.train.intervals import Interval, mean_interval
+from turnwise.train.tokens import num_drawn_tokens
 from turnwise.train.view import format_duration
 
 OWN_OPTIONS = ("methods", "env", "seeds", "tokens")
