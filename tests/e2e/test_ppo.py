@@ -125,7 +125,7 @@ async def test_values_know_the_state_that_a_cut_attempt_was_left_in(tmp_path: Pa
             world="guess_number",
         )
         sampler = await rig.trainer.save_weights_and_get_sampling_client_async()
-        trajectories = await Batches(rig.parts, rig.renderer, "rollouts").batch(0, sampler)
+        trajectories = (await Batches(rig.parts, rig.renderer, "rollouts").batch(0, sampler)).trajectories
         cut = [one for one in trajectories if one.is_truncated]
         assert cut, "one turn of three ends nothing"
         ones = TensorData([1.0] * 3)

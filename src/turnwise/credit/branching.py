@@ -41,16 +41,22 @@ def turn_probabilities(kind: TurnDistribution, num_turns: int, *, p: float = 0.3
 def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
     """How much of the variance of returns is left inside branched groups; None where it cannot be told.
 
-    The rest was decided before the branch, by the task included.
+    The rest was decided before the branch, by the task included. Both variances are the unbiased estimates of a random
+    effects model, so the share does not depend on how many attempts a group has. Of one batch it can exceed 1, where
+    the means of groups lie closer together than by chance; cut off there, its mean over steps would be too low.
     """
     rewards = [np.asarray(group.rewards) for group in groups if group.branch_turn is not None and group.trajectories]
-    if len(rewards) < 2:
+    sizes = np.asarray([len(own) for own in rewards], float)
+    num_groups, num_attempts = len(rewards), float(sizes.sum())
+    if num_groups < 2 or num_attempts == num_groups or np.ptp(np.concatenate(rewards)) == 0:
         return None
-    everything = np.concatenate(rewards)
-    total = float(everything.var())
-    if total == 0:
-        return None
-    return float(sum(((own - own.mean()) ** 2).sum() for own in rewards) / len(everything)) / total
+    overall = np.concatenate(rewards).mean()
+    inside = sum(float(((own - own.mean()) ** 2).sum()) for own in rewards) / (num_attempts - num_groups)
+    # The means of groups spread by what came before, and by chance: E[between] = inside + size * before.
+    between = sum(len(own) * float((own.mean() - overall) ** 2) for own in rewards) / (num_groups - 1)
+    size = (num_attempts - float((sizes**2).sum()) / num_attempts) / (num_groups - 1)
+    total = inside + (between - inside) / size
+    return inside / total
 
 
 def with_branched_share(groups: Sequence[TrajectoryGroup], num_ended: int) -> tuple[TrajectoryGroup, ...]:

@@ -166,11 +166,17 @@ class RunWriter:
         if self._used_bytes() > self._max_bytes:
             self._shrink(step)
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int, *, warmup_steps: int, critic_batches: int) -> None:
         """Remove the rows of later steps: the run goes on from `step` and will write them again.
 
-        What came before the first step is counted on its own (`OWN_COUNT`), and stays.
+        What comes before the first step is counted on its own (`OWN_COUNT`): what the run still has of it stays.
+
+        Args:
+            warmup_steps: of the warm-up, done by the time that the run goes back to.
+            critic_batches: of the critic's pre-training, likewise.
         """
+        for room, count in zip(OWN_COUNT, (warmup_steps, critic_batches), strict=True):
+            self._db.execute("DELETE FROM metrics WHERE step > ? AND key LIKE ?", (count, f"{room}/%"))
         self._db.execute(
             "DELETE FROM turns WHERE trajectory_id IN (SELECT id FROM trajectories WHERE step > ?)", (step,)
         )

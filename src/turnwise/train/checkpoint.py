@@ -26,6 +26,7 @@ from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
+from turnwise.train.plateau import PlateauState
 from turnwise.train.run_state import RunState
 
 CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
@@ -91,7 +92,12 @@ class Checkpoints:
         metadata = None if critic is None else {CRITIC_PATH: critic.path, CRITIC_BATCHES: str(critic.num_pretrained)}
         saved = await self._trainer.save_state(name, overwrite=True, user_metadata=metadata)
         if state is not None and critic is not None:
-            state = replace(state, critic_path=critic.path, critic_pretrained=critic.num_pretrained)
+            state = replace(
+                state,
+                critic_path=critic.path,
+                critic_pretrained=critic.num_pretrained,
+                critic_plateau=critic.plateau,
+            )
         text = None if state is None else state.to_json()
         row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path, state=text)
         self._kept.append(row)
@@ -135,7 +141,8 @@ class Checkpoints:
         if self._critic is None:
             return None
         saved = await self._critic.client.save_state(name, overwrite=True)
-        return SavedCritic(path=saved.path, num_pretrained=self._critic.num_pretrained)
+        critic = self._critic
+        return SavedCritic(path=saved.path, num_pretrained=critic.num_pretrained, plateau=critic.plateau.to_state())
 
     def _remove(self, old: CheckpointRow, critic: SavedCritic | None) -> None:
         if critic is not None:
@@ -157,13 +164,19 @@ class SavedCritic:
     path: str
     num_pretrained: int
     """Batches that it had learned alone."""
+    plateau: PlateauState | None = None
+    """How long they had not helped; None where nobody wrote it down."""
 
 
 def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
     """The critic of a checkpoint; None where there is none."""
     state = {} if row.state is None else json.loads(row.state)
     if state.get(CRITIC_PATH):
-        return SavedCritic(path=state[CRITIC_PATH], num_pretrained=int(state[CRITIC_BATCHES]))
+        return SavedCritic(
+            path=state[CRITIC_PATH],
+            num_pretrained=int(state[CRITIC_BATCHES]),
+            plateau=state.get("critic_plateau"),
+        )
     file = checkpoint_directory(data_dir, row.path) / INFO_FILE
     if not file.is_file():
         return None

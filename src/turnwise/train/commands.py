@@ -52,16 +52,16 @@ from turnwise.train.pulse import Pulse
 from turnwise.train.record import Recorder
 from turnwise.train.remote import AnyService, connect, delete_checkpoint
 from turnwise.train.report import report_lines
+from turnwise.train.resume_checks import check_critic, check_overrides
 from turnwise.train.run_state import RunState, read_state
 from turnwise.train.status import run_lock
 from turnwise.train.steer import Steering
+from turnwise.train.tokens import num_taken_tokens
 from turnwise.train.view import format_duration, open_view
 from turnwise.train.watchdog import EXIT_STALLED, StalledError, Watchdog
 
 EXIT_INTERRUPTED = 130
 K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-FIXED_SECTIONS = ("model", "env", "warmup")
-"""What a resumed run cannot change: its weights and its tasks depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,9 @@ class _Start:
     checkpoints: tuple[CheckpointRow, ...]
     is_new: bool
     num_drawn: int = 0
-    """Tokens that were sampled for training so far."""
+    """Tokens that the steps and the critic's pre-training took so far."""
+    critic_batches: int = 0
+    """Of the critic's pre-training, that the checkpoint has."""
     state: RunState | None = None
     """Where the parts of the loop stood."""
     best: EvaluationRow | None = None
@@ -167,13 +169,14 @@ def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
 
 
 def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
-    for text in overrides:
-        if text.partition("=")[0].partition(".")[0] in FIXED_SECTIONS:
-            raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
     with RunReader(directory) as run:
         stored = config_from_yaml(run.config_yaml, str(run.directory))
+        check_overrides(stored, overrides)
         config = override_config(stored, overrides)
         done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
+        critic = saved_critic(run.directory, done) if done.path else None
+        check_critic(stored, config, num_steps_done=done.step, has_critic=critic is not None)
+        critic_batches = critic.num_pretrained if critic is not None else 0
         state = read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step)
         rows = [row for row in run.evaluations() if row.step <= done.step]
         return _Start(
@@ -183,17 +186,12 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             evaluated=frozenset((row.label, row.step) for row in rows),
             checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
             is_new=False,
-            num_drawn=num_drawn_tokens(run, done.step),
+            num_drawn=num_taken_tokens(run, done.step, critic_batches=critic_batches),
+            critic_batches=critic_batches,
             state=state,
             best=best_evaluation(run, done.step) if config.eval.keep_best else None,
             notes=tuple(left_out(stored, overrides)),
         )
-
-
-def num_drawn_tokens(run: RunReader, step: int) -> int:
-    """Tokens that were sampled for training up to a step, the critic's pre-training included."""
-    drawn = sum(value for at, value in run.metric("rollout/tokens_drawn") if at <= step)
-    return round(drawn + sum(value for _, value in run.metric("critic/sampled_tokens")))
 
 
 def _default_name(config: Config) -> str:
@@ -235,7 +233,8 @@ def _train_alone(start: _Start, parts: Parts) -> int:
     else:
         writer = RunWriter.reopen(directory, max_size_mb=config.run.max_size_mb)
         writer.set_meta("config", config_to_yaml(config))
-        writer.forget_after(start.done.step)
+        done = start.done
+        writer.forget_after(done.step, warmup_steps=done.warmup_steps, critic_batches=start.critic_batches)
         writer.event(start.done.step, "resumed", path=start.done.path)
         writer.commit(start.done.step)
         remove_orphans(directory, start.checkpoints)
@@ -332,13 +331,16 @@ async def _make_critic(start: _Start, parts: Parts, service: AnyService, rendere
             train_mlp=model.train_mlp or not model.train_attn,
             train_attn=model.train_attn,
         )
-    return Critic(
+    critic = Critic(
         *(client, config.critic, make_gae(config.method)),
         make_optim(config, critic_rate(config)),
         renderer,
         max_tokens=parts.rollout.limits.max_trajectory_tokens,
         num_pretrained=saved.num_pretrained if saved is not None else 0,
     )
+    if saved is not None and saved.plateau is not None:
+        critic.plateau.restore(saved.plateau)
+    return critic
 
 
 def _dtype_name(config: Config) -> str:

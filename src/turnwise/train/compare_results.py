@@ -23,10 +23,10 @@ import numpy as np
 
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
-from turnwise.train.commands import num_drawn_tokens
 from turnwise.train.config_files import Tree
 from turnwise.train.critic import NUM_PARTS
 from turnwise.train.intervals import Interval, mean_interval
+from turnwise.train.tokens import num_drawn_tokens
 
 LEVEL = 0.05
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from turnwise.errors import TurnwiseError
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.commands import num_drawn_tokens
 from turnwise.train.compare_runs import Job
 from turnwise.train.status import read_status
+from turnwise.train.tokens import num_drawn_tokens
 from turnwise.train.view import format_duration
 
 REDRAW_S = 2.0

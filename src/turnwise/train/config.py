@@ -308,7 +308,10 @@ class TrainConfig(Section):
     )
     seed: int = Field(default=0, ge=0, description="Of the adapter, the tasks, their order, the envs and the sampler.")
     save_every: int = Field(
-        default=25, ge=0, description="Save a checkpoint every so many steps; 0 saves at the end only."
+        default=25,
+        ge=0,
+        description="Save a checkpoint every so many steps, and batches of a critic's pre-training; 0 saves at the end "
+        "of each only.",
     )
     keep_checkpoints: int = Field(default=3, ge=1, description="How many of the latest checkpoints are kept.")
     max_empty_steps: int = Field(

@@ -29,6 +29,7 @@ from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
 from turnwise.train.critic_config import CriticConfig
 from turnwise.train.metrics import strip_reductions
+from turnwise.train.plateau import Plateau
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
 
@@ -61,6 +62,8 @@ class Critic:
         self.client = client
         self.config = config
         self.num_pretrained = num_pretrained
+        self.plateau = Plateau(config.pretrain_patience)
+        """Of the pre-training, over all batches that it has had."""
         self._gae = gae
         self.optim = optim
         self._renderer = renderer

@@ -13,6 +13,7 @@ on as if it had not stopped.
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 
 from turnwise.client.base import TrainingClient
 from turnwise.credit.shaping import shape_group
@@ -28,7 +29,7 @@ from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.learner import Learner
 from turnwise.train.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.train.pretrain import pretrain
-from turnwise.train.progress import NothingToLearnError, Progress
+from turnwise.train.progress import NothingToLearnError, Progress, TokensSpentError
 from turnwise.train.record import Recorder
 from turnwise.train.run_state import RunState
 from turnwise.train.schedule import rate_factor
@@ -89,7 +90,7 @@ class Loop:
 
         Args:
             evaluated: (label, step) of the evaluations that are on record already.
-            num_drawn: tokens that were sampled for training so far.
+            num_drawn: tokens that the steps and the critic's pre-training took so far.
             state: where the parts of the loop stood; without it, between two synchronous steps.
         """
         per_step = self._config.train.tasks_per_step
@@ -102,7 +103,7 @@ class Loop:
         self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
-        except (Interrupted, StalledError, AlarmError, NothingToLearnError) as error:
+        except (Interrupted, StalledError, AlarmError, NothingToLearnError, TokensSpentError) as error:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
@@ -122,7 +123,7 @@ class Loop:
         self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
         while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
-            if train.max_sampled_tokens and self._num_drawn >= train.max_sampled_tokens:
+            if self._is_spent():
                 break
             if evaluation.every and step and step % evaluation.every == 0:
                 await self._evaluate_once("step", step)
@@ -133,14 +134,39 @@ class Loop:
                 await self._save()
         await self.supply.close()
         await self._save()
-        if self._progress.is_solved and self.done_step < self.num_steps:
-            self._recorder.solved(self.done_step, self._progress.num_empty_steps)
+        self._tell_end()
         if self.num_steps:
             await self._evaluate_once("end", self.done_step)
 
     @property
     def _num_batches(self) -> int:
         return self.num_steps * self._config.train.accumulate
+
+    def _is_spent(self) -> bool:
+        """No more tokens may be sampled; before the first step that is an error.
+
+        What was played ahead counts. In a synchronous run, or before the first step, nothing is: groups that wait there
+        are those that a process left behind in the middle of the step that comes next.
+        """
+        train, num_drawn = self._config.train, self._num_drawn
+        if train.max_staleness and self.done_step:
+            num_drawn += self.supply.num_untaken_tokens
+        is_spent = 0 < train.max_sampled_tokens <= num_drawn
+        if is_spent and self.num_steps and not self.done_step:
+            raise TokensSpentError(num_drawn, train.max_sampled_tokens, self.num_steps)
+        return is_spent
+
+    def _tell_end(self) -> None:
+        """Write down what nobody learned from, and why there were fewer steps than asked for."""
+        num_untaken, bound = self.supply.num_untaken_tokens, self._config.train.max_sampled_tokens
+        if num_untaken:
+            self._recorder.left_over(self.done_step, num_untaken)
+        if self.done_step >= self.num_steps:
+            return
+        if self._progress.is_solved:
+            self._recorder.solved(self.done_step, self._progress.num_empty_steps)
+        else:
+            self._recorder.tokens_spent(self.done_step, self.num_steps, self._num_drawn + num_untaken, bound)
 
     async def _step(self, step: int) -> None:
         """One optimizer step, from waiting for its data (or reading it) to publishing."""
@@ -310,11 +336,16 @@ class Loop:
         if critic is None or critic.is_pretrained or self.done_step:
             return
         self._phase("training the critic")
+        save_every = self._config.train.save_every
         arguments = (self._parts, self._renderer, self._sampler, self._interrupt, self._watchdog)
-        async for metrics in pretrain(critic, *arguments):
-            self._num_critic_batches += 1
-            self._num_drawn += round(metrics["sampled_tokens"])
-            self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
+        async with aclosing(pretrain(critic, *arguments)) as batches:
+            async for metrics in batches:
+                self._num_critic_batches += 1
+                self._num_drawn += round(metrics["sampled_tokens"])
+                self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
+                self._is_spent()
+                if save_every and self._num_critic_batches % save_every == 0 and not critic.is_pretrained:
+                    await self._save()
         self._is_read = True
         if self._parts.held_out:
             self._phase("evaluating the critic")

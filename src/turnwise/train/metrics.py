@@ -103,6 +103,7 @@ def lag_metrics(taken: Taken, stream: Stream, learned: Sequence[Learned]) -> dic
     num_stale = len(taken.stale)
     values = {f"groups_{state}": float(count) for state, count in stream.pool.counts().items()}
     values["attempts_playing"] = float(stream.num_attempts_playing)
+    values["tokens_drawn"] = float(stream.num_untaken_tokens)
     values["groups_dropped_stale"] = float(num_stale)
     values["stale_share"] = num_stale / max(1, num_stale + len(taken.places))
     if taken.staleness:

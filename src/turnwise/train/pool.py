@@ -211,6 +211,11 @@ class Pool:
             counts[place.state] += 1
         return counts
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that were drawn for the groups in it so far."""
+        return sum(place.stats.num_drawn for place in self.places.values())
+
     def length_bias(self) -> float | None:
         """Tokens of a group that was learned from over those of one that was started, minus 1.
 

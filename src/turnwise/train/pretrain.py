@@ -9,8 +9,7 @@ have stopped to get better.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from turnwise.client.base import SamplingClient
 from turnwise.client.fake import ScriptedSampler
@@ -32,31 +31,6 @@ from turnwise.train.interrupt import Interrupt
 from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
-MIN_RISE = 0.01
-"""Of the explained variance: what counts as better."""
-MIN_FALL = 0.02
-"""Of the loss, as a share of it: likewise. A critic that still learns the mean has no variance to show for it."""
-
-
-class Plateau:
-    """Knows when neither the explained variance rises nor the loss falls any more."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        self._best_variance, self._best_loss = -math.inf, math.inf
-        self._num_since = 0
-
-    def is_reached(self, explained_variance: float, loss: float) -> bool:
-        """Tell the numbers of the next batch; a variance that could not be measured (nan) is not better."""
-        is_rising = explained_variance >= self._best_variance + MIN_RISE
-        is_falling = loss < self._best_loss * (1 - MIN_FALL)
-        if is_rising:
-            self._best_variance = explained_variance
-        if is_falling:
-            self._best_loss = loss
-        self._num_since = 0 if is_rising or is_falling else self._num_since + 1
-        return self._num_since >= self._patience
-
 
 async def pretrain(
     critic: Critic,
@@ -65,20 +39,28 @@ async def pretrain(
     sampler: SamplingClient,
     interrupt: Interrupt,
     watchdog: Watchdog | None = None,
-) -> AsyncIterator[dict[str, float]]:
+) -> AsyncGenerator[dict[str, float], None]:
     """Train the critic batch by batch; each gives its metrics. The policy is only sampled from."""
     watchdog = watchdog or Watchdog()
     config, batches = critic.config, Batches(parts, renderer, critic.config.pretrain_from)
     optim = make_optim(parts.config, config.pretrain_learning_rate)
-    plateau = Plateau(config.pretrain_patience)
     while not critic.is_pretrained:
-        trajectories = await interrupt.unless(batches.batch(critic.num_pretrained, sampler))
-        metrics = await watchdog.call("critic", "learn ahead of the policy", critic.study(trajectories, optim))
+        batch = await interrupt.unless(batches.batch(critic.num_pretrained, sampler))
+        work = critic.study(batch.trajectories, optim)
+        metrics = await watchdog.call("critic", "learn ahead of the policy", work)
         critic.num_pretrained += 1
-        if plateau.is_reached(metrics["explained_variance"], metrics["loss"]):
+        if critic.plateau.is_reached(metrics["explained_variance"], metrics["loss"]):
             critic.num_pretrained = config.pretrain_steps
-        sampled = sum(one.num_sampled_tokens for one in trajectories) if batches.is_played else 0
-        yield {**metrics, "attempts": float(len(trajectories)), "sampled_tokens": float(sampled)}
+        yield {**metrics, "attempts": float(len(batch.trajectories)), "sampled_tokens": float(batch.num_drawn)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticBatch:
+    """What the critic learns from in one batch."""
+
+    trajectories: Sequence[Trajectory]
+    num_drawn: int = 0
+    """Tokens that the policy drew for it, those of attempts that failed included."""
 
 
 class Batches:
@@ -95,16 +77,16 @@ class Batches:
         """The policy is sampled from."""
         return self._source == "rollouts"
 
-    async def batch(self, index: int, sampler: SamplingClient) -> Sequence[Trajectory]:
+    async def batch(self, index: int, sampler: SamplingClient) -> CriticBatch:
         if self.is_played:
             return await self._play(index, sampler)
         if self._stored is None:
             stored = await self._demonstrations() if self._source == "demonstrations" else self._read()
             rollout, train = self._parts.rollout, self._parts.config.train
             self._stored = Deck(stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic"))
-        return self._stored.batch(index)
+        return CriticBatch(trajectories=self._stored.batch(index))
 
-    async def _play(self, index: int, sampler: SamplingClient) -> list[Trajectory]:
+    async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
         parts = self._parts
         played = await play_groups(
             *(parts.world, parts.tasks.batch(index), sampler, self._renderer, parts.rollout),
@@ -116,7 +98,7 @@ class Batches:
             raise ConfigError(
                 f"no attempt of batch {index + 1} can be learned from; did the world {parts.world.name} fail?"
             )
-        return trajectories
+        return CriticBatch(trajectories=trajectories, num_drawn=played.stats.num_drawn)
 
     async def _demonstrations(self) -> list[Trajectory]:
         """The world's scripted dialogues with the rewards that its envs give them."""

@@ -15,6 +15,17 @@ class NothingToLearnError(TurnwiseError):
     """Step after step left nothing to learn from."""
 
 
+class TokensSpentError(TurnwiseError):
+    """The bound on sampled tokens left nothing for the first step."""
+
+    def __init__(self, num_drawn: int, bound: int, num_steps: int) -> None:
+        super().__init__(
+            f"no step of {num_steps} was made: the critic's pre-training sampled {num_drawn:,} tokens, and "
+            f"train.max_sampled_tokens={bound}. The run is saved; go on with a larger bound, or start one with fewer "
+            "batches of it (critic.pretrain_steps) or from stored attempts (critic.pretrain_from)"
+        )
+
+
 class Progress:
     """Counts the steps in a row that left nothing to learn from, and why."""
 

@@ -116,6 +116,18 @@ class Recorder:
         self.writer.commit(step)
         self.view.say(f"step {step}: solved, every attempt of the last {num_steps} steps succeeded; training ends here")
 
+    def tokens_spent(self, step: int, num_steps: int, num_drawn: int, bound: int) -> None:
+        """The run ends before its last step, because it may sample no more tokens."""
+        self.writer.event(step, "tokens_spent", steps=num_steps, sampled_tokens=num_drawn, bound=bound)
+        self.writer.commit(step)
+        said = f"{num_drawn:,} tokens are sampled, train.max_sampled_tokens={bound}"
+        self.view.say(f"step {step} of {num_steps}: {said}; training ends here")
+
+    def left_over(self, step: int, num_tokens: int) -> None:
+        """The tokens of groups that were played ahead, and that no step came to learn from."""
+        self.writer.metrics(step, {"pool/tokens_drawn": float(num_tokens)})
+        self.writer.commit(step)
+
     def close(self) -> None:
         for logger in self._loggers:
             logger.close()

@@ -20,7 +20,7 @@ def report_lines(run: RunReader, *, title: str, num_dialogues: int) -> list[str]
     """Everything, from what the run directory holds."""
     evaluations = run.evaluations()
     best = best_evaluation(run)
-    lines = [*_before_and_after(evaluations, best), *_dropped(run), *_not_kept(run)]
+    lines = [*_before_and_after(evaluations, best), *_ended_early(run), *_dropped(run), *_not_kept(run)]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
@@ -48,6 +48,20 @@ def _before_and_after(evaluations: Sequence[EvaluationRow], best: EvaluationRow 
         gain = 100 * (after.success - before.success)
         lines.append(f"{'by training':<{LABEL_WIDTH}}{gain:+.1f} points of held-out success since {before.label}")
     return lines
+
+
+def _ended_early(run: RunReader) -> list[str]:
+    """Why a run made fewer steps than it was asked for."""
+    ends = [event for event in run.events() if event.kind in ("resumed", "solved", "tokens_spent")]
+    if not ends or ends[-1].kind == "resumed":
+        return []
+    step, detail = ends[-1].step, ends[-1].detail
+    if ends[-1].kind == "solved":
+        why = f"after step {step}: every attempt of the last {detail['steps']} steps succeeded"
+    else:
+        sampled = f"{detail['sampled_tokens']:,} tokens are sampled"
+        why = f"after step {step} of {detail['steps']}: {sampled}, train.max_sampled_tokens={detail['bound']}"
+    return [f"{'ended early':<{LABEL_WIDTH}}{why}"]
 
 
 def _dropped(run: RunReader) -> list[str]:

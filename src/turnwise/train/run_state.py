@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from turnwise.rollout.quarantine import QuarantineState
 from turnwise.runlog.schema import CheckpointRow, PoolRow
 from turnwise.train.alarms import AlarmState
+from turnwise.train.plateau import PlateauState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class RunState:
     """Where the critic was saved; empty where the method has none."""
     critic_pretrained: int = 0
     """Batches that the critic had learned alone."""
+    critic_plateau: PlateauState | None = None
+    """How long they had not helped; None where the method has no critic."""
     pool: tuple[PoolRow, ...] = ()
     """Groups that were dealt and not yet learned from."""
 

@@ -168,6 +168,11 @@ class Supply:
         if self.stream is not None:
             await self.stream.close()
 
+    @property
+    def num_untaken_tokens(self) -> int:
+        """Tokens that were drawn for groups that no step has learned from, or dropped."""
+        return 0 if self.stream is None else self.stream.num_untaken_tokens
+
     def state(self, before: RunState) -> RunState:
         """The run's state with what is known here."""
         if self.stream is None:

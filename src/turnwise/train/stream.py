@@ -68,6 +68,7 @@ class Stream:
         self._room = asyncio.Semaphore(parts.rollout.max_concurrency)
         self._playing: dict[asyncio.Task[None], Place] = {}
         self._num_batches = 0
+        self._num_cut_tokens = 0
 
     async def __aenter__(self) -> Stream:
         return self
@@ -121,8 +122,14 @@ class Stream:
         await cancel_all(list(self._playing))
         for place in self._playing.values():
             if place.state is not State.DONE:
+                self._num_cut_tokens += place.stats.num_drawn
                 place.state, place.num_playing, place.stats = State.QUEUED, 0, RolloutStats()
         self._playing.clear()
+
+    @property
+    def num_untaken_tokens(self) -> int:
+        """Tokens that were drawn for groups that no update has taken; after `close`, those that it cut off included."""
+        return self.pool.num_drawn + self._num_cut_tokens
 
     @property
     def num_attempts_playing(self) -> int:

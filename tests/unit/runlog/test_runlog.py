@@ -117,14 +117,15 @@ def test_only_the_first_and_the_latest_certificate_are_kept_when_all_are_good(wr
 
 def test_later_steps_are_forgotten_when_a_run_goes_on(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
     for step in (1, 2, 3):
-        writer.metrics(step, {"reward": float(step)})
+        writer.metrics(step, {name: float(step) for name in ("reward", "warmup/loss", "critic/sampled_tokens")})
         writer.attempts(step, "train", [Attempt(trajectory=make_trajectory(), outcome="trained")])
         writer.evaluation(_evaluation(step))
     writer.commit(3)
-    writer.forget_after(1)
+    writer.forget_after(1, warmup_steps=2, critic_batches=1)
     writer.commit(1)
     run = RunReader(writer.directory)
-    assert run.metric("reward") == [(1, 1.0)]
+    assert run.metric("reward") == run.metric("critic/sampled_tokens") == [(1, 1.0)]
+    assert run.metric("warmup/loss") == [(1, 1.0), (2, 2.0)], "it is counted on its own"
     assert [row.step for row in run.attempts()] == [1]
     assert [row.step for row in run.evaluations()] == [1]
 

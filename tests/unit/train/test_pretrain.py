@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from turnwise.train.critic_config import CriticConfig
-from turnwise.train.pretrain import Plateau
+from turnwise.train.plateau import Plateau
 
 
 def batches_until_plateau(patience: int, numbers: list[tuple[float, float]]) -> int | None:
@@ -40,6 +41,17 @@ def test_a_slow_rise_counts_once_it_adds_up() -> None:
 
 def test_returns_that_are_all_the_same_are_a_plateau() -> None:
     assert batches_until_plateau(3, [(math.nan, 0.0)] * 10) == 4
+
+
+def test_a_plateau_is_known_over_the_end_of_a_process() -> None:
+    numbers = [(math.nan, 1.0), (0.2, 0.8), (0.5, 0.5), *[(0.5, 0.5)] * 10]
+    for stop in range(6):
+        first = Plateau(4)
+        assert not any(first.is_reached(*batch) for batch in numbers[:stop])
+        second = Plateau(4)
+        second.restore(json.loads(json.dumps(first.to_state(), allow_nan=False)))
+        reached = [second.is_reached(*batch) for batch in numbers[stop:]]
+        assert stop + reached.index(True) + 1 == batches_until_plateau(4, numbers) == 7
 
 
 @pytest.mark.parametrize(
