@@ -33,6 +33,7 @@ from turnwise.train.stream import Stream, Taken
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import read_demonstrations
 from turnwise.train.watchdog import Watchdog
+from turnwise.trajectory import TrajectoryGroup
 
 NOTHING_PLAYED = RolloutResult(groups=(), dropped=(), stats=RolloutStats())
 
@@ -42,7 +43,10 @@ class Batch:
     """What one step learns from."""
 
     played: RolloutResult
+    """Its groups have their rewards shaped; its stats count what the env gave."""
     kept: Kept
+    as_played: Sequence[TrajectoryGroup] = ()
+    """The groups of `played`, with the rewards that the env gave."""
     items: Sequence[Any]
     """What `method.lessons` takes: groups, or whatever the method's reader gave."""
     taken: Taken | None = None
@@ -112,10 +116,10 @@ class Supply:
             items = self._read().batch(step)
             return Batch(played=NOTHING_PLAYED, kept=Kept(groups=(), reasons=()), items=items)
         parts, taken = self._parts, await self.stream.take()
-        played = taken.result()
-        played = replace(played, groups=tuple(shape_group(group, parts.shaping) for group in played.groups))
+        result = taken.result()
+        played = replace(result, groups=tuple(shape_group(group, parts.shaping) for group in result.groups))
         kept = cast(Method, parts.method).keep(played.groups)
-        return Batch(played=played, kept=kept, items=kept.groups, taken=taken)
+        return Batch(played=played, kept=kept, as_played=result.groups, items=kept.groups, taken=taken)
 
     def publish(self, sampler: VersionedSampler) -> None:
         """From now on these are the newest weights."""
