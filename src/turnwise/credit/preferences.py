@@ -60,6 +60,16 @@ class Pair:
         """The policy said the same in both, so there is nothing to prefer."""
         return _said(self.chosen) == _said(self.rejected)
 
+    @property
+    def is_identical_at_branch(self) -> bool:
+        """Likewise of the turn at which they part, where a method trains that turn alone."""
+        return _said(self.chosen)[self.branch_turn] == _said(self.rejected)[self.branch_turn]
+
+    def is_masked(self, *, only_branch_turn: bool) -> bool:
+        """A side has nothing in the loss, so there is nothing to hold the other one against."""
+        turns = slice(self.branch_turn, self.branch_turn + 1) if only_branch_turn else slice(None)
+        return not all(any(turn.is_trained for turn in side.turns[turns]) for side in (self.chosen, self.rejected))
+
 
 def _prefix(trajectory: Trajectory, turn: int) -> tuple[object, ...]:
     """All ids that stand before what turn `turn` sampled."""
@@ -76,9 +86,25 @@ def best_and_worst(group: TrajectoryGroup) -> Pair | None:
     if len(group.trajectories) < 2 or is_constant_group(group.rewards):
         return None
     rewards_G = np.asarray(group.rewards)
+    return _pair_of(group, int(rewards_G.argmax()), int(rewards_G.argmin()))
+
+
+def drawn_pairs(group: TrajectoryGroup, seed: int) -> list[Pair]:
+    """All attempts in pairs by lot, each in one pair at most; an odd one is left over.
+
+    Who meets whom does not depend on the rewards, so the mean difference is the one between two attempts. Best against
+    worst is larger the more attempts there are, and a regression on it would learn the size of the group.
+    """
+    order_G = np.random.default_rng(seed).permutation(len(group.trajectories)).tolist()
+    met = zip(order_G[::2], order_G[1::2], strict=False)
+    # The better one first, of equals the earlier.
+    return [_pair_of(group, *sorted(two, key=lambda i: (-group.rewards[i], i))) for two in met]
+
+
+def _pair_of(group: TrajectoryGroup, chosen: int, rejected: int) -> Pair:
     return Pair(
-        chosen=group.trajectories[int(rewards_G.argmax())],
-        rejected=group.trajectories[int(rewards_G.argmin())],
+        chosen=group.trajectories[chosen],
+        rejected=group.trajectories[rejected],
         branch_turn=group.branch_turn or 0,
         branch_probability=group.branch_probability,
     )

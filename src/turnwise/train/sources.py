@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
-from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.shaping import shape_group
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError
@@ -22,13 +20,13 @@ from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.runlog.reader import RunReader
 from turnwise.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.train.assemble import Parts
 from turnwise.train.deck import Deck
 from turnwise.train.pool import Deal, LengthBias, Pool
 from turnwise.train.pool_rows import places_to_rows, rows_to_places
 from turnwise.train.run_state import RunState
+from turnwise.train.stored import check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.train.stream import Stream, Taken
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import read_demonstrations
@@ -79,6 +77,7 @@ class Supply:
 
     async def check(self) -> None:
         """Refuse what no step could learn from, before anything is spent."""
+        check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
                 await check_can_branch(self._parts.world, self._parts.rollout.limits)
@@ -165,9 +164,7 @@ class Supply:
             parts, source = self._parts, self._parts.method.source
             seed = derive_seed(parts.config.train.seed, "stored")
             if isinstance(source, ReadPairs):
-                from turnwise.train.pairs import read_pairs
-
-                items: Sequence[Any] = read_pairs(Path(source.path))
+                items: Sequence[Any] = read_training_pairs(source, parts.config)
             else:
                 assert isinstance(source, ReadDialogues)
                 items = self._read_dialogues(source, seed)
@@ -177,22 +174,8 @@ class Supply:
     def _read_dialogues(self, source: ReadDialogues, seed: int) -> list[Dialogue]:
         parts = self._parts
         if source.path:
-            return read_run_dialogues(source.path)
+            return read_run_dialogues(source.path, parts.config)
         demonstrations = read_demonstrations(parts.world, self._renderer, parts.config.train.num_tasks, seed)
         if not demonstrations:
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set data.dialogues to a run")
         return [Dialogue(datums=tuple(datums)) for datums in demonstrations]
-
-
-def read_run_dialogues(path: str) -> list[Dialogue]:
-    """The successes of a stored run, in the ids that were sampled."""
-    found: list[Dialogue] = []
-    with RunReader(path) as run:
-        for row in run.attempts():
-            if row.is_success and row.has_tokens:
-                turns = run.attempt(row.id).trajectory.turns
-                ids = [(turn.prompt_ids, turn.sampled_ids) for turn in turns]
-                found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
-    if not found:
-        raise ConfigError(f"{path} holds no success with its tokens; there is nothing to imitate")
-    return found
