@@ -8,7 +8,6 @@ whole. This module imports without torch; conversion (`turnwise.engine.convert`)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -28,6 +27,20 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError, ModelError, ModelNotFoundError
 from turnwise.model_catalog import CATALOG, CatalogEntry, Report
+from turnwise.model_places import converted_directory, home, is_complete, models_directory
+
+__all__ = [
+    "ALIASES_VARIABLE",
+    "ModelRow",
+    "ResolvedModel",
+    "aliases_from_environment",
+    "fetch_model",
+    "format_count",
+    "home",
+    "list_models",
+    "parse_alias",
+    "resolve_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +79,6 @@ class ModelRow:
     num_parameters: int | None = None
     architecture: str | None = None
     context_length: int | None = None
-
-
-def home() -> Path:
-    """Where models are kept: `$TURNWISE_HOME`, or `~/.cache/turnwise`."""
-    configured = os.environ.get("TURNWISE_HOME")
-    return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "turnwise"
 
 
 def parse_alias(text: str) -> tuple[str, str]:
@@ -119,7 +126,7 @@ def fetch_model(name: str, *, report: Report = logger.info) -> ResolvedModel:
             f"there is nothing to fetch under {name!r}; the store can fetch: {', '.join(sorted(CATALOG))}. "
             "Models of the Hugging Face hub are downloaded when they are first used."
         )
-    directory = _models_directory() / name
+    directory = models_directory() / name
     if _is_up_to_date(directory, entry):
         report(f"{name}: already there, in {directory}")
     else:
@@ -130,7 +137,7 @@ def fetch_model(name: str, *, report: Report = logger.info) -> ResolvedModel:
 def list_models() -> list[ModelRow]:
     """The store's own models, ready or not, and every other model directory under `home()/models`."""
     rows = [_catalog_row(name, entry) for name, entry in sorted(CATALOG.items())]
-    root = _models_directory()
+    root = models_directory()
     for config in sorted([*root.glob("*/config.json"), *root.glob("*/*/config.json")]):
         name = config.parent.relative_to(root).as_posix()
         if name not in CATALOG and not name.startswith("."):
@@ -159,10 +166,8 @@ def _find_gguf(name: str, tried: list[str], report: Report) -> _Found:
     if not path.is_file():
         tried.append(f"GGUF file {path}: is not there")
         return None
-    status = path.stat()
-    key = hashlib.sha256(f"{path}\n{status.st_size}\n{status.st_mtime_ns}".encode()).hexdigest()[:16]
-    directory = home() / "converted" / f"{path.stem}-{key}"
-    if not _is_complete(directory):
+    directory = converted_directory(path)
+    if not is_complete(directory):
         report(f"{path.name}: converting to safetensors, once ...")
         from turnwise.engine.convert import gguf_to_directory  # seconds of imports, so after the message
 
@@ -172,17 +177,17 @@ def _find_gguf(name: str, tried: list[str], report: Report) -> _Found:
 
 
 def _find_in_store(name: str, tried: list[str], report: Report) -> _Found:
-    directory = _models_directory() / name
+    directory = models_directory() / name
     entry = CATALOG.get(name)
     if entry is not None and not _is_up_to_date(directory, entry):
         if not entry.is_made_on_demand:
             raise ModelNotFoundError(_not_fetched_message(name, directory))
         _build(name, entry, directory, report)
     # A name such as "../x" or "/x" would leave the store; it is a path, and paths were tried before.
-    is_inside = _models_directory() in directory.parents and ".." not in Path(name).parts
-    if is_inside and _is_complete(directory):
+    is_inside = models_directory() in directory.parents and ".." not in Path(name).parts
+    if is_inside and is_complete(directory):
         return "store", directory
-    tried.append(f"model store {_models_directory()}: holds {_stored_names()}")
+    tried.append(f"model store {models_directory()}: holds {_stored_names()}")
     return None
 
 
@@ -199,7 +204,7 @@ def _find_on_hub(name: str, tried: list[str], report: Report) -> _Found:
 
     try:
         directory = snapshot(local_files_only=True)
-        if _is_complete(directory):
+        if is_complete(directory):
             return "hub_cache", directory
         tried.append(f"Hugging Face cache: {directory} holds only a part of the model")
     except HFValidationError:
@@ -220,7 +225,7 @@ def _find_on_hub(name: str, tried: list[str], report: Report) -> _Found:
     except (OSError, RuntimeError) as cause:
         tried.append(f"Hugging Face hub: {str(cause).strip().splitlines()[0]}")
         return None
-    if not _is_complete(directory):
+    if not is_complete(directory):
         tried.append("Hugging Face hub: the repository has no config.json with safetensors weights")
         return None
     return "hub_cache", directory
@@ -303,7 +308,7 @@ def _move_into_place(partial: Path, directory: Path) -> None:
     """Keep what another process made of the same model meanwhile; replace a damaged or outdated copy."""
 
     def is_there() -> bool:
-        return _is_complete(directory) and _read_json(directory / "model.json") == _read_json(partial / "model.json")
+        return is_complete(directory) and _read_json(directory / "model.json") == _read_json(partial / "model.json")
 
     if is_there():
         return
@@ -322,16 +327,8 @@ def _move_into_place(partial: Path, directory: Path) -> None:
 # --- looking at what is there -----------------------------------------------------------------------------------------
 
 
-def _models_directory() -> Path:
-    return home() / "models"
-
-
-def _is_complete(directory: Path) -> bool:
-    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-
-
 def _is_up_to_date(directory: Path, entry: CatalogEntry) -> bool:
-    return _is_complete(directory) and _read_json(directory / "model.json").get("revision") == entry.revision
+    return is_complete(directory) and _read_json(directory / "model.json").get("revision") == entry.revision
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -362,7 +359,7 @@ def format_count(count: int) -> str:
 
 
 def _catalog_row(name: str, entry: CatalogEntry) -> ModelRow:
-    directory = _models_directory() / name
+    directory = models_directory() / name
     if _is_up_to_date(directory, entry):
         return _ready_row(name, directory, entry.description)
     how_to_get = "it is made when first used" if entry.is_made_on_demand else f"turnwise model fetch {name}"
@@ -372,7 +369,7 @@ def _catalog_row(name: str, entry: CatalogEntry) -> ModelRow:
 def _ready_row(name: str, directory: Path, description: str) -> ModelRow:
     config = _read_json(directory / "config.json")
     text_config = config.get("text_config", config)
-    is_ready = _is_complete(directory)
+    is_ready = is_complete(directory)
     return ModelRow(
         name=name,
         path=directory,

@@ -44,6 +44,8 @@ class ReadPairs:
 
     path: str
     """A Parquet file of `turnwise pairs`."""
+    only_branch_turn: bool = False
+    """The method trains the turn at which a pair parts, and no other."""
 
 
 Source = PlayGroups | PlayBranches | ReadDialogues | ReadPairs

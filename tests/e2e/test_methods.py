@@ -88,13 +88,17 @@ def test_sft_imitates_the_successes_of_a_stored_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_rewards_are_shaped_before_they_are_credited_and_written_down(tmp_path: Path) -> None:
+def test_rewards_are_shaped_before_they_are_credited_and_kept_beside_those_of_the_env(tmp_path: Path) -> None:
     shaping = ("reward.potential=true", "reward.weights.outcome=2", "method.credit=reward_to_go")
     with run_train(tmp_path / "run", *shaping) as run:
         row = run.attempts(phase="train")[0]
-        parts = [dict(turn.reward_parts) for turn in run.attempt(row.id).trajectory.turns]
-        assert [one["shaping"] for one in parts] == pytest.approx([0.1, 0.1, -0.2])
-        assert 0 < sum(one["outcome"] for one in parts) <= 6
+        stored = run.attempt(row.id)
+        given = [dict(turn.reward_parts) for turn in stored.trajectory.turns]
+        credited = [one for one in stored.credited_parts if one is not None]
+        assert [set(one) for one in given] == [{"outcome"}] * 3
+        assert [one["outcome"] for one in credited] == pytest.approx([2 * one["outcome"] for one in given])
+        assert [one["shaping"] for one in credited] == pytest.approx([0.1, 0.1, -0.2])
+        assert row.reward == pytest.approx(sum(one["outcome"] for one in given))
 
 
 @pytest.mark.usefixtures("tiny_dir")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,65 @@ def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureF
     assert "share no dialogue" in capsys.readouterr().err
 
 
+def test_a_run_that_shapes_rewards_and_trains_one_turn_stores_what_was_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "p.parquet"
+    options = ("method=la_grpo", "train.steps=2", "generator.n_samples_per_prompt=4", f"run.dir={run_dir}")
+    shaping = ("reward.potential=true", "reward.weights.outcome=2", "reward.turn_decay=0.5")
+    assert turnwise("train", WORLD, *SMALL, *options, *shaping) == 0
+    with RunReader(run_dir) as run:
+        rows = [row for row in run.attempts(phase="train") if row.outcome == "trained"]
+        stored = [run.attempt(row.id) for row in rows]
+    assert rows
+    for one in stored:
+        assert sum(bool(mask.all()) for mask in one.masks) == 1, "the method trained one turn"
+        assert all(turn.is_trained for turn in one.trajectory.turns), "and the play left none out"
+    capsys.readouterr()
+    for row in rows[:3]:
+        assert turnwise("replay", str(run_dir), "--attempt", str(row.id)) == 0
+        assert "replayed exactly" in capsys.readouterr().out
+    assert turnwise("certify", str(run_dir)) == 0
+    assert turnwise("pairs", str(run_dir), "--stored", "--out", str(file)) == 0
+    for pair in (one.pair for one in read_stored_pairs(file)):
+        for side in (pair.chosen, pair.rejected):
+            assert all(turn.is_trained for turn in side.turns)
+            assert {part for turn in side.turns for part in turn.reward_parts} == {"outcome"}
+
+
+def test_stored_data_of_another_model_or_world_is_refused(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, played = tmp_path / "p.parquet", tmp_path / "run"
+    assert turnwise("train", WORLD, *SMALL, "method=dpo", "train.steps=1", f"run.dir={played}") == 0
+    assert turnwise("pairs", str(played), "--stored", "--out", str(file)) == 0
+    other = shutil.copytree(tiny_dir, tmp_path / "other")
+    readers = (
+        ("data.dialogues", ("method=sft", f"data.dialogues={played}")),
+        ("data.pairs", ("method=dpo", f"data.pairs={file}")),
+        ("critic.pretrain_from", ("method=ppo", f"critic.pretrain_from={played}")),
+    )
+    for option, reader in readers:
+        for world, model, message in (
+            (WORLD, str(other), f"was played with model.name=tiny; this run has {other}"),
+            ("key_door", "tiny", f"was played with env.name={WORLD}; this run has key_door"),
+        ):
+            command = ("train", world, *SMALL, *reader, f"model={model}", f"run.dir={tmp_path / 'refused'}")
+            for more in ((), ("--plan",)):
+                assert turnwise(*command, *more) == 2, (option, more)
+                said = capsys.readouterr().err
+                assert option in said
+                assert message in said
+            assert not (tmp_path / "refused").exists(), "nothing was begun"
+        by_path = ("train", WORLD, *SMALL, *reader, f"model={tiny_dir}", "--plan")
+        assert turnwise(*by_path) == 0, f"{option}: the same model by its path"
+    second = tmp_path / "second"
+    options = (*SMALL, "method=dpo", "train.steps=1", f"model={other}", f"run.dir={second}")
+    assert turnwise("train", WORLD, *options) == 0
+    assert turnwise("pairs", str(played), str(second), "--stored", "--out", str(file)) == 2
+    assert "one file holds pairs of one world and model" in capsys.readouterr().err
+
+
 def test_what_cannot_be_done_is_said_before_anything_is_played(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +131,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_played(
     for arguments, message in (
         (("pairs", "tiny", *out), "does not say which world it is for"),
         (("pairs", "tiny", "--env", WORLD, "--across-seeds", *out), "--across-seeds is for --stored"),
+        (("pairs", "a", "--stored", "--across-seeds", "--kind", "refuel", *out), "--across-seeds is for --kind dpo"),
         (("pairs", "tiny", "--env", WORLD, "--samples", "1", *out), "--samples 1; expected at least 2"),
         (("pairs", "tiny", "--env", WORLD, "--out", str(tmp_path)), "is a directory"),
         (

@@ -60,6 +60,16 @@ class Pair:
         """The policy said the same in both, so there is nothing to prefer."""
         return _said(self.chosen) == _said(self.rejected)
 
+    @property
+    def is_identical_at_branch(self) -> bool:
+        """Likewise of the turn at which they part, where a method trains that turn alone."""
+        return _said(self.chosen)[self.branch_turn] == _said(self.rejected)[self.branch_turn]
+
+    def is_masked(self, *, only_branch_turn: bool) -> bool:
+        """A side has nothing in the loss, so there is nothing to hold the other one against."""
+        turns = slice(self.branch_turn, self.branch_turn + 1) if only_branch_turn else slice(None)
+        return not all(any(turn.is_trained for turn in side.turns[turns]) for side in (self.chosen, self.rejected))
+
 
 def _prefix(trajectory: Trajectory, turn: int) -> tuple[object, ...]:
     """All ids that stand before what turn `turn` sampled."""

@@ -387,7 +387,7 @@ class DataConfig(Section):
     """Stored data to learn from, for the methods that read some."""
 
     dialogues: str = Field(
-        default="", description="sft: a run whose successes are imitated; empty: the world's scripted dialogues."
+        default="", description="sft: a run whose successes in training are imitated; empty: the world's dialogues."
     )
     pairs: str = Field(default="", description="Preference pairs to learn from, as `turnwise pairs` writes them.")
 

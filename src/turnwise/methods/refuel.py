@@ -100,7 +100,9 @@ def make_refuel(setup: MethodSetup) -> Refuel | StoredRefuel:
     uses_sampler = config.chosen("reference") == "sampler"
     if setup.data.pairs:
         return StoredRefuel(
-            source=ReadPairs(path=setup.data.pairs), loss_config=config.loss_config, uses_sampler=uses_sampler
+            source=ReadPairs(path=setup.data.pairs, only_branch_turn=True),
+            loss_config=config.loss_config,
+            uses_sampler=uses_sampler,
         )
     return Refuel(
         source=PlayBranches(

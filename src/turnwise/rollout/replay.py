@@ -7,8 +7,9 @@ difference means that the env draws on something other than its seed, or that en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import Task, World
@@ -61,8 +62,20 @@ class Replay:
         ]
 
 
-async def replay(world: World, task: Task, recorded: Trajectory, renderer: Renderer, config: RolloutConfig) -> Replay:
-    """Replay `recorded`, an attempt at `task`, under the config that it was played with."""
+async def replay(
+    world: World,
+    task: Task,
+    recorded: Trajectory,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    altered: Collection[Literal["rewards", "mask"]] = (),
+) -> Replay:
+    """Replay `recorded`, an attempt at `task`, under the config that it was played with.
+
+    Args:
+        altered: what of the record is not what was played, and is not compared.
+    """
     if task.id != recorded.task_id:
         raise DataError(f"an attempt at {recorded.task_id} cannot be replayed on task {task.id}")
     attempt = Attempt(
@@ -74,14 +87,15 @@ async def replay(world: World, task: Task, recorded: Trajectory, renderer: Rende
     )
     sampler = ScriptedSampler([_to_sequence(turn) for turn in recorded.turns])
     replayed = await play(attempt, sampler, renderer, config, RolloutStats())
-    return Replay(recorded=recorded, replayed=replayed, difference=next(_differences(recorded, replayed), None))
+    found = _differences(recorded, replayed, altered)
+    return Replay(recorded=recorded, replayed=replayed, difference=next(found, None))
 
 
 def _to_sequence(turn: Turn) -> SampledSequence:
     return SampledSequence("length" if turn.is_cut else "stop", list(turn.sampled_ids), list(turn.sampler_logprobs))
 
 
-def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
+def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection[str]) -> Iterator[Difference]:
     yield from _compare_items(None, "first messages", recorded.start, replayed.start)
     for index, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=False)):
         yield from _compare_items(index, "prompt ids", old.prompt_ids, new.prompt_ids)
@@ -89,9 +103,10 @@ def _differences(recorded: Trajectory, replayed: Trajectory) -> Iterator[Differe
         yield from _compare_items(index, "sampled ids", old.sampled_ids, new.sampled_ids)
         yield from _compare(index, "reply", old.reply, new.reply)
         yield from _compare_items(index, "observation", old.observation, new.observation)
-        yield from _compare(index, "reward", dict(old.reward_parts), dict(new.reward_parts))
-        if old.is_trained:  # else the method may have left it out, which no env can tell
-            yield from _compare(index, "is_trained", True, new.is_trained)
+        if "rewards" not in altered:
+            yield from _compare(index, "reward", dict(old.reward_parts), dict(new.reward_parts))
+        if "mask" not in altered:
+            yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
         failure = replayed.failure.detail if replayed.failure is not None else str(replayed.stop_reason)
         yield Difference(

@@ -21,6 +21,7 @@ import numpy as np
 from turnwise.errors import ConfigError, DataError, Party
 from turnwise.runlog.arrays import unpack_array, unpack_messages
 from turnwise.runlog.schema import (
+    AS_PLAYED_SINCE,
     DATABASE,
     POOL_SINCE,
     SCHEMA_VERSION,
@@ -61,6 +62,8 @@ class RunReader:
             version = int(self.meta("schema_version") or 0)
         except sqlite3.Error as cause:
             raise ConfigError(f"{file} cannot be read as a run: {cause}") from cause
+        is_new = version >= AS_PLAYED_SINCE
+        self._attempt_columns = f"{_ATTEMPT_COLUMNS}, {'' if is_new else 'NULL AS '}is_as_played"
         if version > SCHEMA_VERSION:
             raise ConfigError(f"{file} has schema version {version}; this turnwise reads up to {SCHEMA_VERSION}")
 
@@ -94,14 +97,14 @@ class RunReader:
     def attempts(self, *, phase: Phase | None = None, step: int | None = None) -> list[AttemptRow]:
         """The stored trajectories, oldest first."""
         rows = self._db.execute(
-            f"SELECT {_ATTEMPT_COLUMNS} FROM trajectories "
+            f"SELECT {self._attempt_columns} FROM trajectories "
             "WHERE (:phase IS NULL OR phase = :phase) AND (:step IS NULL OR step = :step) ORDER BY id",
             {"phase": phase, "step": step},
         )
         return [_attempt_row(row) for row in rows]
 
     def attempt(self, attempt_id: int) -> StoredAttempt:
-        """One trajectory as it was played, with what the trainer made of it."""
+        """One trajectory as it was played, with what method and trainer made of it."""
         row = self._row(attempt_id)
         if not row["has_tokens"]:
             raise DataError(f"attempt {attempt_id}: its token arrays were dropped to keep run.max_size_mb")
@@ -114,6 +117,9 @@ class RunReader:
             trainer_logprobs=tuple(
                 None if turn["trainer_logprobs"] is None else unpack_array(turn["trainer_logprobs"]).astype(np.float32)
                 for turn in turns
+            ),
+            credited_parts=tuple(
+                None if (parts := _column(turn, "credited_parts")) is None else json.loads(parts) for turn in turns
             ),
         )
 
@@ -151,7 +157,7 @@ class RunReader:
                 step=row["step"],
                 warmup_steps=row["warmup_steps"],
                 path=row["path"],
-                state=row["state"] if "state" in row.keys() else None,  # noqa: SIM118 - a Row is no mapping
+                state=_column(row, "state"),
             )
             for row in rows
         ]
@@ -189,6 +195,11 @@ def _or_nan(value: Any) -> Any:
     return math.nan if value is None else value
 
 
+def _column(row: sqlite3.Row, name: str) -> Any:
+    """None where the run was begun before there was such a column."""
+    return row[name] if name in row.keys() else None  # noqa: SIM118 - a Row is no mapping
+
+
 def _attempt_row(row: sqlite3.Row) -> AttemptRow:
     is_success = row["is_success"]
     return AttemptRow(
@@ -204,6 +215,7 @@ def _attempt_row(row: sqlite3.Row) -> AttemptRow:
         num_turns=row["num_turns"],
         num_sampled_tokens=row["num_sampled_tokens"],
         has_tokens=bool(row["has_tokens"]),
+        is_as_played=bool(_column(row, "is_as_played")),
     )
 
 
@@ -224,11 +236,13 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
             is_trained=bool(stored["is_trained"]),
             is_cut=bool(stored["is_cut"]),
             env_state=stored["env_state"],
+            potential=_column(stored, "potential"),
+            next_potential=_column(stored, "next_potential"),
         )
         known = (*turn.prompt_ids, *turn.sampled_ids)
         turns.append(turn)
     is_success = row["is_success"]
-    branch = row["branch"] if "branch" in row.keys() else None  # noqa: SIM118 - a Row is no mapping
+    branch = _column(row, "branch")
     failure = None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
     return Trajectory(
         task_id=row["task_id"],

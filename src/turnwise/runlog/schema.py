@@ -3,7 +3,8 @@
 A version that is newer than this code is refused; an older one is brought up to date when it is written to
 (`MIGRATIONS`), and read as it is. `step` is the number of
 optimizer batches done before the row: 0 before training, `train.steps` at the end. Token arrays are NULL once the
-size rule has dropped them (`writer.py`); metrics, events and evaluations stay.
+size rule has dropped them (`writer.py`); metrics, events and evaluations stay. An attempt is stored as it was played;
+what a method made of it (`mask`, `advantages`, `credited_parts`) has columns of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Trajectory
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
+AS_PLAYED_SINCE = 5
+"""The first version in which the rewards of a turn and its `is_trained` are those of the play, whatever the method."""
 
 Phase = Literal["train", "eval"]
 
@@ -53,7 +56,8 @@ CREATE TABLE trajectories (
     start BLOB,                      -- the env's first messages
     has_tokens INTEGER NOT NULL,
     time REAL NOT NULL,
-    branch TEXT                      -- JSON: where it leaves the dialogue that its group shares
+    branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
+    is_as_played INTEGER             -- NULL: written before version 5, with shaped rewards and the method's own mask
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -63,8 +67,8 @@ CREATE TABLE turns (
     policy_version INTEGER NOT NULL,
     temperature REAL NOT NULL,
     reward REAL NOT NULL,
-    reward_parts TEXT NOT NULL,      -- JSON
-    is_trained INTEGER NOT NULL,
+    reward_parts TEXT NOT NULL,      -- JSON, what the env gave
+    is_trained INTEGER NOT NULL,     -- 0: the play itself leaves it out, as an unparsable reply
     is_cut INTEGER NOT NULL,
     env_state TEXT,
     reply BLOB NOT NULL,             -- messages
@@ -75,7 +79,10 @@ CREATE TABLE turns (
     logprobs BLOB,                   -- [S] the sampler's
     trainer_logprobs BLOB,           -- [S] the trainer's, where the turn was trained
     mask BLOB,                       -- [S] what the loss saw
-    advantages BLOB                  -- [S]
+    advantages BLOB,                 -- [S]
+    potential REAL,                  -- what the env called the state before the turn
+    next_potential REAL,             -- and after it
+    credited_parts TEXT              -- JSON, the rewards after shaping; NULL where the method did not see the attempt
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -115,11 +122,19 @@ CREATE TABLE events (
 """
 
 MIGRATIONS = {
-    1: "ALTER TABLE trajectories ADD COLUMN branch TEXT",
-    2: "ALTER TABLE checkpoints ADD COLUMN state TEXT",
-    3: "CREATE TABLE pool (step INTEGER NOT NULL, number INTEGER NOT NULL, task_id TEXT NOT NULL, "
-    "admitted INTEGER NOT NULL, outcome TEXT, trajectories BLOB, failed BLOB, PRIMARY KEY (step, number)) "
-    "WITHOUT ROWID",
+    1: ("ALTER TABLE trajectories ADD COLUMN branch TEXT",),
+    2: ("ALTER TABLE checkpoints ADD COLUMN state TEXT",),
+    3: (
+        """CREATE TABLE pool (step INTEGER NOT NULL, number INTEGER NOT NULL, task_id TEXT NOT NULL,
+        admitted INTEGER NOT NULL, outcome TEXT, trajectories BLOB, failed BLOB, PRIMARY KEY (step, number))
+        WITHOUT ROWID""",
+    ),
+    4: (
+        "ALTER TABLE trajectories ADD COLUMN is_as_played INTEGER",
+        "ALTER TABLE turns ADD COLUMN potential REAL",
+        "ALTER TABLE turns ADD COLUMN next_potential REAL",
+        "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
+    ),
 }
 """By the version that a run has: what makes the next one of it."""
 
@@ -134,12 +149,15 @@ class Attempt:
     """A trajectory as it is to be written down."""
 
     trajectory: Trajectory
+    """As it was played."""
     outcome: str
     """trained, evaluated, failed, or why its group was dropped."""
     advantages: tuple[float | NDArray[np.float64], ...] | None = None
     """One entry per turn, a number or [S] one per token; None when it was not trained."""
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...] | None = None
     """[S] per turn, None for a turn that was not trained."""
+    credited: Trajectory | None = None
+    """The same as the method saw it: rewards shaped, turns that it leaves out not `is_trained`; None: it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,19 +176,23 @@ class AttemptRow:
     num_turns: int
     num_sampled_tokens: int
     has_tokens: bool
+    is_as_played: bool = True
+    """False: an older turnwise wrote it, and rewards and `is_trained` may be what a method made of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAttempt:
-    """A trajectory read back, with what the trainer made of it."""
+    """A trajectory read back as it was played, with what method and trainer made of it."""
 
     row: AttemptRow
     trajectory: Trajectory
     masks: tuple[NDArray[np.bool_], ...]
-    """[S] per turn."""
+    """[S] per turn: what the loss saw."""
     advantages: tuple[NDArray[Any], ...]
     """[S] per turn; all 0 where the attempt was not trained."""
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...]
+    credited_parts: tuple[Mapping[str, float] | None, ...]
+    """Per turn the rewards after shaping, by channel; None where the method did not see the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

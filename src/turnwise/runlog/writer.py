@@ -192,7 +192,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?)",
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.stop_reason),
@@ -205,15 +205,18 @@ class RunWriter:
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 21)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
     def _migrate(self) -> None:
         (text,) = self._db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() or ("0",)
         for version in range(int(text), SCHEMA_VERSION):
-            self._db.execute(MIGRATIONS[version])
+            self._db.execute("BEGIN IMMEDIATE")  # a half of it would keep the next process from going on
+            for statement in MIGRATIONS[version]:
+                self._db.execute(statement)
             self.set_meta("schema_version", str(version + 1))
+            self._db.execute("COMMIT")
 
     def _used_bytes(self) -> int:
         pages, free, size = (
@@ -277,7 +280,8 @@ def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
     trainer = None if attempt.trainer_logprobs is None else attempt.trainer_logprobs[index]
     advantage = 0.0 if attempt.advantages is None else attempt.advantages[index]
     by_token = np.broadcast_to(np.asarray(advantage, np.float64), (len(turn.sampled_ids),))
-    is_trained = turn.is_trained and attempt.advantages is not None
+    credited = None if attempt.credited is None else attempt.credited.turns[index]
+    is_trained = (credited or turn).is_trained and attempt.advantages is not None
     length = len(turn.sampled_ids)
     return (
         *(index, turn.policy_version, turn.temperature, turn.reward, json.dumps(dict(turn.reward_parts))),
@@ -287,6 +291,8 @@ def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
         pack_floats(turn.sampler_logprobs),
         None if trainer is None else pack_floats(trainer.tolist()),
         *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
+        *(turn.potential, turn.next_potential),
+        None if credited is None else json.dumps(dict(credited.reward_parts)),
     )
 
 

@@ -253,7 +253,7 @@ def _add_pairs(commands: Any) -> None:
         "--kind",
         choices=("dpo", "refuel"),
         default="dpo",
-        help="dpo: the best against the worst of some dialogues; refuel: of continuations of one (default dpo)",
+        help="dpo: the best against the worst of some dialogues; refuel: continuations of one, by lot (default dpo)",
     )
     parser.add_argument("--env", metavar="NAME", help="the world; a run has one already")
     parser.add_argument("--tasks", type=int, default=64, metavar="N", help="train tasks to play (default 64)")
@@ -265,7 +265,7 @@ def _add_pairs(commands: Any) -> None:
     parser.add_argument(
         "--across-seeds",
         action="store_true",
-        help="--stored: also pair attempts at a task that met different env seeds",
+        help="--stored, dpo: also pair attempts at a task that met different env seeds",
     )
     _add_step(parser)
     parser.set_defaults(overrides=[])
@@ -283,6 +283,8 @@ def _run_pairs(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {value}; expected at least {least}")
     if options.across_seeds and not options.stored:
         raise ConfigError("--across-seeds is for --stored; what is played for pairs shares its env seed")
+    if options.across_seeds and options.kind == "refuel":
+        raise ConfigError("--across-seeds is for --kind dpo; continuations of one dialogue share its env seed")
     overrides = [text for text in options.targets if "=" in text]
     return run_pairs(
         [text for text in options.targets if "=" not in text],

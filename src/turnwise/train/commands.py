@@ -56,6 +56,7 @@ from turnwise.train.resume_checks import check_critic, check_overrides
 from turnwise.train.run_state import RunState, read_state
 from turnwise.train.status import run_lock
 from turnwise.train.steer import Steering
+from turnwise.train.stored import check_stored_data
 from turnwise.train.tokens import num_taken_tokens
 from turnwise.train.view import format_duration, open_view
 from turnwise.train.watchdog import EXIT_STALLED, StalledError, Watchdog
@@ -94,6 +95,7 @@ def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume
     check_loggers(config.run.loggers)
     facts = read_facts(find_model(config))
     parts = assemble(config, facts)
+    check_stored_data(parts)
     for line in _plan_lines(start, facts, parts):
         print(line, flush=True)
     if only_plan:

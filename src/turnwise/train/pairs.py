@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT_KEY = b"turnwise.pairs"
-FORMAT = b"1"
+FORMAT = b"2"
+"""Files of format 1 held a method's own mask and shaped rewards where they came from stored runs, and are refused."""
 
 PairKind = Literal["dpo", "refuel"]
 
@@ -37,7 +38,9 @@ class StoredPair:
     kind: PairKind
     """How it was made: the best against the worst of some dialogues, or two continuations of one."""
     world: str
+    """As `env.name` names it; the path of a file is whole."""
     model: str
+    """The base model that sampled, as `model.name` names it; the path of a directory is whole."""
     run: str = ""
     """The run or checkpoint that it comes from; empty: the model as it is."""
     step: int = 0
@@ -89,7 +92,10 @@ def read_stored_pairs(path: Path) -> list[StoredPair]:
     if came is None:
         raise ConfigError(f"{path} is Parquet, but not of preference pairs; {advice}")
     if came != FORMAT:
-        raise ConfigError(f"{path} has pairs of format {came.decode()}; this turnwise reads format {FORMAT.decode()}")
+        raise ConfigError(
+            f"{path} has pairs of format {came.decode()}; this turnwise reads format {FORMAT.decode()}, whose masks "
+            f"and rewards are those of the play. Make it again: turnwise pairs RUN|CHECKPOINT|MODEL --out {path}"
+        )
     if not table.num_rows:
         raise DataError(f"{path} holds no pairs")
     return [_from_row(row) for row in table.to_pylist()]
@@ -116,6 +122,8 @@ def _schema(pa: Any) -> pa.Schema:
             ("is_trained", pa.bool_()),
             ("is_cut", pa.bool_()),
             ("env_state", pa.string()),
+            ("potential", pa.float64()),
+            ("next_potential", pa.float64()),
             ("reply", pa.string()),
             ("observation", pa.string()),
         ]
@@ -192,6 +200,8 @@ def _turn_to_row(turn: Turn) -> dict[str, Any]:
         "is_trained": turn.is_trained,
         "is_cut": turn.is_cut,
         "env_state": turn.env_state,
+        "potential": turn.potential,
+        "next_potential": turn.next_potential,
         "reply": messages_to_json([turn.reply]),
         "observation": messages_to_json(turn.observation),
     }
@@ -242,4 +252,6 @@ def _turn_from_row(row: Mapping[str, Any]) -> Turn:
         is_trained=row["is_trained"],
         is_cut=row["is_cut"],
         env_state=row["env_state"],
+        potential=row["potential"],
+        next_potential=row["next_potential"],
     )

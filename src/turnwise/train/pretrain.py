@@ -21,13 +21,11 @@ from turnwise.rollout.group import play_groups
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.runlog.reader import RunReader
 from turnwise.train.assemble import Parts, make_optim
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
 from turnwise.train.deck import Deck
 from turnwise.train.interrupt import Interrupt
+from turnwise.train.stored import read_critic_attempts
 from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -81,8 +79,10 @@ class Batches:
         if self.is_played:
             return await self._play(index, sampler)
         if self._stored is None:
-            stored = await self._demonstrations() if self._source == "demonstrations" else self._read()
-            rollout, train = self._parts.rollout, self._parts.config.train
+            config = self._parts.config
+            is_script = self._source == "demonstrations"
+            stored = await self._demonstrations() if is_script else read_critic_attempts(self._source, config)
+            rollout, train = self._parts.rollout, config.train
             self._stored = Deck(stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic"))
         return CriticBatch(trajectories=self._stored.batch(index))
 
@@ -127,23 +127,3 @@ class Batches:
             raise ConfigError(f"no scripted dialogue of {parts.world.name} can be played: {found[0].failure}")
         group = TrajectoryGroup(task_id="demonstrations", trajectories=tuple(played))
         return list(shape_group(group, parts.shaping).trajectories)
-
-    def _read(self) -> list[Trajectory]:
-        """The attempts that a stored run was trained on, with the rewards that they were credited with."""
-        with RunReader(self._source) as run:
-            _check_same(config_from_yaml(run.config_yaml, self._source), self._parts.config, self._source)
-            rows = [row for row in run.attempts(phase="train") if row.has_tokens and row.outcome != "failed"]
-            found = [run.attempt(row.id).trajectory for row in rows]
-        if not found:
-            raise ConfigError(f"{self._source} holds no attempt with its tokens; there is nothing to learn from")
-        return found
-
-
-def _check_same(stored: Config, config: Config, source: str) -> None:
-    """Ids mean the same under the same model, and rewards in the same world."""
-    for name, was, wanted in (
-        ("env.name", stored.env.name, config.env.name),
-        ("model.name", stored.model.alias or stored.model.name, config.model.alias or config.model.name),
-    ):
-        if was != wanted:
-            raise ConfigError(f"critic.pretrain_from={source} was played with {name}={was}; this run has {wanted}")

@@ -84,9 +84,10 @@ class Recorder:
     ) -> None:
         """One step of training; `step` counts from 1."""
         self.writer.metrics(step, metrics)
-        self.writer.attempts(step, "train", _trained_attempts(learned))
-        self.writer.attempts(step, "train", _dropped_attempts(batch.played, batch.kept))
-        self.writer.attempts(step, "train", _left_attempts(batch.kept, learned))
+        played = {_key(one): one for group in batch.as_played for one in group.trajectories}
+        self.writer.attempts(step, "train", _trained_attempts(learned, played))
+        self.writer.attempts(step, "train", _dropped_attempts(batch.played, batch.kept, played))
+        self.writer.attempts(step, "train", _left_attempts(batch.kept, learned, played))
         if batch.taken is not None:
             self.writer.attempts(step, "train", _stale_attempts(batch.taken))
         if certificate is not None:
@@ -157,7 +158,12 @@ def logprobs_by_turn(
     return tuple(found)
 
 
-def _trained_attempts(learned: Sequence[Learned]) -> Iterator[Attempt]:
+_Key = tuple[str, int, int]
+_Played = Mapping[_Key, Trajectory]
+"""Attempts as they were played; methods learn from copies with shaped rewards and a mask of their own."""
+
+
+def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[Attempt]:
     for step in learned:
         outputs = iter(step.output.loss_fn_outputs)
         for lesson in step.lessons:
@@ -165,32 +171,33 @@ def _trained_attempts(learned: Sequence[Learned]) -> Iterator[Attempt]:
             if lesson.trajectory is None:
                 continue
             yield Attempt(
-                trajectory=lesson.trajectory,
+                trajectory=played[_key(lesson.trajectory)],
+                credited=lesson.trajectory,
                 outcome="trained",
                 advantages=lesson.advantages,
                 trainer_logprobs=logprobs_by_turn(lesson, own),
             )
 
 
-def _left_attempts(kept: Kept, learned: Sequence[Learned]) -> Iterator[Attempt]:
+def _left_attempts(kept: Kept, learned: Sequence[Learned], played: _Played) -> Iterator[Attempt]:
     """Attempts of groups that were kept, which the method itself left aside."""
     taken = {_key(lesson.trajectory) for step in learned for lesson in step.lessons if lesson.trajectory is not None}
     for group in kept.groups:
         for trajectory in group.trajectories:
             if _key(trajectory) not in taken:
-                yield Attempt(trajectory=trajectory, outcome="left")
+                yield Attempt(trajectory=played[_key(trajectory)], credited=trajectory, outcome="left")
 
 
-def _key(trajectory: Trajectory) -> tuple[str, int, int]:
+def _key(trajectory: Trajectory) -> _Key:
     return trajectory.task_id, trajectory.attempt, trajectory.seed
 
 
-def _dropped_attempts(played: RolloutResult, kept: Kept) -> Iterator[Attempt]:
-    for group, reason in zip(played.groups, kept.reasons, strict=True):
+def _dropped_attempts(shaped: RolloutResult, kept: Kept, played: _Played) -> Iterator[Attempt]:
+    for group, reason in zip(shaped.groups, kept.reasons, strict=True):
         if reason is not None:
-            yield from (Attempt(trajectory=trajectory, outcome=reason) for trajectory in group.trajectories)
+            yield from (Attempt(trajectory=played[_key(t)], credited=t, outcome=reason) for t in group.trajectories)
         yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in group.failed)
-    for dropped in played.dropped:
+    for dropped in shaped.dropped:
         yield from (Attempt(trajectory=trajectory, outcome=dropped.why) for trajectory in dropped.trajectories)
         yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in dropped.failed)
 

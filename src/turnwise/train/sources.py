@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from turnwise.credit.branching import with_branched_share
-from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.shaping import shape_group
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError
@@ -23,17 +21,18 @@ from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.runlog.reader import RunReader
 from turnwise.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.train.assemble import Parts
 from turnwise.train.deck import Deck
 from turnwise.train.pool import Deal, LengthBias, Pool
 from turnwise.train.pool_rows import places_to_rows, rows_to_places
 from turnwise.train.run_state import RunState
+from turnwise.train.stored import check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.train.stream import Stream, Taken
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import read_demonstrations
 from turnwise.train.watchdog import Watchdog
+from turnwise.trajectory import TrajectoryGroup
 
 NOTHING_PLAYED = RolloutResult(groups=(), dropped=(), stats=RolloutStats())
 
@@ -43,7 +42,10 @@ class Batch:
     """What one step learns from."""
 
     played: RolloutResult
+    """Its groups have their rewards shaped; its stats count what the env gave."""
     kept: Kept
+    as_played: Sequence[TrajectoryGroup] = ()
+    """The groups of `played`, with the rewards that the env gave."""
     items: Sequence[Any]
     """What `method.lessons` takes: groups, or whatever the method's reader gave."""
     taken: Taken | None = None
@@ -71,6 +73,7 @@ class Batch:
                 groups=tuple(group for batch in batches for group in batch.kept.groups),
                 reasons=tuple(reason for batch in batches for reason in batch.kept.reasons),
             ),
+            as_played=[group for batch in batches for group in batch.as_played],
             items=[item for batch in batches for item in batch.items],
             taken=Taken(
                 places=[place for one in taken for place in one.places],
@@ -103,6 +106,7 @@ class Supply:
 
     async def check(self) -> None:
         """Refuse what no step could learn from, before anything is spent."""
+        check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
                 await check_can_branch(self._parts.world, self._parts.rollout.limits)
@@ -140,12 +144,12 @@ class Supply:
             items = self._read().batch(number)
             return Batch(played=NOTHING_PLAYED, kept=Kept(groups=(), reasons=()), items=items)
         parts, taken = self._parts, await self.stream.take()
-        played = taken.result()
-        num_ended = sum(dropped.why == "ended_before_branch" for dropped in played.dropped)
-        groups = with_branched_share([shape_group(group, parts.shaping) for group in played.groups], num_ended)
-        played = replace(played, groups=groups)
+        result = taken.result()
+        num_ended = sum(dropped.why == "ended_before_branch" for dropped in result.dropped)
+        groups = with_branched_share([shape_group(group, parts.shaping) for group in result.groups], num_ended)
+        played = replace(result, groups=groups)
         kept = cast(Method, parts.method).keep(played.groups)
-        return Batch(played=played, kept=kept, items=kept.groups, taken=taken)
+        return Batch(played=played, kept=kept, as_played=result.groups, items=kept.groups, taken=taken)
 
     def publish(self, sampler: VersionedSampler) -> None:
         """From now on these are the newest weights."""
@@ -202,9 +206,7 @@ class Supply:
             parts, source = self._parts, self._parts.method.source
             seed = derive_seed(parts.config.train.seed, "stored")
             if isinstance(source, ReadPairs):
-                from turnwise.train.pairs import read_pairs
-
-                items: Sequence[Any] = read_pairs(Path(source.path))
+                items: Sequence[Any] = read_training_pairs(source, parts.config)
             else:
                 assert isinstance(source, ReadDialogues)
                 items = self._read_dialogues(source, seed)
@@ -214,22 +216,8 @@ class Supply:
     def _read_dialogues(self, source: ReadDialogues, seed: int) -> list[Dialogue]:
         parts = self._parts
         if source.path:
-            return read_run_dialogues(source.path)
+            return read_run_dialogues(source.path, parts.config)
         demonstrations = read_demonstrations(parts.world, self._renderer, parts.config.train.num_tasks, seed)
         if not demonstrations:
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set data.dialogues to a run")
         return [Dialogue(datums=tuple(datums)) for datums in demonstrations]
-
-
-def read_run_dialogues(path: str) -> list[Dialogue]:
-    """The successes of a stored run, in the ids that were sampled."""
-    found: list[Dialogue] = []
-    with RunReader(path) as run:
-        for row in run.attempts():
-            if row.is_success and row.has_tokens:
-                turns = run.attempt(row.id).trajectory.turns
-                ids = [(turn.prompt_ids, turn.sampled_ids) for turn in turns]
-                found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
-    if not found:
-        raise ConfigError(f"{path} holds no success with its tokens; there is nothing to imitate")
-    return found

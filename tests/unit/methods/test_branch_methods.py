@@ -34,8 +34,8 @@ def test_each_method_says_where_its_data_comes_from() -> None:
     assert build("la_grpo", divide_by_probability=True).source == PlayBranches(continuations=8, redraw=False)
     assert build("refuel").source == PlayBranches(continuations=8)
     assert build("dpo").source == PlayGroups()
-    for name in ("refuel", "dpo"):
-        assert build(name, pairs="p.parquet").source == ReadPairs(path="p.parquet")
+    assert build("dpo", pairs="p.parquet").source == ReadPairs(path="p.parquet")
+    assert build("refuel", pairs="p.parquet").source == ReadPairs(path="p.parquet", only_branch_turn=True)
 
 
 def test_settings_reach_the_loss() -> None:

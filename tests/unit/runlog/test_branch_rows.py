@@ -34,7 +34,12 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
     writer.commit(1)
     writer.close()
     database = sqlite3.connect(tmp_path / DATABASE)
-    database.execute("ALTER TABLE trajectories DROP COLUMN branch")
+    for table, column in (
+        ("trajectories", "branch"),
+        ("trajectories", "is_as_played"),
+        *(("turns", name) for name in ("potential", "next_potential", "credited_parts")),
+    ):
+        database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     database.execute("ALTER TABLE checkpoints DROP COLUMN state")
     database.execute("DROP TABLE pool")
     database.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
@@ -42,6 +47,8 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
     database.close()
     with RunReader(tmp_path) as run:
         assert run.attempt(1).trajectory == make_trajectory()
+        assert run.attempt(1).credited_parts == (None,) * 3
+        assert not run.attempts()[0].is_as_played
         assert (run.checkpoints(), run.pool(0)) == ([], [])
     writer = RunWriter.reopen(tmp_path, max_size_mb=8)
     branched = replace(make_trajectory(), branch=Branch(turn=1, seed=5))
@@ -51,3 +58,4 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
     with RunReader(tmp_path) as run:
         assert run.meta("schema_version") == str(SCHEMA_VERSION)
         assert [run.attempt(i).trajectory.branch for i in (1, 2)] == [None, Branch(turn=1, seed=5)]
+        assert [row.is_as_played for row in run.attempts()] == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,30 @@ def test_a_trajectory_comes_back_as_it_was_played(writer: RunWriter, make_trajec
     assert stored.trainer_logprobs[1] is None
     np.testing.assert_array_equal(stored.trainer_logprobs[0], trained[0])
     assert (stored.row.step, stored.row.phase, stored.row.outcome) == (1, "train", "trained")
+
+
+def test_what_a_method_made_of_an_attempt_is_kept_beside_what_was_played(
+    writer: RunWriter, make_trajectory: MakeTrajectory
+) -> None:
+    played = make_trajectory()
+    turns = [replace(turn, potential=0.1 * index, next_potential=0.5) for index, turn in enumerate(played.turns)]
+    played = replace(played, turns=tuple(turns))
+    seen = [
+        replace(turn, is_trained=index == 2, reward_parts={"outcome": 7.0, "penalty": -1.0})
+        for index, turn in enumerate(turns)
+    ]
+    attempt = Attempt(
+        trajectory=played, credited=replace(played, turns=tuple(seen)), outcome="trained", advantages=(1.0,) * 3
+    )
+    writer.attempts(1, "train", [attempt, Attempt(trajectory=played, outcome="stale")])
+    writer.commit(1)
+    with RunReader(writer.directory) as run:
+        stored, stale = run.attempt(1), run.attempt(2)
+        assert [row.reward for row in run.attempts()] == [played.total_reward] * 2
+    assert stored.trajectory == stale.trajectory == played
+    assert [mask.tolist() for mask in stored.masks] == [[False, False], [False], [True, True]]
+    assert stored.credited_parts == ({"outcome": 7.0, "penalty": -1.0},) * 3
+    assert stale.credited_parts == (None,) * 3
 
 
 def test_a_failed_attempt_keeps_the_party_to_blame(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:

@@ -47,6 +47,8 @@ def test_pairs_come_back_exactly_as_they_were_played(tmp_path: Path) -> None:
         env_state="room 1",
         is_cut=True,
         is_trained=False,
+        potential=0.1,
+        next_potential=-0.25,
     )
     sides = [replace(side, turns=(odd, *side.turns[1:]), start=(user("Hi"),)) for side in (pair.chosen, pair.rejected)]
     pair = replace(pair, chosen=replace(sides[0], is_success=True), rejected=sides[1])
@@ -85,6 +87,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ConfigError, match="not of preference pairs"):
         read_pairs(tmp_path / "other.parquet")
+    write_pairs(tmp_path / "old.parquet", [store(make_pair())])
+    table = pq.read_table(tmp_path / "old.parquet")
+    pq.write_table(table.replace_schema_metadata({b"turnwise.pairs": b"1"}), tmp_path / "old.parquet")
+    with pytest.raises(ConfigError, match=r"has pairs of format 1; .* Make it again: turnwise pairs"):
+        read_pairs(tmp_path / "old.parquet")
     write_pairs(tmp_path / "empty.parquet", [])
     with pytest.raises(DataError, match="holds no pairs"):
         read_pairs(tmp_path / "empty.parquet")
