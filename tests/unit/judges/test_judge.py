@@ -59,7 +59,7 @@ class Provider:
         self.most_at_once = max(self.most_at_once, self._at_once)
         await asyncio.sleep(self._hold_s)
         self._at_once -= 1
-        entry = self._script[min(number, len(self._script) - 1)]
+        entry: Any = self._script[min(number, len(self._script) - 1)]
         entry = entry() if callable(entry) else entry
         status, body, *rest = (200, completion(entry)) if isinstance(entry, str) else entry
         headers = dict(rest[0]) if rest else {}
