@@ -1,12 +1,18 @@
-"""Every test runs with a model store of its own, no aliases and no way to a hub."""
+"""Every test runs with a model store of its own, no aliases, no way to a hub and nothing of the tests before it."""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ordering import shuffled
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,6 +21,14 @@ os.environ.pop("TURNWISE_ALIASES", None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the numerics tests run their engines: cpu or cuda")
+    parser.addoption("--random-order", type=int, metavar="SEED", help="shuffle the modules, and the tests of each")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has put tests that share a fixture beside each other
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--random-order")
+    if seed is not None:
+        items[:] = shuffled(items, lambda item: item.path, seed)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,6 +46,34 @@ def _threads_end_soon() -> None:
     from turnwise.envs import sync
 
     sync.IDLE_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """What a test draws does not depend on what ran before it."""
+    random.seed(0)
+    for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_env_keeps_its_thread() -> Iterator[None]:
+    """The test that leaves an env behind fails, and not one of those after it, which count threads."""
+    from turnwise.envs import sync
+
+    def num_owned() -> int:
+        return sum(thread.name == "turnwise-env" for thread in threading.enumerate()) - len(sync._idle)
+
+    before = num_owned()
+    yield
+    if hasattr(sys, "last_value"):  # the test failed: its traceback holds its env
+        return
+    end_s = time.monotonic() + 20
+    while num_owned() > before and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if (num_left := num_owned() - before) > 0:
+        pytest.fail(f"{num_left} threads of envs outlive this test; close its envs and let go of calls that hang")
 
 
 @pytest.fixture(scope="session")

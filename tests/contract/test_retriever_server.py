@@ -210,7 +210,7 @@ async def test_a_server_that_hangs_costs_the_deadline_and_no_more() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(AttemptFailed, match=r"retriever: .*(no answer within 0.3 s|Timeout)") as failed:
             await RetrieverClient(url=address, deadline_s=0.3).search("a", 1)
-        assert asyncio.get_running_loop().time() - began < 5
+        assert asyncio.get_running_loop().time() - began < 9
         index.release.set()
     assert failed.value.party is Party.TOOL
 

@@ -136,7 +136,7 @@ async def test_tmp_and_work_are_its_own_and_new_each_time(sandbox: Sandbox) -> N
 
 
 async def test_children_do_not_survive_their_program(sandbox: Sandbox) -> None:
-    mark = "66.2514"
+    mark = f"66.{os.getpid()}"
     script = f"setsid sleep {mark} >/dev/null 2>&1 & nohup sleep {mark} >/dev/null 2>&1 & disown -a; echo started"
     result = await sandbox.run(["bash", "-c", script])
     assert (result.ending, result.stdout) == ("finished", "started\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -25,11 +24,8 @@ def test_making_tiny_loads_no_torch() -> None:
 
 
 def test_importing_takes_less_than_0_3_seconds() -> None:
-    durations: list[float] = []
-    for _ in range(6):
-        started = time.perf_counter()
-        _run("import turnwise")
-        durations.append(time.perf_counter() - started)
+    # Of the processor, Python's own start included: what else the machine does is not ours.
+    durations = [float(_run("import time, turnwise; print(time.process_time())")) for _ in range(6)]
     assert min(durations) < 0.3
 
 

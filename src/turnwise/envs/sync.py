@@ -140,8 +140,13 @@ class CallThread:
         outcome.set_running_or_notify_cancel()  # a waiter may leave, but the call goes on
         self._current = outcome
         self._calls.put(_Call(work=lambda: context.run(function, *args), outcome=outcome))
-        await arrival(outcome)
-        return outcome.result()
+        try:
+            await arrival(outcome)
+            if self._current is outcome:
+                self._current = None
+            return outcome.result()
+        finally:  # an error holds the frames that it went through: held by one, it would keep a forgotten env alive
+            del outcome
 
     def stop(self) -> None:
         """Let the thread go after the call that it is in."""
@@ -303,3 +308,5 @@ def _perform(call: _Call) -> None:
         call.outcome.set_exception(RuntimeError(f"StopIteration left the call: {error}"))
     except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the call
         call.outcome.set_exception(error)
+    finally:
+        del call  # the error holds this frame; see `CallThread.run`

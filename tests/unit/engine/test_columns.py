@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import for_each
 from turnwise.engine.columns import DatumColumns, collate_columns, datum_to_columns, datums_to_columns
 from turnwise.engine.losses import Loss, make_loss
 from turnwise.errors import DataError
@@ -93,7 +94,7 @@ def test_dtypes_are_the_engines_whatever_came() -> None:
     assert columns.mask.dtype == np.bool_
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("more", "mask", "weights"),
     [
         ({}, [1, 1, 1, 1], [1, 1, 1, 1]),
@@ -141,7 +142,7 @@ def test_bounds_that_cross_on_an_untrained_target_are_filler() -> None:
 TWO_D = TensorData(data=[1, 2, 3, 4, 5, 6, 7, 8], dtype="int64", shape=[4, 2])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("more", "message"),
     [
         (
@@ -208,7 +209,7 @@ def test_a_full_form_that_does_not_fit_is_refused_by_name_and_position(more: dic
         convert({**FULL, **more})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("more", "message"),
     [
         ({"logprobs": [-0.5]}, r"lengths differ: model_input 4, target_tokens 2, logprobs 1"),
@@ -224,8 +225,8 @@ def test_a_short_form_that_does_not_fit_counts_positions_as_the_caller_does(more
         convert({**SHORT, **more})
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
-@pytest.mark.parametrize("key", ["logprobs", "advantages", "target_tokens"])
+@for_each("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@for_each("key", ["logprobs", "advantages", "target_tokens"])
 def test_an_rl_loss_names_the_input_that_is_missing(loss: str, key: str) -> None:
     inputs = {k: v for k, v in FULL.items() if k != key}
     came = ", ".join(inputs)
@@ -307,7 +308,7 @@ def test_the_loss_of_collated_datums_is_the_sum_of_theirs() -> None:
     assert loss(p_T, None, collate_columns(datums)).sum().item() == pytest.approx(sum(alone))
 
 
-@pytest.mark.parametrize("key", OPTIONAL)
+@for_each("key", OPTIONAL)
 def test_an_optional_tensor_in_only_some_datums_of_a_request_is_refused(key: str) -> None:
     inputs = [FULL, {**FULL, key: [1.0] * 4}]
     datums = [Datum(model_input=ModelInput.from_ints([1, 2, 3, 4]), loss_fn_inputs=i) for i in inputs]

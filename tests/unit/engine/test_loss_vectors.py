@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import for_each
 from turnwise.engine.losses import LossColumns, make_loss
 from unit.engine.test_losses import (
     V1_A,
@@ -78,8 +79,8 @@ def test_a_share_puts_the_old_policy_between_sampler_and_trainer() -> None:
     assert loss.metrics(f64([-0.5]), None, columns)["ratio:mean"] == pytest.approx(math.exp(0.1))
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "dppo_tv", "gspo"])
-@pytest.mark.parametrize("config", [{}, {"correction": "token_tis"}, {"correction": "sequence_geo_mask"}], ids=str)
+@for_each("name", ["importance_sampling", "ppo", "cispo", "dro", "dppo_tv", "gspo"])
+@for_each("config", [{}, {"correction": "token_tis"}, {"correction": "sequence_geo_mask"}])
 def test_the_interpolated_old_policy_equals_one_that_is_worked_out_token_by_token(
     name: str, config: dict[str, str]
 ) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine.losses import Loss, LossColumns, make_loss
 
 VECTORS = json.loads((Path(__file__).parent / "algorithm_vectors.json").read_text())
@@ -82,7 +83,7 @@ def random_batch(seed: int, **absent: None) -> tuple[Tensor, Tensor, LossColumns
     return f64(p), f64(rng.uniform(0.1, 2.0, num)), replace(columns, **absent)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "config", "key"),
     [
         ("cross_entropy", {}, "cross_entropy"),
@@ -103,7 +104,7 @@ def test_value_and_gradient_match_vector_v1(name: str, config: dict[str, float],
     assert grad == pytest.approx(VECTORS[key][1], abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "key", "rho"),
     [
         ({}, "decoupled_ppo_loss", VECTORS["rho_actions"]),
@@ -239,8 +240,8 @@ CASES += [(name, variant, True) for name in RL for variant in TRUNCATIONS]
 SEPARABLE = [case for case in CASES if make_loss(case[0], {**CLIPS[case[0]], **case[1]}).is_separable]
 
 
-@pytest.mark.parametrize(("name", "variant", "has_old"), CASES)
-@pytest.mark.parametrize("seed", [0, 1])
+@for_each(("name", "variant", "has_old"), CASES)
+@for_each("seed", [0, 1])
 def test_value_and_gradient_match_a_per_token_loop(name: str, variant: dict, has_old: bool, seed: int) -> None:
     p_T, entropies_T, columns = random_batch(seed, **({} if has_old else {"old_logprobs_T": None}))
     if variant.get("outlier_rejection"):
@@ -255,7 +256,7 @@ def test_value_and_gradient_match_a_per_token_loop(name: str, variant: dict, has
         assert grad[i] == pytest.approx((naive.total(up) - naive.total(down)) / (2 * step), abs=1e-7, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@for_each("name", SMOOTH)
 def test_autograd_agrees_with_finite_differences_in_logprobs_and_entropies(name: str) -> None:
     p_T, entropies_T, columns = random_batch(3)
     config = CLIPS[name] | ({} if name == "cross_entropy" else {"kl_coef": 0.3, "entropy_coef": 0.2})
@@ -304,7 +305,7 @@ def test_a_token_with_zero_advantage_counts_in_ratio_kl_entropy_and_token_count(
     assert loss.metrics(f64([-1.0, -0.6]), entropies_T, columns)["num_trained_tokens:sum"] == 2
 
 
-@pytest.mark.parametrize(("name", "variant", "has_old"), CASES)
+@for_each(("name", "variant", "has_old"), CASES)
 def test_a_batch_costs_the_sum_of_its_datums_in_any_order(name: str, variant: dict, has_old: bool) -> None:
     p_T, entropies_T, columns = random_batch(4, **({} if has_old else {"old_logprobs_T": None}))
     loss = make_loss(name, {**CLIPS[name], **variant})
@@ -330,8 +331,8 @@ def test_a_separable_loss_may_be_cut_between_any_tokens(order: list[int], cut: i
         assert part_T.tolist() == pytest.approx(whole_T[index].tolist(), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", RL)
-@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+@for_each("name", RL)
+@for_each("kl_coef", [0.0, 0.5])
 def test_scaling_advantages_scales_the_gradient_only_without_dro_and_kl(name: str, kl_coef: float) -> None:
     p_T, _, columns = random_batch(6)
     loss = make_loss(name, {**CLIPS[name], "kl_coef": kl_coef})
@@ -355,7 +356,7 @@ def test_on_policy_every_ratio_loss_has_the_gradient_of_reinforce() -> None:
         assert [v for k, v in metrics.items() if k.startswith("clip_fraction")] == ([0, 0] if loss.is_clipped else [])
 
 
-@pytest.mark.parametrize("name", RL)
+@for_each("name", RL)
 def test_bypass_equals_decoupled_when_old_is_the_sampler(name: str) -> None:
     p_T, _, columns = random_batch(8, old_logprobs_T=None)
     decoupled = replace(columns, old_logprobs_T=columns.sampler_logprobs_T)
@@ -372,9 +373,9 @@ def test_decoupled_ppo_is_importance_sampling_where_nothing_clips() -> None:
     assert grad == pytest.approx(expected[1])
 
 
-@pytest.mark.parametrize("dual_clip", [0.0, 3.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("ratio", [0.7, 0.9, 1.1, 1.3, 2.9, 3.1])
+@for_each("dual_clip", [0.0, 3.0])
+@for_each("advantage", [1.0, -1.0])
+@for_each("ratio", [0.7, 0.9, 1.1, 1.3, 2.9, 3.1])
 def test_ppo_gradient_vanishes_exactly_where_the_clip_table_says(
     ratio: float, advantage: float, dual_clip: float
 ) -> None:
@@ -439,7 +440,7 @@ def test_entropy_bonus_matches_its_vector() -> None:
     assert logits_V.grad.tolist() == pytest.approx(VECTORS["dH/dlogits"], abs=1e-6)
 
 
-@pytest.mark.parametrize("has_old", [True, False])
+@for_each("has_old", [True, False])
 def test_rejecting_tokens_leaves_the_loss_of_the_others_alone(has_old: bool) -> None:
     p_T, _, columns = random_batch(10, **({} if has_old else {"old_logprobs_T": None}))
     plain_T = make_loss("ppo")(p_T, None, columns)
@@ -472,8 +473,8 @@ def test_a_rejected_token_leaves_the_kl_and_entropy_terms_too() -> None:
     assert value_and_grad(loss, [-1.0], columns, f64([0.7])) == (0.0, [0.0])
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("num", [0, 5])
+@for_each("name", ALL)
+@for_each("num", [0, 5])
 def test_a_batch_without_trained_tokens_gives_zeros_and_not_nan(name: str, num: int) -> None:
     columns = make_columns([0] * num, [0.0] * num, [1.0] * num)
     p_T = torch.full((num,), -1e9, dtype=torch.float64)
@@ -483,9 +484,9 @@ def test_a_batch_without_trained_tokens_gives_zeros_and_not_nan(name: str, num: 
     assert metrics["num_trained_tokens:sum"] == 0
 
 
-@pytest.mark.parametrize("name", RL)
-@pytest.mark.parametrize("gap", [1e4, -1e4])
-@pytest.mark.parametrize("has_old", [True, False])
+@for_each("name", RL)
+@for_each("gap", [1e4, -1e4])
+@for_each("has_old", [True, False])
 def test_ratios_are_clamped_so_that_an_absurd_gap_stays_finite(name: str, gap: float, has_old: bool) -> None:
     p_T, entropies_T, columns = random_batch(11)
     columns = replace(columns, sampler_logprobs_T=p_T - gap, old_logprobs_T=p_T - gap / 3 if has_old else None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ class Shop:
             raise ToolError("which item?")
         return f"{self.prices[item]} {currency}"
 
-    @tool(name="stock", timeout_s=0.1)
+    @tool(name="stock", timeout_s=10)
     async def count_stock(self) -> dict[str, int]:
         """Count everything."""
         return self.prices
@@ -132,14 +133,17 @@ def test_a_tool_that_takes_too_long_is_blamed(is_async: bool) -> None:
         await asyncio.sleep(30)
         return "done"
 
+    release = threading.Event()
+
     @tool(name="slow", timeout_s=0.05)
     def slow_plain() -> str:
-        """Sleep."""
-        time.sleep(0.3)
+        """Wait."""
+        release.wait(60)
         return "done"
 
     with pytest.raises(AttemptFailed, match=r"tool: slow: no answer within 0\.05 s"):
         call(Toolbox(slow_async if is_async else slow_plain), "slow")
+    release.set()
 
 
 @pytest.mark.parametrize("result", [{1, 2}, object(), float("nan")])

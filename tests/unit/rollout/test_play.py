@@ -90,7 +90,7 @@ async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -
         return env.answer()
 
     env.on_step = slower
-    trajectory = await play_env(env, renderer, attempt_deadline_s=1.0)
+    trajectory = await play_env(env, renderer, attempt_deadline_s=2.0)
     assert trajectory.stop_reason is StopReason.TIME_LIMIT
     assert len(trajectory.turns) == 2
     assert env.num_closed == 1
@@ -100,7 +100,7 @@ async def test_time_that_runs_out_before_any_turn_is_the_awaited_partys_failure(
     async def hang(_: Message) -> None:
         await asyncio.sleep(60)
 
-    trajectory = await play_env(CountingEnv(on_step=hang), renderer, attempt_deadline_s=0.1)
+    trajectory = await play_env(CountingEnv(on_step=hang), renderer, attempt_deadline_s=0.5)
     assert trajectory.failure is not None
     assert trajectory.failure.party is Party.ENV
 

@@ -96,9 +96,9 @@ def saying(renderer: Renderer, text: str | Callable[[list[int]], str] = "My gues
 
 
 def quick(**fields: Any) -> RolloutConfig:
-    """A config with deadlines for tests; limits go by name too."""
+    """A config with deadlines that only a call which hangs can miss; limits go by name too."""
     names = {name for name in RolloutLimits.__dataclass_fields__ if name in fields}
-    limits = {"step_deadline_s": 5.0, "sample_deadline_s": 5.0, "close_deadline_s": 1.0, "attempt_deadline_s": 30.0}
+    limits = {"step_deadline_s": 30.0, "sample_deadline_s": 30.0, "close_deadline_s": 5.0, "attempt_deadline_s": 120.0}
     limits |= {name: fields.pop(name) for name in names}
     return RolloutConfig(limits=RolloutLimits(**limits), **{"group_size": 4, "max_retries": 0, **fields})  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def num_busy_threads() -> int:
     return len(env_threads()) - len(sync._idle)
 
 
-def wait_for_threads(within_s: float = 5.0) -> int:
+def wait_for_threads(within_s: float = 30.0) -> int:
     """How many env threads are left when the others had time to end."""
     end_s = time.monotonic() + within_s
     while env_threads() and time.monotonic() < end_s:

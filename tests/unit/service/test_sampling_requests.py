@@ -53,8 +53,8 @@ async def test_sessions_take_turns_and_those_who_wait_are_told_why(serve: Serve)
     small = EngineConfig(device="cpu", kv_cache_gib=ENGINE.kv_cache_gib, max_num_seqs=1)
     async with serve(engine=small, hold_s=0.05) as wire:
         greedy, modest = await sampler_of(wire), await sampler_of(wire)
-        many = [await wire.ok("/asample", ask(greedy, seq, max_tokens=60)) for seq in range(8)]
-        one = await wire.ok("/asample", ask(modest, 0, max_tokens=60))
+        many = [await wire.ok("/asample", ask(greedy, seq, max_tokens=200)) for seq in range(8)]
+        one = await wire.ok("/asample", ask(modest, 0, max_tokens=200))
         waiting = await wire.post("/retrieve_future", {"request_id": many[-1]["request_id"]})
         assert waiting.status_code == 408
         assert waiting.json()["queue_state"] == "paused_capacity"
@@ -63,7 +63,7 @@ async def test_sessions_take_turns_and_those_who_wait_are_told_why(serve: Serve)
         for accepted in (*many, one):
             promise = wire.service.promises.get(accepted["request_id"], "local")
             promise.on_done.append(lambda done: order.append(done.request_id))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(order) < 7:
                 await wire.post("/retrieve_future", {"request_id": many[-1]["request_id"]})
     assert one["request_id"] in order[:5], "one request of the other session did not wait for all eight"

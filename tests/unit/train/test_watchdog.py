@@ -83,10 +83,10 @@ async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wai
 
 async def test_attempts_are_waited_for_as_long_as_calls_come_back() -> None:
     waits = Waits()
-    watchdog = Watchdog(stall_deadline_s=0.6, waits=waits)
+    watchdog = Watchdog(stall_deadline_s=1.5, waits=waits)
 
     async def many_short_calls() -> None:
-        for _ in range(12):
+        for _ in range(20):
             with waits.listed("env", "step", 1):
                 await asyncio.sleep(0.1)
 

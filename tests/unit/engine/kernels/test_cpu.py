@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine.kernels import build, cpu
 from turnwise.errors import DataError
 
@@ -38,7 +39,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 # ---- linear_small
 
 
-@pytest.mark.parametrize("rows", [*range(1, 35), 48, 57, 64, 120, 127, 128, 129, 133])
+@for_each("rows", [*range(1, 35), 48, 57, 64, 120, 127, 128, 129, 133])
 def test_linear_equals_float64_for_any_number_of_rows(kernels: cpu.CpuKernels, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, x, bias = (torch.randn(*shape, generator=generator) for shape in ((83, 45), (rows, 45), (83,)))
@@ -47,8 +48,8 @@ def test_linear_equals_float64_for_any_number_of_rows(kernels: cpu.CpuKernels, r
     assert_close(kernels.linear_small(weight, x, bias=bias), expected + bias.double())
 
 
-@pytest.mark.parametrize("outputs", [1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 200])
-@pytest.mark.parametrize("inputs", [1, 3, 4, 8, 16, 23, 64, 576])
+@for_each("outputs", [1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 200])
+@for_each("inputs", [1, 3, 4, 8, 16, 23, 64, 576])
 def test_linear_equals_float64_for_any_shape_of_the_weight(kernels: cpu.CpuKernels, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(outputs * inputs)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -65,7 +66,7 @@ def test_linear_large_enough_for_threads_equals_float64(kernels: cpu.CpuKernels)
         assert_close(kernels.linear_small(weight, x), x.double() @ weight.double().T)
 
 
-@pytest.mark.parametrize("rows", [2, 21])
+@for_each("rows", [2, 21])
 def test_linear_fills_the_given_output_and_nothing_around_it(kernels: cpu.CpuKernels, rows: int) -> None:
     weight, x = torch.randn(37, 19), torch.randn(rows, 19)
     around = torch.full((rows + 2, 37), 7.0)
@@ -85,7 +86,7 @@ def test_linear_keeps_nan_and_infinity(kernels: cpu.CpuKernels) -> None:
         assert (out[2:] == 8).all()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("weight", "x"),
     [
         (torch.ones(4, 6), torch.ones(2, 5)),
@@ -134,15 +135,15 @@ def naive_decode(
     return out
 
 
-@pytest.mark.parametrize("head_size", [8, 16, 24, 32, 64, 72, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1), (8, 2), (7, 1)])
+@for_each("head_size", [8, 16, 24, 32, 64, 72, 128, 256])
+@for_each(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1), (8, 2), (7, 1)])
 def test_decode_equals_softmax_attention(kernels: cpu.CpuKernels, heads: int, kv_heads: int, head_size: int) -> None:
     inputs = paged_inputs(heads, kv_heads, head_size, 16, [1, 37, 16, 65, 0], seed=head_size)
     scale = head_size**-0.5
     assert_close(kernels.paged_decode(*inputs, scale), naive_decode(*inputs, scale))
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 64])
+@for_each("block_size", [1, 5, 16, 64])
 def test_decode_follows_the_block_table_for_any_block_size(kernels: cpu.CpuKernels, block_size: int) -> None:
     contexts = [33, 2, 31, 32, 64, 5, 0, 100, 8, 7, 129, 1]
     inputs = paged_inputs(4, 2, 16, block_size, contexts)
@@ -186,7 +187,7 @@ def test_decode_shows_a_nan_in_the_cache(kernels: cpu.CpuKernels) -> None:
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize(("block", "context"), [(-1, 3), (99, 3), (0, 1000), (0, -1)])
+@for_each(("block", "context"), [(-1, 3), (99, 3), (0, 1000), (0, -1)])
 def test_decode_rejects_a_table_that_does_not_cover_the_context(
     kernels: cpu.CpuKernels, block: int, context: int
 ) -> None:
@@ -221,8 +222,8 @@ def draw(kernels: cpu.CpuKernels, logits: Tensor, temperature: float, uniform: T
     return kernels.sample_rows(logits, torch.full((len(logits),), temperature), uniform)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 1000, 49152])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@for_each("vocab_size", [1, 2, 255, 256, 257, 1000, 49152])
+@for_each("temperature", [0.3, 1.0, 1.7])
 def test_sampling_is_the_inverse_cdf(kernels: cpu.CpuKernels, vocab_size: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(40, vocab_size, generator=generator) * 4
@@ -295,8 +296,8 @@ def test_extreme_draws_stay_on_tokens_that_have_mass(kernels: cpu.CpuKernels) ->
     assert tokens.tolist() == [10, 300]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("position", [0, 100, 511, 599])
+@for_each("bad", [float("nan"), float("inf")])
+@for_each("position", [0, 100, 511, 599])
 def test_a_row_that_is_no_distribution_gives_token_minus_one(
     kernels: cpu.CpuKernels, bad: float, position: int
 ) -> None:
@@ -323,7 +324,7 @@ def test_sampling_leaves_the_logits_alone(kernels: cpu.CpuKernels) -> None:
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize(("temperature", "uniform"), [(-1.0, 0.5), (float("nan"), 0.5), (1.0, 1.0), (1.0, -0.1)])
+@for_each(("temperature", "uniform"), [(-1.0, 0.5), (float("nan"), 0.5), (1.0, 1.0), (1.0, -0.1)])
 def test_sampling_rejects_settings_out_of_range(kernels: cpu.CpuKernels, temperature: float, uniform: float) -> None:
     with pytest.raises(DataError, match=r"temperatures that are finite and >= 0"):
         draw(kernels, torch.randn(1, 10), temperature, torch.tensor([uniform]))

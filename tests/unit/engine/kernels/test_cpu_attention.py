@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine.kernels import cpu_attention
 from turnwise.errors import DataError
 
@@ -45,8 +46,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("shape", "is_causal"), CASES)
-@pytest.mark.parametrize("num_threads", [1, 2])
+@for_each(("shape", "is_causal"), CASES)
+@for_each("num_threads", [1, 2])
 def test_attention_and_its_gradients_equal_float64(
     shape: tuple[int, ...], is_causal: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +77,7 @@ def test_attention_and_its_gradients_equal_float64(
         close(actual, 2 * once)
 
 
-@pytest.mark.parametrize("keys", [1, 40, 500])
+@for_each("keys", [1, 40, 500])
 def test_two_sets_of_keys_one_after_the_other_are_one_softmax(keys: int) -> None:
     query, key, value = make(1, 4, 23, 16), make(1, 2, keys + 23, 16) * 3, make(1, 2, keys + 23, 16)
     out, logsumexp = torch.empty(1, 4, 23, 16), torch.empty(1, 4, 23)

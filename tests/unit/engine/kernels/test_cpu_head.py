@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine.kernels import cpu_head
 from turnwise.errors import DataError
 
@@ -18,7 +19,7 @@ def make_rows(vocab: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, vocab, generator=generator) * 6, torch.tensor([1.0, 0.5, 1.7, 1.0])
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
+@for_each("vocab", VOCABS)
 def test_log_sum_exp_and_mean_equal_float64(vocab: int) -> None:
     logits, temperature = make_rows(vocab)
     logsumexps, means = cpu_head.row_stats(logits, temperature)
@@ -27,7 +28,7 @@ def test_log_sum_exp_and_mean_equal_float64(vocab: int) -> None:
     torch.testing.assert_close(means.double(), (scaled.softmax(-1) * scaled).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["rising", "falling"])
+@for_each("order", ["rising", "falling"])
 def test_log_sum_exp_does_not_depend_on_where_the_largest_logit_stands(order: str) -> None:
     logits = torch.linspace(-300, 300, 4000)[None]
     logits = logits if order == "rising" else logits.flip(1)
@@ -37,8 +38,8 @@ def test_log_sum_exp_does_not_depend_on_where_the_largest_logit_stands(order: st
     torch.testing.assert_close(means.double(), (exact.softmax(-1) * exact).sum(-1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("has_entropy", [False, True])
+@for_each("vocab", VOCABS)
+@for_each("has_entropy", [False, True])
 def test_gradients_equal_autograd_in_float64(vocab: int, has_entropy: bool) -> None:
     logits, temperature = make_rows(vocab)
     target, grads, grad_entropies = torch.arange(4) % vocab, torch.randn(4), torch.randn(4)
@@ -68,8 +69,8 @@ def test_masked_logits_have_no_mass_and_no_gradient() -> None:
     assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("at", [0, 1700])
+@for_each("bad", [float("nan"), float("inf")])
+@for_each("at", [0, 1700])
 def test_a_row_without_a_distribution_gives_nan(bad: float, at: int) -> None:
     logits = torch.full((2, 2000), -float("inf"))
     logits[:, 5] = 1.0

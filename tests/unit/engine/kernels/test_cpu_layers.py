@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine import layer_ops
 from turnwise.engine.kernels import cpu_layers
 from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
@@ -32,9 +33,9 @@ def make_rotation(rows: int, size: int) -> Rotation:
     return Rotation(angles.cos(), angles.sin(), torch.randint(97, (rows,)))
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", [1, 16, 37, 576])
-@pytest.mark.parametrize("has_delta", [False, True])
+@for_each("rows", ROWS)
+@for_each("size", [1, 16, 37, 576])
+@for_each("has_delta", [False, True])
 def test_add_norm_equals_the_plain_steps(rows: int, size: int, has_delta: bool) -> None:
     h, weight = torch.randn(rows, size), torch.randn(size)
     delta = torch.randn(rows, size) if has_delta else None
@@ -44,9 +45,9 @@ def test_add_norm_equals_the_plain_steps(rows: int, size: int, has_delta: bool) 
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", [1, 16, 37, 576])
-@pytest.mark.parametrize("has_residual", [False, True])
+@for_each("rows", ROWS)
+@for_each("size", [1, 16, 37, 576])
+@for_each("has_residual", [False, True])
 def test_norm_backward_equals_the_plain_steps(rows: int, size: int, has_residual: bool) -> None:
     h, dx, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
     rstd = torch.rand(rows) + 0.5
@@ -57,10 +58,10 @@ def test_norm_backward_equals_the_plain_steps(rows: int, size: int, has_residual
     assert dh is None or actual is dh
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (4, 2, 10), (9, 3, 64), (2, 2, 256)])
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("has_cache", [False, True])
+@for_each("rows", ROWS)
+@for_each("shape", [(1, 1, 2), (4, 2, 10), (9, 3, 64), (2, 2, 256)])
+@for_each("has_norm", [False, True])
+@for_each("has_cache", [False, True])
 def test_rotate_equals_the_plain_steps(rows: int, shape: tuple[int, int, int], has_norm: bool, has_cache: bool) -> None:
     heads, rotation = make_heads(*shape, has_norm=has_norm), make_rotation(rows, shape[2])
     qkv = torch.randn(rows, (shape[0] + 2 * shape[1]) * shape[2])
@@ -78,7 +79,7 @@ def test_rotate_equals_the_plain_steps(rows: int, shape: tuple[int, int, int], h
         assert_close(caches[0].values, caches[1].values)
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@for_each("has_norm", [False, True])
 def test_a_pass_without_a_cache_keeps_heads_once_unless_it_needs_them_as_they_were(has_norm: bool) -> None:
     qkv = torch.randn(5, 32)
     before = qkv.clone()
@@ -88,10 +89,10 @@ def test_a_pass_without_a_cache_keeps_heads_once_unless_it_needs_them_as_they_we
     assert torch.equal(qkv, before) is has_norm
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (4, 2, 10), (9, 3, 64), (2, 2, 256)])
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("is_heads_first", [False, True])
+@for_each("rows", ROWS)
+@for_each("shape", [(1, 1, 2), (4, 2, 10), (9, 3, 64), (2, 2, 256)])
+@for_each("has_norm", [False, True])
+@for_each("is_heads_first", [False, True])
 def test_rotate_backward_equals_the_plain_steps(
     rows: int, shape: tuple[int, int, int], has_norm: bool, is_heads_first: bool
 ) -> None:
@@ -106,8 +107,8 @@ def test_rotate_backward_equals_the_plain_steps(
     assert_close(actual, layer_ops.rotate_backward((dq, dk, dv), qkv, heads, rotation))
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", [1, 16, 37, 300])
+@for_each("rows", ROWS)
+@for_each("size", [1, 16, 37, 300])
 def test_swiglu_equals_the_plain_steps_forward_and_backward(rows: int, size: int) -> None:
     gate_up, dact = torch.randn(rows, 2 * size) * 5, torch.randn(rows, size)
     assert_close(cpu_layers.swiglu(gate_up), layer_ops.swiglu(gate_up))
@@ -179,7 +180,7 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
         cpu_layers.swiglu_backward(torch.ones(2, 5), torch.ones(2, 9))
 
 
-@pytest.mark.parametrize("position", [-1, 97])
+@for_each("position", [-1, 97])
 def test_a_position_beyond_the_table_is_refused(position: int) -> None:
     heads, rotation = make_heads(2, 1, 4, has_norm=False), make_rotation(3, 4)
     rotation.positions[1] = position

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import for_each
 from turnwise.engine.kernels import cpu_low_rank
 from turnwise.engine.linear import low_rank_gradients
 from turnwise.errors import DataError
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("library")
 SHAPES = [(1, 1, 1), (5, 7, 3), (12, 512, 16), (13, 513, 8), (31, 40, 48), (300, 600, 16), (290, 1100, 17)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each("shape", SHAPES)
 def test_both_gradients_equal_float64(shape: tuple[int, int, int]) -> None:
     rows, cols, rank = shape
     dy, low = torch.randn(rows, cols + 9)[:, 4 : 4 + cols], torch.randn(rows, 2 * rank)[:, :rank]
@@ -40,7 +41,7 @@ def test_no_rows_leave_the_gradient_as_it_is() -> None:
     assert torch.equal(grad_b, torch.ones(6, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_kernel_does_not_read_takes_products(dtype: torch.dtype) -> None:
     dy, low, b = torch.randn(9, 20).t().to(dtype), torch.randn(20, 3).to(dtype), torch.randn(9, 3).to(dtype)
     grad_b, out = torch.zeros(9, 3), torch.empty(20, 3, dtype=dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import for_each
 from turnwise.engine.kernels import cpu_products
 from turnwise.engine.linear import multiply, multiply_with_low_rank
 from turnwise.errors import DataError
@@ -27,8 +28,8 @@ def make(rows: int, cols: int, *, is_turned: bool) -> Tensor:
     return torch.randn(cols, rows).t() if is_turned else torch.randn(rows, cols)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("turned", range(8))
+@for_each("shape", SHAPES)
+@for_each("turned", range(8))
 def test_a_product_equals_float64_whichever_sides_are_transposed(shape: tuple[int, int, int], turned: int) -> None:
     rows, cols, depth = shape
     a, b = make(rows, depth, is_turned=bool(turned & 1)), make(depth, cols, is_turned=bool(turned & 2))
@@ -40,9 +41,9 @@ def test_a_product_equals_float64_whichever_sides_are_transposed(shape: tuple[in
     torch.testing.assert_close(multiply(a, b).double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rank", [1, 8, 16, 48])
-@pytest.mark.parametrize("is_turned", [False, True])
+@for_each("shape", SHAPES)
+@for_each("rank", [1, 8, 16, 48])
+@for_each("is_turned", [False, True])
 def test_a_product_with_a_low_rank_part_equals_float64(shape: tuple[int, int, int], rank: int, is_turned: bool) -> None:
     rows, cols, depth = shape
     a, b = torch.randn(rows, depth), make(depth, cols, is_turned=is_turned)
@@ -55,8 +56,8 @@ def test_a_product_with_a_low_rank_part_equals_float64(shape: tuple[int, int, in
     assert (around[:, [0, -1]] == 7.0).all()
 
 
-@pytest.mark.parametrize("start", [0, 16, 3])
-@pytest.mark.parametrize("depth", [40, 700])
+@for_each("start", [0, 16, 3])
+@for_each("depth", [40, 700])
 def test_a_large_result_equals_float64_at_any_address(start: int, depth: int) -> None:
     rows, cols = 605, 464
     a, b = torch.randn(rows, depth), torch.randn(depth, cols)
@@ -69,7 +70,7 @@ def test_a_large_result_equals_float64_at_any_address(start: int, depth: int) ->
     assert (around == 7.0).all()
 
 
-@pytest.mark.parametrize("stride", [1024, 1040])
+@for_each("stride", [1024, 1040])
 def test_rows_may_lie_any_distance_apart(stride: int) -> None:
     a, low_a = torch.randn(45, stride)[:, 5:305], torch.randn(45, stride)[:, :7]
     b, low_b = torch.randn(300, 40), torch.randn(7, 40)

@@ -144,8 +144,8 @@ async def test_the_last_turn_submits_and_replies_without_an_action_are_unparsabl
 
 
 async def test_a_command_that_hangs_is_stopped_and_the_attempt_goes_on() -> None:
-    late, after, *_ = await play("$ sleep 100", "$ pwd", command_s=0.5)
-    assert text_of(late) == "[stopped: not done after 0.5 s; it was killed with all of its processes]"
+    late, after, *_ = await play("$ sleep 100", "$ pwd", command_s=2.5)
+    assert text_of(late) == "[stopped: not done after 2.5 s; it was killed with all of its processes]"
     assert text_of(after) == "/work"
 
 

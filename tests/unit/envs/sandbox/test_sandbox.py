@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -47,7 +48,7 @@ async def test_files_stay_in_the_working_directory(name: str) -> None:
 
 async def test_runs_go_on_at_the_same_time_and_a_cancelled_one_is_killed() -> None:
     sandbox = Sandbox()
-    mark = "65.2513"
+    mark = f"65.{os.getpid()}"
     late = asyncio.create_task(sandbox.run(["sleep", mark], limits=Limits(wall_s=60)))
     results = await asyncio.gather(*(sandbox.run(["echo", str(number)]) for number in range(8)))
     assert [result.stdout for result in results] == [f"{number}\n" for number in range(8)]
@@ -56,7 +57,7 @@ async def test_runs_go_on_at_the_same_time_and_a_cancelled_one_is_killed() -> No
     late.cancel()
     with pytest.raises(asyncio.CancelledError):
         await late
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while marked_processes(mark):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
