@@ -14,7 +14,7 @@ import torch
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import choose_device
-from turnwise.engine.lora import linear_kind
+from turnwise.model_linears import linear_kind
 from turnwise.types import Datum, LoraConfig, ModelInput
 
 

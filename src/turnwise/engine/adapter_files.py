@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from turnwise.engine.critic import CriticAdapter
-from turnwise.engine.lora import LORA_ALPHA, Adapter, LoraWeights, linear_kind, num_parameters, split_pairs
+from turnwise.engine.lora import LORA_ALPHA, Adapter, LoraWeights, num_parameters, split_pairs
 from turnwise.errors import CheckpointError
+from turnwise.model_linears import linear_kind
 from turnwise.types import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"

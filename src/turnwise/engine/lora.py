@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.linear import frozen_linear
-from turnwise.errors import ConfigError
+from turnwise.model_linears import adapted_linears, check_kinds
 from turnwise.types import LoraConfig
 
 LORA_ALPHA = 32.0
@@ -278,18 +278,8 @@ class _LoraMatmul(torch.autograd.Function):
 def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """{linear: (outputs, inputs)} of what `lora` trains; linears are told apart by where they stand in the model."""
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    shapes = {n: (m.out_features, m.in_features) for n, m in linears.items() if wanted[linear_kind(n)]}
-    for kind, is_wanted in wanted.items():
-        if is_wanted and not any(linear_kind(name) == kind for name in linears):
-            raise ConfigError(f"train_{kind}=True, but this model has no linear layer of that kind to adapt")
-    return shapes
-
-
-def linear_kind(name: str) -> str:
-    """`attn`, `mlp` or `unembed` for a linear's dotted name in the model."""
-    if ".layers." not in f".{name}":
-        return "unembed"
-    return "attn" if "attn" in name or "attention" in name else "mlp"
+    check_kinds(linears, wanted)
+    return adapted_linears({n: (m.out_features, m.in_features) for n, m in linears.items()}, wanted)
 
 
 def merge_into(

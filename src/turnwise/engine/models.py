@@ -16,16 +16,8 @@ from turnwise.engine.body import FusedBody
 from turnwise.engine.kvcache import KvShape
 from turnwise.engine.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.errors import ModelError
+from turnwise.model_families import check_supported
 from turnwise.model_sizes import ModelSizes
-
-_REFUSED_SETTINGS = (
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "attention_sink",
-)
-"""Settings that change logits or attention outside the parts that we replace."""
 
 
 class CausalModel:
@@ -33,7 +25,7 @@ class CausalModel:
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         config = _read_config(directory)
-        _refuse_unsupported(config)
+        check_supported(config.to_dict())
         model = _load(directory, config, dtype)
         self.config = config
         self.arch = type(model).__name__
@@ -102,20 +94,6 @@ def _sizes(config: PretrainedConfig, vocab_size: int) -> ModelSizes:
     )
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    name = config.model_type
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if kinds:
-        raise ModelError(f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention is supported")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise ModelError(f"{name} uses sliding_window={window}; only full attention is supported")
-    for setting in _REFUSED_SETTINGS:
-        value = getattr(config, setting, None)
-        if value not in (None, False, 1, 1.0):
-            raise ModelError(f"{name} sets {setting}={value}, which is not supported")
-
-
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -137,7 +115,7 @@ def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, Lora
     """Replace every linear by an adaptable one, in place; keys are its dotted names, as PEFT writes them."""
     linears: dict[str, LoraLinear] = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
+        if type(module) is nn.Linear:  # a subclass may do something else, as PhiMoE's router does
             parent, _, child = name.rpartition(".")
             wrapped = LoraLinear(module, name, holder)
             setattr(model.get_submodule(parent), child, wrapped)

@@ -38,7 +38,11 @@ def serve(config: ServeConfig) -> int:
     listener = _listen(config)
     port = listener.getsockname()[1]
     _say(f"loading {', '.join(config.models)} ...")
-    models = load_models(config.models, config.engine)
+    try:
+        models = load_models(config.models, config.engine)
+    except BaseException:
+        listener.close()
+        raise
     app = create_app(config, store, models)
 
     def announce() -> None:

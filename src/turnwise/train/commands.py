@@ -93,7 +93,7 @@ def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume
     config = start.config
     check_backend(config.generator)
     check_loggers(config.run.loggers)
-    facts = read_facts(find_model(config))
+    facts = find_facts(config)
     parts = assemble(config, facts)
     check_stored_data(parts)
     for line in _plan_lines(start, facts, parts):
@@ -119,6 +119,11 @@ def read_config(name: str, overrides: Sequence[str]) -> Config:
 def find_model(config: Config) -> Path:
     """The directory of the model, or of the one that stands in for it."""
     return model_store.resolve_model(config.model.alias or config.model.name, report=_say).directory
+
+
+def find_facts(config: Config) -> ModelFacts:
+    """Its sizes; a model that our engine cannot run is refused, unless a service elsewhere runs it."""
+    return read_facts(find_model(config), runs_here=not config.model.base_url)
 
 
 def _say(line: str) -> None:

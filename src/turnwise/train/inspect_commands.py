@@ -16,11 +16,10 @@ from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
-from turnwise.train.commands import find_model, make_service
+from turnwise.train.commands import find_facts, find_model, make_service
 from turnwise.train.config import Config
 from turnwise.train.config_files import config_from_yaml
 from turnwise.train.curve import runs_svg
-from turnwise.train.facts import read_facts
 from turnwise.train.report import dialogue_lines
 from turnwise.train.stored import altered
 
@@ -74,7 +73,7 @@ def run_replay(target: str, attempt_id: int | None) -> int:
         print("\n".join(dialogue_lines(run, stored.row)))
     directory = find_model(config)
     world = make_world(config.env, config.generator)
-    limits = make_limits(config.generator, world, read_facts(directory).context_length)
+    limits = make_limits(config.generator, world, find_facts(config).context_length)
     rollout = make_rollout(config.generator, limits)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)

@@ -33,10 +33,9 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.sources import PlayBranches
 from turnwise.train.assemble import Parts, assemble, distinct_tasks, make_renderer
-from turnwise.train.commands import find_model, make_service
+from turnwise.train.commands import find_facts, make_service
 from turnwise.train.config import check_backend
 from turnwise.train.config_files import config_from_yaml
-from turnwise.train.facts import read_facts
 from turnwise.train.pairs import PairKind, StoredPair, check_can_write, write_pairs
 from turnwise.train.play_commands import Policy, find_policy
 from turnwise.train.stored import Origin, check_origin, check_pairable, origin_of, train_rows
@@ -144,7 +143,7 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     check_backend(policy.config.generator)
-    parts = assemble(policy.config, read_facts(find_model(policy.config)))
+    parts = assemble(policy.config, find_facts(policy.config))
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
     with make_service(policy.config, policy.data_dir) as service:
         attach_judge(parts.world, service)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
@@ -11,7 +13,7 @@ from turnwise.methods.config import BRANCHING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.assemble import critic_rate
-from turnwise.train.config import Config, GeneratorConfig, TrainConfig
+from turnwise.train.config import Config, GeneratorConfig, ModelConfig, TrainConfig
 from turnwise.train.config_checks import changed_options, unread_of_stored
 from turnwise.train.critic_config import CRITIC_METHODS
 from turnwise.train.facts import ModelFacts
@@ -48,6 +50,8 @@ def make_plan(
     num_train_tasks: int,
     num_test_tasks: int,
 ) -> Plan:
+    if place is not None:
+        facts.check_trained(config.model)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
@@ -115,6 +119,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
     rows = {
         "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
+        **({} if model.base_url else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in all",
@@ -141,6 +146,28 @@ def _schedule(train: TrainConfig) -> str:
     fall = "" if train.lr_schedule == "constant" else f", {train.lr_schedule} to {train.lr_floor:.0%} of it"
     batches = f"; gradients of {train.accumulate} batches averaged in each" if train.accumulate > 1 else ""
     return f"{rise}{fall}{batches}"
+
+
+def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
+    """Which layers the adapter lies on, and which it does not."""
+    adapted, total = facts.adapted(model), format_count(facts.num_parameters)
+    left = [name for name in facts.linears if name not in adapted]
+    parts = [f"not adapted: {_short(left)}"] if left else []
+    for what, count in facts.frozen.items():
+        parts.append(f"{what} are not adapted ({format_count(count)} of {total} parameters)")
+    return "; ".join([_short(adapted), *parts])
+
+
+def _short(names: Iterable[str]) -> str:
+    """`self_attn (k_proj q_proj), mlp (down_proj), lm_head` of the dotted names of all layers."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parent, _, child = re.sub(r"^.*\.layers\.\d+\.", "", name).rpartition(".")
+        found.setdefault(parent, set()).add(child)
+    return ", ".join(
+        f"{parent} ({' '.join(sorted(children))})" if parent else " ".join(sorted(children))
+        for parent, children in found.items()
+    )
 
 
 def _warmup(config: Config) -> str:

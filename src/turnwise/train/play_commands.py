@@ -23,11 +23,10 @@ from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.train.assemble import assemble, make_renderer
 from turnwise.train.checkpoint import checkpoint_directory, choose_checkpoint
-from turnwise.train.commands import find_model, make_service, read_config
+from turnwise.train.commands import find_facts, find_model, make_service, read_config
 from turnwise.train.config import Config, check_backend
 from turnwise.train.config_files import config_from_yaml, override_config
 from turnwise.train.evaluate import evaluate
-from turnwise.train.facts import read_facts
 from turnwise.train.remote import AnyService
 from turnwise.train.view import evaluation_line
 from turnwise.trajectory import Message
@@ -76,7 +75,7 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
     policy.say_which()
     config = policy.config
     check_backend(config.generator)
-    parts = assemble(config, read_facts(find_model(config)))
+    parts = assemble(config, find_facts(config))
     if not parts.held_out:
         raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
     with make_service(config, policy.data_dir) as service:

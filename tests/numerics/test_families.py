@@ -1,0 +1,195 @@
+"""Every family that is let in computes what transformers computes; every other one is refused from its config alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
+
+from naive import make_model, random_ids, rl_datum, run, sample
+from turnwise.cli import main
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.errors import ModelError
+from turnwise.model_families import FAMILIES, check_supported
+from turnwise.train.config import ModelConfig
+from turnwise.train.facts import read_facts
+from turnwise.types import LoraConfig
+
+TOLERANCE = 1e-4
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "shared_expert_intermediate_size": 16,
+}
+"""Under the names of all families; each reads its own."""
+WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
+"""Families with as many key heads as query heads."""
+OWN: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "ministral3": {"sliding_window": None},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi3": {"sliding_window": None},
+    "phimoe": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+}
+ALL_EXPERTS = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen3_moe")
+"""Families whose MLPs are routed experts and nothing else: no linear layer to adapt there."""
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+
+
+def small_config(family: str) -> PretrainedConfig:
+    shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads" or family not in WITHOUT_GROUPS}
+    return CONFIG_MAPPING[family](**shape, **EXPERTS, **OWN.get(family, {}))
+
+
+def largest_error(engine: Engine, directory: Path) -> float:
+    """Of logprobs against transformers' own: alone, packed beside a longer dialogue, and decoded."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    adapter = engine.create_adapter(LoraConfig(rank=2, seed=1, train_mlp=False))
+    short, long = random_ids(24, 1), random_ids(180, 2)
+
+    def expected(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    errors: list[torch.Tensor] = []
+    for batch in ([short], [short, long]):
+        output = run(engine.forward(adapter, [rl_datum(ids, 0) for ids in batch], "cross_entropy", None))
+        for ids, columns in zip(batch, output.loss_fn_outputs, strict=True):
+            errors.append(columns["logprobs"].to_torch() - expected(ids))
+    for prompt in (short, long):
+        (reply,) = sample(engine, prompt, engine.base_policy, max_tokens=12, seed=1, temperature=1.0).sequences
+        want = expected([*prompt, *reply.tokens])[len(prompt) - 1 :]
+        errors.append(torch.tensor(reply.logprobs) - want)
+    return max(float(error.abs().max()) for error in errors)
+
+
+def test_every_family_that_is_let_in_computes_what_transformers_computes(tmp_path: Path) -> None:
+    errors: dict[str, float] = {}
+    for family in sorted(FAMILIES):
+        directory = make_model(small_config(family), tmp_path / family)
+        engine = Engine(directory, EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01), name=family)
+        errors[family] = largest_error(engine, directory)
+        facts = read_facts(directory)
+        flags = {"train_mlp": family not in ALL_EXPERTS}
+        model = ModelConfig.model_validate({"rank": 3, **flags})
+        adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
+        assert facts.num_adapter_parameters(model) == adapter.flat.numel(), family
+        assert facts.context_length == engine.max_context_length, family
+        assert facts.kv_values_per_token == engine.model.sizes.kv_values_per_token, family
+    assert {family: error for family, error in errors.items() if error > TOLERANCE} == {}
+
+
+def test_the_page_about_models_names_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    listed, _ = page.split("Everything else is refused", 1)
+    assert set(re.findall(r"`([a-z0-9_]+)`", listed)) - {"transformers", "model_type"} == FAMILIES
+
+
+def test_a_rotation_that_grows_with_the_context_is_right_within_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    directory = make_model(LlamaConfig(**SHAPE, rope_parameters=rope), tmp_path)
+    engine = Engine(directory, EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01), name="dynamic")
+    assert largest_error(engine, directory) < TOLERANCE
+
+
+def test_what_would_be_wrong_or_die_is_refused_by_name_by_plan_eval_chat_and_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long_rope = {**SHAPE, "sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONG_ROPE}
+    refused: dict[str, PretrainedConfig] = {"LongRoPE": Phi3Config(**long_rope)}
+    refused |= {family: CONFIG_MAPPING[family]() for family in ("diffllama", "gpt2", "falcon", "gptj", "deepseek_v3")}
+    refused |= {family: CONFIG_MAPPING[family]() for family in ("bert", "stablelm", "nemotron")}
+    for named, config in refused.items():
+        directory = tmp_path / config.model_type
+        config.save_pretrained(directory)
+        (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        for command in (
+            ["train", "guess_number", f"model={directory}", "--plan"],
+            ["train", "guess_number", f"model={directory}", f"run.dir={tmp_path / 'run'}"],
+            ["eval", str(directory), "--env", "guess_number"],
+            ["sample", str(directory)],
+            ["serve", "--model", str(directory), "--port", "0", "--data-dir", str(tmp_path / "service")],
+        ):
+            assert main(command) != 0, command
+            err = capsys.readouterr().err
+            assert named in err, (command, err)
+            assert "not " in err, (command, err)
+            assert "Traceback" not in err, (command, err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_long_rope_is_known_by_all_its_names() -> None:
+    for rope in ({"rope_type": "longrope"}, {"type": "longrope"}, {"type": "su"}, {"full_attention": LONG_ROPE}):
+        for key in ("rope_scaling", "rope_parameters"):
+            with pytest.raises(ModelError, match="LongRoPE"):
+                check_supported({"model_type": "phi3", key: rope})
+
+
+def test_a_config_says_the_same_before_and_after_transformers_has_read_it(tmp_path: Path) -> None:
+    """A window that a config file leaves unsaid is there all the same, and the plan knows that as the engine does."""
+
+    def verdict(config: dict[str, Any]) -> str:
+        try:
+            check_supported(config)
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    told = ({}, {"sliding_window": 4096}, {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1})
+    for family, more in itertools.product(sorted(FAMILIES), told):
+        written = {"model_type": family, **more}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        read = AutoConfig.from_pretrained(tmp_path).to_dict()
+        assert bool(verdict(written)) == bool(verdict(read)), (written, verdict(read))
+
+
+def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_model(small_config("qwen2_moe"), tmp_path / "qwen2_moe")
+    assert main(["train", "guess_number", f"model={directory}", "model.train_unembed=false", "--plan"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapters")]
+    assert "self_attn (k_proj o_proj q_proj v_proj)" in line
+    assert "mlp.shared_expert (down_proj gate_proj up_proj)" in line
+    assert "not adapted: lm_head" in line
+    assert "routed experts are not adapted (12.3k of" in line
+    assert "routers are not adapted" in line
+    directory = make_model(small_config("mixtral"), tmp_path / "mixtral")
+    assert main(["train", "guess_number", f"model={directory}", "--plan"]) != 0
+    assert "train_mlp=True" in capsys.readouterr().err
+    assert main(["train", "guess_number", f"model={directory}", "model.train_mlp=false", "--plan"]) == 0
