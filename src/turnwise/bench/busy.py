@@ -22,7 +22,6 @@ from typing import Any
 from turnwise.bench import sample, train
 from turnwise.bench.report import machine, make_engine, timed
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.kernels import waiting
 from turnwise.engine.place import choose_device
 from turnwise.errors import ConfigError, TurnwiseError
 
@@ -180,7 +179,7 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     for line in sys.stdin:
         name = line.strip()
         rate = tokens[name] / timed(works[name], args, device).median
-        print(json.dumps({"tokens_per_s": rate, "is_sleeping": waiting.is_sleeping()}), flush=True)
+        print(json.dumps({"tokens_per_s": rate}), flush=True)
     return {}
 
 

@@ -134,9 +134,3 @@ def num_threads() -> int:
     if watch is not None:
         watch.look(threads)
     return threads
-
-
-def is_sleeping() -> bool:
-    """Whether threads of the kernels sleep now while they wait, since the machine is busy with other work."""
-    watch = _watch()
-    return watch is not None and watch.waiting.is_sleeping
