@@ -201,7 +201,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="sample (tokens drawn per second), train (tokens trained per second), both (what sampling and training by "
         "turns costs), agreement (sampler against trainer), tree (shared prefixes), branch (branched dialogues), "
-        "tenants (many adapters), rollout, async, sandbox, service",
+        "tenants (many adapters), busy (other work beside it), rollout, async, sandbox, service",
     )
     return parser
 

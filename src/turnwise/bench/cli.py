@@ -10,6 +10,7 @@ from turnwise.bench import (
     async_train,
     both,
     branch,
+    busy,
     report,
     rollout,
     sample,
@@ -32,6 +33,7 @@ BENCHES = {
     "sandbox": sandbox,
     "service": service,
     "async": async_train,
+    "busy": busy,
 }
 
 

@@ -66,32 +66,60 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(args, max_num_seqs=max(args.prompts, args.dialogues, 256))
     policy = _policy(engine, args.rank)
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(100, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
+    rng = np.random.default_rng(1)
     starts = rng.integers(100, engine.vocab_size, (args.dialogues, args.dialogue_prompt)).tolist()
     seen = rng.integers(100, engine.vocab_size, (args.turns, args.dialogues, args.observed)).tolist()
-
-    def batch() -> None:
-        engine.sampler.drop_cache()
-        sample_sequences(engine, prompts, args.new_tokens, [policy] * len(prompts))
 
     def dialogues() -> None:
         engine.sampler.drop_cache()
         play_all(engine, starts, seen, args.sampled, policy)
 
-    return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch, dialogues)}
+    return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch_of_ours(args, engine, policy), dialogues)}
+
+
+def batch_of_ours(args: argparse.Namespace, engine: Engine, policy: AnyPolicy | None = None) -> Callable[[], object]:
+    """One batch of prompts, from an empty cache."""
+    chosen = policy or _policy(engine, args.rank)
+    prompts = np.random.default_rng(0).integers(100, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
+
+    def batch() -> None:
+        engine.sampler.drop_cache()
+        sample_sequences(engine, prompts, args.new_tokens, [chosen] * len(prompts))
+
+    return batch
 
 
 def _run_transformers(args: argparse.Namespace) -> dict[str, Any]:
-    device, dtype = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
-    model: Any = AutoModelForCausalLM.from_pretrained(model_directory(args.model), dtype=dtype)
-    model.to(device).eval()
-    vocab = model.config.vocab_size
-    prompts = torch.randint(100, vocab, (args.prompts, args.prompt_tokens), device=device)
+    peer = Peer(args)
 
-    def generate(ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    def dialogues() -> None:
+        history = peer.draw_ids(args.dialogues, args.dialogue_prompt)
+        for _ in range(args.turns):
+            history = peer.generate(history, args.sampled)
+            history = torch.cat([history, peer.draw_ids(args.dialogues, args.observed)], dim=1)
+
+    return _measure(args, peer.device, peer.batch(args), dialogues)
+
+
+class Peer:
+    """transformers' own model and `generate`, on the base weights."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device, dtype = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_directory(args.model), dtype=dtype)
+        self._model.to(self.device).eval()
+
+    def batch(self, args: argparse.Namespace) -> Callable[[], object]:
+        """The same load as `batch_of_ours`."""
+        prompts = self.draw_ids(args.prompts, args.prompt_tokens)
+        return lambda: self.generate(prompts, args.new_tokens)
+
+    def draw_ids(self, rows: int, tokens: int) -> torch.Tensor:
+        return torch.randint(100, self._model.config.vocab_size, (rows, tokens), device=self.device)
+
+    def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
         with torch.inference_mode():
-            return model.generate(
+            return self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
@@ -100,15 +128,6 @@ def _run_transformers(args: argparse.Namespace) -> dict[str, Any]:
                 min_new_tokens=new_tokens,
                 pad_token_id=0,
             )
-
-    def dialogues() -> None:
-        history = torch.randint(100, vocab, (args.dialogues, args.dialogue_prompt), device=device)
-        for _ in range(args.turns):
-            history = generate(history, args.sampled)
-            observed = torch.randint(100, vocab, (args.dialogues, args.observed), device=device)
-            history = torch.cat([history, observed], dim=1)
-
-    return _measure(args, device, lambda: generate(prompts, args.new_tokens), dialogues)
 
 
 def _measure(

@@ -6,6 +6,7 @@ Each side runs in a process of its own, so that the peak memory is its own.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.engine import choose_device
+from turnwise.engine.engine import Engine, choose_device
 from turnwise.model_linears import linear_kind
 from turnwise.types import Datum, LoraConfig, ModelInput
 
@@ -54,6 +55,11 @@ def _load(args: argparse.Namespace, vocab_size: int) -> tuple[np.ndarray, np.nda
 
 def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(args, kv_cache_gib=0.05)
+    return _result(args, timed(step_of_ours(args, engine), args, engine.device).median, engine.device)
+
+
+def step_of_ours(args: argparse.Namespace, engine: Engine) -> Callable[[], object]:
+    """The gradient of one batch."""
     adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
     ids, mask = _load(args, engine.vocab_size)
     datums = [
@@ -74,10 +80,16 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
             pass
         adapter.grad.zero_()
 
-    return _result(args, timed(step, args, engine.device).median, engine.device)
+    return step
 
 
 def _run_peft(args: argparse.Namespace) -> dict[str, Any]:
+    device, _ = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
+    return _result(args, timed(step_of_peft(args), args, device).median, device)
+
+
+def step_of_peft(args: argparse.Namespace) -> Callable[[], object]:
+    """The same gradient by peft, with full logits."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -98,7 +110,7 @@ def _run_peft(args: argparse.Namespace) -> dict[str, Any]:
         loss.backward()
         model.zero_grad()
 
-    return _result(args, timed(step, args, device).median, device)
+    return step
 
 
 def _result(args: argparse.Namespace, seconds: float, device: torch.device) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from turnwise.engine.place import choose_device, find_place
 from turnwise.engine.preference_losses import DEFAULTS as PREFERENCE_LOSSES
 from turnwise.engine.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.sampler import Sampler
+from turnwise.engine.threads import use_allowed_threads
 from turnwise.engine.trainer import Job, Trainer, outputs_of
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
@@ -57,6 +58,8 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
+        if self.device.type == "cpu":
+            use_allowed_threads()
         spare_imports_from_collection()
         keep_freed_memory()
         self.model = CausalModel(self.model_dir, self.device, self.dtype)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.place import Place
+from turnwise.engine.threads import find_threads
 from turnwise.methods.config import BRANCHING_METHODS
 from turnwise.model_store import format_count
 from turnwise.rollout.limits import RolloutLimits
@@ -134,6 +135,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
+        **_threads(plan),
         "run": directory,
     }
     notes = [("note", note) for note in _notes(config, plan)]
@@ -175,6 +177,14 @@ def _warmup(config: Config) -> str:
     if not warmup.steps:
         return "none"
     return f"{warmup.steps} supervised steps of {warmup.batch_size} from {warmup.demonstrations} scripted dialogues"
+
+
+def _threads(plan: Plan) -> dict[str, str]:
+    """The line about the CPU's threads, where the model runs on one in this process."""
+    if plan.memory is None or plan.memory.place.device != "cpu":
+        return {}
+    threads = find_threads()
+    return {"threads": f"{threads.count}: {threads.why}"}
 
 
 def _critic(config: Config) -> dict[str, str]:

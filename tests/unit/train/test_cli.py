@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def test_the_plan_counts_tasks_attempts_tokens_and_optimizer_steps(capsys: pytes
     assert "11 steps; grpo with importance_sampling" in out
     assert f"at most {(24 + 30) * 5 * 8:,} sampled" in out
     assert "LoRA rank 8" in out
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_plan_says_how_many_threads_will_run_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert main([*PLAN, "model.device=cpu"]) == 0
+    assert "threads      1: 1 of 6 CPUs allowed by affinity, " in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main([*PLAN, "model.device=cpu"]) == 0
+    assert "threads      1: OMP_NUM_THREADS=1 (1 of 6 CPUs allowed by affinity, " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny_dir")

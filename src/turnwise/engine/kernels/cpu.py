@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.errors import DataError
 
 _SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu.c
@@ -58,7 +58,7 @@ class CpuKernels:
             bias_pointer = bias.data_ptr()
         self._linear(
             x.data_ptr(), rows, inputs, weight.data_ptr(), outputs, bias_pointer, out.data_ptr(),
-            self._linear_scratch(inputs), torch.get_num_threads(),
+            self._linear_scratch(inputs), waiting.num_threads(),
         )  # fmt: skip
         return out
 
@@ -99,7 +99,7 @@ class CpuKernels:
         failed = self._paged_decode(
             query.data_ptr(), query.stride(0), key_cache.data_ptr(), key_cache.stride(0), value_cache.data_ptr(),
             value_cache.stride(0), block_table.data_ptr(), context_lens.data_ptr(), out.data_ptr(), batch, heads,
-            kv_heads, head_size, num_blocks, block_size, max_blocks, scale, torch.get_num_threads(),
+            kv_heads, head_size, num_blocks, block_size, max_blocks, scale, waiting.num_threads(),
         )  # fmt: skip
         if failed:
             raise DataError(
@@ -127,7 +127,7 @@ class CpuKernels:
         _check("uniform", uniform, (batch,), torch.float64)
         failed = self._sample_rows(
             logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
-            logprobs.data_ptr(), batch, vocab_size, torch.get_num_threads(),
+            logprobs.data_ptr(), batch, vocab_size, waiting.num_threads(),
         )  # fmt: skip
         if failed == 2:
             raise MemoryError(f"no memory to sample from {vocab_size} logits")

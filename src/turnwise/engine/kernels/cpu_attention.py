@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.errors import DataError
 
 _MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
@@ -63,7 +63,7 @@ def attend(
     if query.numel() == 0:
         return
     sides = [query, key, value, out, logsumexp]
-    failed = _kernels().forward(*_arguments(sides, is_causal), scale, is_causal, is_added, torch.get_num_threads())
+    failed = _kernels().forward(*_arguments(sides, is_causal), scale, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 
@@ -89,7 +89,7 @@ def attend_backward(
             grad.zero_()
         return
     sides = [query, key, value, out, logsumexp, grad_out, *grads]
-    failed = _kernels().backward(*_arguments(sides, is_causal), scale, is_causal, is_added, torch.get_num_threads())
+    failed = _kernels().backward(*_arguments(sides, is_causal), scale, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.errors import DataError
 
 
@@ -48,7 +48,7 @@ def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]
     logsumexps, means = torch.empty(rows), torch.empty(rows)
     _kernels().row_stats(
         logits_RV.data_ptr(), temperature_R.data_ptr(), logsumexps.data_ptr(), means.data_ptr(), rows, vocab,
-        torch.get_num_threads(),
+        waiting.num_threads(),
     )  # fmt: skip
     return logsumexps, means
 
@@ -67,7 +67,7 @@ def row_gradients(
     _check(logits_RV, temperature_R, logsumexps_R, grads_R, *looked_at)
     _kernels().row_gradients(
         logits_RV.data_ptr(), temperature_R.data_ptr(), logsumexps_R.data_ptr(), grads_R.data_ptr(),
-        *(side.data_ptr() for side in looked_at), *[None] * (2 - len(looked_at)), rows, vocab, torch.get_num_threads(),
+        *(side.data_ptr() for side in looked_at), *[None] * (2 - len(looked_at)), rows, vocab, waiting.num_threads(),
     )  # fmt: skip
     return logits_RV
 

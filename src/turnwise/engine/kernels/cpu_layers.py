@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine import layer_ops
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
 from turnwise.errors import DataError
 
@@ -68,7 +68,7 @@ def add_norm(
     rstd = torch.empty(rows, dtype=torch.float32)
     _kernels().add_norm(
         h.data_ptr(), _pointer(delta), weight.data_ptr(), eps, out_h.data_ptr(), out_x.data_ptr(), rstd.data_ptr(),
-        rows, size, torch.get_num_threads(),
+        rows, size, waiting.num_threads(),
     )  # fmt: skip
     return out_h, out_x, rstd
 
@@ -82,7 +82,7 @@ def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tenso
     out = torch.empty_like(h) if dh is None else dh
     _kernels().norm_backward(
         dx.data_ptr(), h.data_ptr(), rstd.data_ptr(), weight.data_ptr(), out.data_ptr(), dh is not None, rows, size,
-        torch.get_num_threads(),
+        waiting.num_threads(),
     )  # fmt: skip
     return out
 
@@ -108,7 +108,7 @@ def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | No
     failed = _kernels().rotate(
         qkv.data_ptr(), *_angles(heads, rotation), _pointer(query), _pointer(key),
         *([None] * 2 if cache is None else [cache.keys.data_ptr(), cache.values.data_ptr()]), _pointer(slots),
-        num_slots, rows, heads.num_query, heads.num_kv, heads.size, torch.get_num_threads(),
+        num_slots, rows, heads.num_query, heads.num_kv, heads.size, waiting.num_threads(),
     )  # fmt: skip
     _check_positions(failed, rotation, num_slots)
     parts = heads.split(qkv)
@@ -131,7 +131,7 @@ def rotate_backward(
     strides = (ctypes.c_int64 * 6)(*(stride for grad in grads for stride in grad.stride()[:2]))
     failed = _kernels().rotate_backward(
         *(grad.data_ptr() for grad in grads), strides, _pointer(qkv), *_angles(heads, rotation), out.data_ptr(),
-        rows, heads.num_query, heads.num_kv, heads.size, torch.get_num_threads(),
+        rows, heads.num_query, heads.num_kv, heads.size, waiting.num_threads(),
     )  # fmt: skip
     _check_positions(failed, rotation, 0)
     return out
@@ -143,7 +143,7 @@ def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
         return layer_ops.swiglu(gate_up)
     rows, size = len(gate_up), gate_up.shape[1] // 2
     act = _take(room, rows, size)
-    _kernels().swiglu(gate_up.data_ptr(), gate_up.stride(0), act.data_ptr(), rows, size, torch.get_num_threads())
+    _kernels().swiglu(gate_up.data_ptr(), gate_up.stride(0), act.data_ptr(), rows, size, waiting.num_threads())
     return act
 
 
@@ -154,7 +154,7 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = dact.shape
     _check_sizes(swiglu_backward.__name__, dact, (gate_up, (rows, 2 * size)))
     _kernels().swiglu_backward(
-        dact.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, size, torch.get_num_threads()
+        dact.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, size, waiting.num_threads()
     )
     return gate_up, dact
 

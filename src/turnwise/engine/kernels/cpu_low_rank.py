@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.errors import DataError
 
 
@@ -51,5 +51,5 @@ def gradients(x_MI: Tensor, u_MR: Tensor, grad_IR: Tensor, w_IR: Tensor, out_MR:
     pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
     strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
     sizes = (ctypes.c_int64 * 3)(rows, cols, rank)
-    if _kernel()(pointers, strides, sizes, scale, torch.get_num_threads()):
+    if _kernel()(pointers, strides, sizes, scale, waiting.num_threads()):
         raise MemoryError(f"no memory for the gradients of a low-rank part, {rows} x {cols}, rank {rank}")

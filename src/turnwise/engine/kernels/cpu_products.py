@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from turnwise.engine.kernels import build
+from turnwise.engine.kernels import build, waiting
 from turnwise.errors import DataError
 
 _SCRATCH = 640 * (384 + 32)
@@ -65,7 +65,7 @@ class ProductKernel:
         pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
         strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
         sizes = (ctypes.c_int64 * 4)(rows, cols, depth, rank)
-        threads = torch.get_num_threads()
+        threads = waiting.num_threads()
         self._product(pointers, strides, sizes, alpha, scale, is_added, self._room(threads), threads)
 
     def _room(self, threads: int) -> int:
