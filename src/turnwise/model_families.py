@@ -93,7 +93,7 @@ _REFUSED_SETTINGS = (
 
 def check_supported(config: Mapping[str, Any]) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
-    name = config.get("model_type")
+    name = str(config.get("model_type", ""))
     for rope in _rope_types(config):
         if rope in _LENGTH_ROPES:
             raise ModelError(
@@ -117,8 +117,8 @@ def check_supported(config: Mapping[str, Any]) -> None:
         raise ModelError(_unknown_family(name, config))
 
 
-def _unknown_family(name: str | None, config: Mapping[str, Any]) -> str:
-    if name is None:
+def _unknown_family(name: str, config: Mapping[str, Any]) -> str:
+    if not name:
         return "its config.json names no model_type; expected a causal language model that transformers can read"
     reason = _REASONS.get(name)
     if reason is None and "text_config" in config:

@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--held-out", type=int, default=16, help="held-out tasks to measure on")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     options = parser.parse_args()
-    world = Swe(path=options.tasks_file and Path(options.tasks_file))
+    world = Swe(path=Path(options.tasks_file)) if options.tasks_file else Swe(hint="line")
     service = turnwise.ServiceClient()
     trainer = service.create_lora_training_client(options.model, rank=16, seed=0)
     asyncio.run(train(trainer, get_renderer(trainer.get_tokenizer()), world, options))

@@ -26,6 +26,12 @@ CAPITALS = (
     ("Peru", "Lima", "South America"),
     ("Chile", "Santiago", "South America"),
     ("Cuba", "Havana", "North America"),
+    ("Norway", "Oslo", "Europe"),
+    ("Ireland", "Dublin", "Europe"),
+    ("Hungary", "Budapest", "Europe"),
+    ("Vietnam", "Hanoi", "Asia"),
+    ("Morocco", "Rabat", "Africa"),
+    ("Canada", "Ottawa", "North America"),
 )
 OPPOSITES = (
     ("hot", "cold"),
@@ -40,10 +46,23 @@ OPPOSITES = (
     ("open", "closed"),
     ("happy", "sad"),
     ("strong", "weak"),
+    ("early", "late"),
+    ("high", "low"),
+    ("hard", "soft"),
+    ("light", "dark"),
+    ("rich", "poor"),
+    ("true", "false"),
+    ("clean", "dirty"),
+    ("first", "last"),
 )
-PEOPLE = ("Anna", "Ben", "Clara", "David", "Ella", "Felix", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max")
+PEOPLE = (
+    *("Anna", "Ben", "Clara", "David", "Ella", "Felix", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max"),
+    *("Nora", "Oscar", "Paul", "Rosa", "Sam", "Tina", "Victor", "Wendy", "Adam", "Emma", "Leo", "Mia"),
+)
 COLOURS = ("red", "blue", "green", "yellow", "black", "white")
-SUMS = ((2, 3, 1), (4, 4, 2), (1, 6, 1), (5, 5, 3), (3, 6, 2), (7, 2, 1), (8, 1, 2), (6, 6, 1), (2, 9, 3), (4, 3, 3))
+COLOURS_EACH = 3
+"""Conversations with each person."""
+SUMS = tuple((a, b, (a + b) % 3 + 1) for a in range(2, 10) for b in range(1, 9))
 
 
 def make_conversations() -> list[dict[str, Any]]:
@@ -51,7 +70,11 @@ def make_conversations() -> list[dict[str, Any]]:
     return [
         *(_capital(*row) for row in CAPITALS),
         *(_opposite(*row) for row in OPPOSITES),
-        *(_person(name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(PEOPLE)),
+        *(
+            _person(name, COLOURS[(i + 2 * k) % len(COLOURS)])
+            for i, name in enumerate(PEOPLE)
+            for k in range(COLOURS_EACH)
+        ),
         *(_sum(*row) for row in SUMS),
     ]
 
@@ -74,7 +97,7 @@ def _opposite(word: str, opposite: str) -> dict[str, Any]:
 
 def _person(name: str, colour: str) -> dict[str, Any]:
     return _conversation(
-        f"person-{name}",
+        f"person-{name}-{colour}",
         _turn(f"Hello, my name is {name}. Greet me by name.", f"Hello, {name}!", name),
         _turn(f"I like {colour}. Which colour do I like?", colour.capitalize(), colour),
         _turn("What is my name?", name, name),

@@ -32,6 +32,7 @@ from typing import ClassVar, Literal
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.library.swe_bugs import Bug, apply_bug, shipped_bugs
 from turnwise.envs.library.swe_tasks import (
+    FILES,
     SKIPPED_FOLDERS,
     RepoTask,
     fresh_copy,
@@ -69,6 +70,8 @@ class Swe:
     path: Path | None = None
     """Tasks from a file in the style of SWE-bench, instead of shipped bugs."""
     protocol: Literal["text", "tool_call"] = "text"
+    hint: Literal["none", "line"] = "none"
+    """`line`: the statement of a shipped bug says where it is, so that what is wrong there is all there is to find."""
     max_turns: int = 8
     max_tokens: int = 128
     command_s: float = 10.0
@@ -90,6 +93,8 @@ class Swe:
                 f"max_turns={self.max_turns}, command_s={self.command_s}, observation_chars={self.observation_chars}; "
                 "expected at least 1 turn, more than 0 s and 100 characters"
             )
+        if self.hint != "none" and self.path is not None:
+            raise ConfigError(f"hint={self.hint!r} is for shipped bugs; tasks from a file say what they say")
         tasks = shipped_tasks() if self.path is None else read_swe_rows(self.path.expanduser())
         needs_pytest = self.path is not None and any(load_repo_task(task).runner == "pytest" for task in tasks)
         packages = [*self.packages, *(["pytest"] if needs_pytest and "pytest" not in self.packages else [])]
@@ -101,23 +106,33 @@ class Swe:
         return draw(in_split(self._tasks, split), count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> SweEnv:  # noqa: ARG002 - nothing is random once the task is drawn
-        return SweEnv(self, self._sandbox, load_repo_task(task))
+        return SweEnv(self, self._sandbox, load_repo_task(task), self._where(task))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Look at the lines, put the right token back, test, submit; there are none for tasks from a file."""
+        """Look for the function, or at the line that the hint names; put the right token back, test, submit.
+
+        There are none for tasks from a file. Every line number was shown before it is used: one that nobody has seen
+        could only be learned by heart.
+        """
         if self.path is not None or self.protocol != "text":
             return []
-        player_of: Callable[[Task], Player] = lambda task: _player(shipped_bugs()[task.data["bug"]])  # noqa: E731
+        player_of: Callable[[Task], Player] = lambda task: _player(shipped_bugs()[task.data["bug"]], self.hint)  # noqa: E731
         return play_demonstrations(self, player_of, count, seed, concurrency=8)
 
+    def _where(self, task: Task) -> str:
+        if self.hint == "none":
+            return ""
+        bug = shipped_bugs()[task.data["bug"]]
+        return f"Bug: {bug.path}, line {bug.line}"
 
-def _player(bug: Bug) -> Player:
-    number = bug.line
-    broken = apply_bug(bug)[bug.path].decode("utf-8").split("\n")[number - 1]
+
+def _player(bug: Bug, hint: str) -> Player:
+    lines = apply_bug(bug)[bug.path].decode("utf-8").split("\n")
+    broken = lines[bug.line - 1]
     fixed = broken[: bug.column] + bug.old + broken[bug.column + len(bug.new) :]
     replies = [
-        f"$ sed -n {number}p {bug.path}",
-        f"edit {bug.path} {number}\n+{fixed}",
+        *([f"$ sed -n {bug.line}p {bug.path}"] if hint == "line" else _look(bug.path, lines, bug.line)),
+        f"edit {bug.path} {bug.line}\n+{fixed}",
         "test",
         "submit",
     ]
@@ -126,6 +141,14 @@ def _player(bug: Bug) -> Player:
         return replies[sum(message.role == "assistant" for message in dialogue)]
 
     return reply
+
+
+def _look(path: str, lines: Sequence[str], number: int) -> list[str]:
+    """Find the functions of a file, then read the one around a line, with the numbers of its lines."""
+    starts = [1, *(n for n, line in enumerate(lines, start=1) if "def " in line)]
+    first = max(start for start in starts if start <= number)
+    last = min((start - 1 for start in starts if start > number), default=len(lines))
+    return [f"$ grep -n 'def ' {path}", f"$ cat -n {path} | sed -n {first},{last}p"]
 
 
 def read_action(text: str) -> ToolCall | None:
@@ -160,8 +183,9 @@ def _read_edit(path: str, line_number: str | None, lines: Sequence[str]) -> dict
 class SweEnv:
     """One repo to fix."""
 
-    def __init__(self, world: Swe, sandbox: Sandbox, task: RepoTask) -> None:
+    def __init__(self, world: Swe, sandbox: Sandbox, task: RepoTask, where: str) -> None:
         self._world = world
+        self._where = where
         self._sandbox = sandbox
         self._task = task
         self._toolbox = Toolbox(self)
@@ -172,7 +196,10 @@ class SweEnv:
 
     async def start(self) -> list[Message]:
         rules = RULES if self._world.protocol == "text" else f"Fix the repo.\n{self._toolbox.describe()}"
-        return [system(rules), user(shorten_middle(self._task.statement, 4 * self._world.observation_chars))]
+        statement = self._task.statement
+        if self._where:  # one file is named, so the list of files says nothing more
+            statement = f"{statement.rpartition(FILES)[0]}{self._where}"
+        return [system(rules), user(shorten_middle(statement, 4 * self._world.observation_chars))]
 
     async def step(self, reply: Message) -> EnvStep:
         self._turn += 1

@@ -42,6 +42,9 @@ from turnwise.errors import ConfigError, DataError
 MAX_REPO_BYTES = 64 << 20
 SKIPPED_FOLDERS = frozenset({".git", "__pycache__", ".pytest_cache", ".hg", ".svn", "node_modules"})
 
+FILES = "Files: "
+"""What the last line of a shipped bug's statement begins with."""
+
 _GIT_S = 60.0
 _SHOWN_CHARS = 60
 _TEST_FILE = re.compile(r"^(test_.*|.*_test|tests?)\.py$")
@@ -110,7 +113,7 @@ def _bug_task(bug: Bug) -> RepoTask:
         name=bug.id,
         files=files,
         hidden=hidden,
-        statement=f"{test.removeprefix('tests.')} fails: {problem[:_SHOWN_CHARS]}.{more}\nFiles: {paths}",
+        statement=f"{test.removeprefix('tests.')} fails: {problem[:_SHOWN_CHARS]}.{more}\n{FILES}{paths}",
         shown_tests=tuple(modules),
         judged_tests=(*modules, HIDDEN_MODULE),
         fail_to_pass=tuple(sorted(failing)),

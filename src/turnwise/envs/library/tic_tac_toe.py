@@ -154,10 +154,13 @@ class TicTacToe:
     """How often `minimax` takes any free square instead."""
     max_illegal: int = 1
     """Illegal replies that are forgiven in one game."""
+    demonstration_skill: float = 1.0
+    """How often a demonstration plays a best move instead of any free square; 0 shows the form and no skill."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ConfigError(f"epsilon={self.epsilon}; expected 0 to 1")
+        for option in ("epsilon", "demonstration_skill"):
+            if not 0 <= getattr(self, option) <= 1:
+                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
         if self.epsilon and self.opponent != "minimax":
             raise ConfigError(f"epsilon={self.epsilon} is not read by opponent={self.opponent!r}; leave it out")
         if self.max_illegal < 0:
@@ -180,8 +183,12 @@ class TicTacToe:
         return TicTacToeGame(task.data["board"], max_illegal=self.max_illegal)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Perfect play, as the opening allows."""
-        return play_demonstrations(self, lambda task: _perfect_player(f"demo:{seed}:{task.id}"), count, seed)
+        """Perfect play, as the opening allows, but for the moves that `demonstration_skill` leaves to chance."""
+
+        def player_of(task: Task) -> Player:
+            return _player(f"demo:{seed}:{task.id}", self.demonstration_skill)
+
+        return play_demonstrations(self, player_of, count, seed)
 
     def reply(self, board: Board, number: int) -> int:
         """What scripted opponent `number` plays."""
@@ -195,11 +202,13 @@ def _make_task(board: Board, number: int) -> Task:
     return Task(id=f"ttt-{board.replace(' ', '.')}-{number}", data={"board": board, "opponent": number})
 
 
-def _perfect_player(seed: str) -> Player:
+def _player(seed: str, skill: float) -> Player:
     def reply(dialogue: Sequence[Message]) -> str:
         cells = dialogue[-1].content.split()
         board = "".join(" " if cell.isdigit() else cell for cell in cells)
-        return str(random_for(seed, board).choice(best_squares(board)) + 1)
+        rng = random_for(seed, board)
+        is_skilled = skill == 1 or rng.random() < skill
+        return str(rng.choice(best_squares(board) if is_skilled else free_squares(board)) + 1)
 
     return reply
 

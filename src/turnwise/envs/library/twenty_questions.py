@@ -60,6 +60,7 @@ THINGS: Mapping[str, str] = {
 """What is true of each thing; no two are alike."""
 WORDS = tuple(sorted({word for words in THINGS.values() for word in words.split()}))
 
+_MAX_DRAWS = 20
 _UNCLEAR = "Ask about one word, or guess one thing."
 
 
@@ -76,8 +77,8 @@ class TwentyQuestions:
 
     num_things: int = 6
     """To choose from; halving them finds one in log2(num_things) questions and a guess."""
-    max_turns: int = 6
-    """Questions and guesses together."""
+    max_turns: int = 4
+    """Questions and guesses together; with as many turns as things, guessing them one by one would do."""
     turn_decay: float = 1.0
     """A win on turn k is worth turn_decay**(k - 1)."""
     demonstration_skill: float = 1.0
@@ -105,8 +106,11 @@ class TwentyQuestions:
         return play_demonstrations(self, player_of, count, seed)
 
     def _draw_task(self, rng: random.Random) -> Task:
-        things = sorted(rng.sample(sorted(THINGS), self.num_things))
-        secret = rng.choice(things)
+        for _ in range(_MAX_DRAWS):  # a game that the best questions do not win is drawn again, if any can be won
+            things = sorted(rng.sample(sorted(THINGS), self.num_things))
+            secret = rng.choice(things)
+            if num_turns(things, secret) <= self.max_turns:
+                break
         return Task(id=f"things-{secret}-of-{'-'.join(things)}", data={"things": things, "secret": secret})
 
     def _player(self, things: Sequence[str], rng: random.Random) -> Player:
@@ -114,7 +118,8 @@ class TwentyQuestions:
             left = things_left(things, dialogue)
             if rng.random() >= self.demonstration_skill:
                 return rng.choice((*WORDS, *things))
-            return left[0] if len(left) == 1 else best_question(left)
+            is_last = sum(message.role == "assistant" for message in dialogue) == self.max_turns - 1
+            return left[0] if len(left) == 1 or is_last else best_question(left)
 
         return reply
 
@@ -135,6 +140,16 @@ def things_left(things: Sequence[str], dialogue: Sequence[Message]) -> list[str]
 def best_question(left: Sequence[str]) -> str:
     """The word that cuts what is left most evenly."""
     return min(WORDS, key=lambda word: abs(2 * sum(is_true(word, thing) for thing in left) - len(left)))
+
+
+def num_turns(things: Sequence[str], secret: str) -> int:
+    """Questions and the guess that the best questions need."""
+    left, turns = list(things), 1
+    while len(left) > 1:
+        word = best_question(left)
+        left = [thing for thing in left if is_true(word, thing) == is_true(word, secret)]
+        turns += 1
+    return turns
 
 
 class TwentyQuestionsEnv:

@@ -10,7 +10,7 @@ from turnwise.engine.tiny import MAX_POSITIONS, build_tokenizer
 from turnwise.envs.registry import get_world, world_names
 
 WORLDS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in world_names()),
+    *((name, {"hint": "line"} if name == "swe" else {}) for name in world_names()),  # a whole function is long
     ("calculator", {"protocol": "tool_call"}),
 ]
 NUM_TEMPLATE_TOKENS = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -323,3 +324,24 @@ def test_patches_add_change_rename_and_remove_files() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected at least 1 turn"):
         Swe(**options)
+
+
+def test_demonstrations_use_no_line_number_that_was_not_shown_before() -> None:
+    for hint in ("none", "line"):
+        for dialogue in Swe(hint=hint).demonstrations(24, 0):
+            shown = dialogue[1].content
+            for message in dialogue[2:]:
+                if message.role != "assistant":
+                    shown += f"\n{message.content}"
+                elif message.content.startswith("edit"):
+                    number = message.content.split("\n")[0].split()[-1]
+                    assert re.search(rf"(?<!\d){number}(?!\d)", shown), (message.content, shown)
+            assert [message.content for message in dialogue if message.role == "assistant"][-1] == "submit"
+            assert re.fullmatch(r"(\d+) of \1 tests pass\.", dialogue[-2].content)
+
+
+async def test_the_hint_names_the_line_and_is_for_shipped_bugs(tmp_path: Path) -> None:
+    env = Swe(hint="line").make_env(TASK, 0)
+    assert (await env.start())[1].content.endswith("].\nBug: ledger/split.py, line 8")
+    with pytest.raises(ConfigError, match="hint='line' is for shipped bugs"):
+        Swe(hint="line", path=tmp_path / "tasks.jsonl")

@@ -112,6 +112,31 @@ def test_every_opening_can_still_be_held_so_demonstrations_never_lose() -> None:
     assert all(value(board) >= 0 for board in openings())
 
 
+def test_demonstrations_without_skill_are_legal_and_often_lose() -> None:
+    """The skill of a demonstration is a dial: what it leaves out, reinforcement learning has to find."""
+
+    def num_lost(skill: float) -> int:
+        world, lost = TicTacToe(demonstration_skill=skill), 0
+        for task, dialogue in zip(world.tasks("train", 120, 1), world.demonstrations(120, 1), strict=True):
+            board = task.data["board"]
+            seat = mover(board)
+            for message in dialogue:
+                if message.role != "assistant":
+                    continue
+                assert int(message.content) - 1 in free_squares(board)
+                board = place(board, int(message.content) - 1)
+                if not is_over(board):
+                    board = place(board, world.reply(board, task.data["opponent"]))
+            assert is_over(board)
+            lost += winner(board) == 1 - seat
+        return lost
+
+    losses = [num_lost(skill) for skill in (1.0, 0.5, 0.0)]
+    assert losses[0] == 0
+    assert losses[0] < losses[1] < losses[2]
+    assert losses[2] > 25
+
+
 def test_openings_are_held_out() -> None:
     world = TicTacToe()
     train, test = ({task.data["board"] for task in world.tasks(split, 3000, 0)} for split in ("train", "test"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,6 +80,27 @@ async def test_the_demonstrated_questions_always_find_the_thing(num_things: int,
     world = TwentyQuestions(num_things=num_things, max_turns=max_turns)
     for task, dialogue in zip(world.tasks("train", 60, 1), world.demonstrations(60, 1), strict=True):
         assert dialogue[-1].content == task.data["secret"]
+
+
+async def test_asking_pays_and_guessing_one_thing_after_the_other_does_not() -> None:
+    """Otherwise the game can be won without a question, and there is nothing to learn."""
+    world = TwentyQuestions()
+    tasks, demonstrations = world.tasks("train", 200, 1), world.demonstrations(200, 1)
+    asked = sum(d[-1].content == t.data["secret"] for t, d in zip(tasks, demonstrations, strict=True))
+    guessed = 0
+    for task in tasks:
+        steps = await play_until_over(world.make_env(task, 0), task.data["things"])
+        guessed += steps[-1].is_success is True
+    assert asked > 0.95 * len(tasks)
+    assert guessed < 0.75 * len(tasks)
+
+
+async def play_until_over(env: TwentyQuestionsEnv, replies: Sequence[str]) -> list[EnvStep]:
+    steps: list[EnvStep] = []
+    for reply in replies:
+        if not steps or not steps[-1].is_over:
+            steps += await play(env, reply)
+    return steps
 
 
 def test_unskilled_demonstrations_often_fail() -> None:
