@@ -56,15 +56,6 @@ async def test_a_run_that_plays_ahead_counts_what_nobody_came_to_learn_from(
     for step, waiting in run.metric("pool/tokens_drawn"):
         assert num_drawn_tokens(run, step) == num_taken_tokens(run, step) + waiting
 
-    (row,) = run.checkpoints()
-    state = read_state(row, run.pool(row.step), tasks_per_step=2)
-    rig.directory = rig.directory.with_name("resumed")
-    rig.config = rig.config.model_copy(update={"train": rig.config.train.model_copy(update={"steps": row.step + 1})})
-    before, taken = sum(drawn), num_taken_tokens(run, row.step)
-    await rig.loop().run(row, set(), taken, state)
-    assert rig.run().events("tokens_spent"), "groups that wait still count after a resume"
-    assert sum(drawn) == before
-
 
 async def test_a_run_that_ends_at_its_bound_on_tokens_says_so(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 9, "max_sampled_tokens": TOKENS_PER_STEP + 1}, "eval": {"tasks": 0}})
