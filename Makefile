@@ -5,6 +5,7 @@
 #   make train PRESET=search       another preset; ARGS="train.steps=50 train.seed=1" changes settings
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make check                     format, lint, types, import contracts
+#   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
 #   make campaign                  a long test: NAME=service_load, service_faults, service_abuse or train_kills
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
@@ -22,11 +23,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox train test check format bench campaign clean
+.PHONY: help setup sandbox train test check quick quick-worlds quick-play quick-others format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 12
 
 setup: $(STAMP)
 
@@ -63,6 +64,22 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+
+# More at once than cores, because many tests wait: for deadlines, sandboxes, other processes.
+QUICK_TESTS := $(BIN)/python -m pytest -q -m 'not gpu and not slow and not model'
+WORLDS := tests/unit/envs
+PLAY := $(addprefix tests/unit/,judges rollout single_turn)
+quick: $(STAMP) sandbox
+	@$(MAKE) --no-print-directory -j4 quick-worlds quick-play check quick-others
+
+quick-worlds: $(STAMP)
+	$(QUICK_TESTS) $(WORLDS)
+
+quick-play: $(STAMP)
+	$(QUICK_TESTS) $(PLAY)
+
+quick-others: $(STAMP)
+	$(QUICK_TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -24,6 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-order", type=int, metavar="SEED", help="shuffle the modules, and the tests of each")
 
 
+MODEL_WORK = ("unit/bench", "unit/service", "unit/engine/kernels", "numerics", "e2e")
+"""Folders whose tests load an engine or build kernels; elsewhere a module says so with the marker `model`."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in MODEL_WORK):
+        item.add_marker("model")
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has put tests that share a fixture beside each other
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.getoption("--random-order")

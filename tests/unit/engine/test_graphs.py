@@ -23,6 +23,8 @@ from turnwise.engine.lora import Route
 from turnwise.engine.scheduler import Row
 from turnwise.types import LoraConfig, SamplingParams
 
+pytestmark = pytest.mark.model
+
 
 @dataclass(frozen=True, slots=True)
 class Rerun:

@@ -21,6 +21,8 @@ from turnwise.engine.scheduler import Piece
 from turnwise.types import SamplingParams
 from unit.engine.test_graphs import Eager, make, play, with_graphs
 
+pytestmark = pytest.mark.model
+
 
 class EagerPrompts(Eager, PromptGraphs):
     """Notes what it took."""

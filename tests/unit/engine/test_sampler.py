@@ -12,6 +12,8 @@ from turnwise.engine.engine import Engine
 from turnwise.errors import DataError
 from turnwise.types import LoraConfig, SampleResponse, SamplingParams
 
+pytestmark = pytest.mark.model
+
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 

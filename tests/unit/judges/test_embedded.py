@@ -24,6 +24,8 @@ from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.runlog.reader import RunReader
 from turnwise.types import AdamParams
 
+pytestmark = pytest.mark.model
+
 CRITERIA = "Few guesses."
 RUBRIC = Rubric(criteria=CRITERIA)
 NAME = "turnwise.judges:judged_by_model"

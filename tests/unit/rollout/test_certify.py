@@ -19,6 +19,8 @@ from turnwise.trajectory import Message, StopReason, Trajectory, Turn
 from turnwise.types import Datum, ModelInput, TensorData
 from unit.rollout.worlds import CountingEnv, World, make_tasks, quick
 
+pytestmark = pytest.mark.model
+
 REPLY = Message(role="assistant", content="")
 
 

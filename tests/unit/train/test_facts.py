@@ -15,6 +15,8 @@ from turnwise.train.config import ModelConfig
 from turnwise.train.facts import read_facts
 from turnwise.types import LoraConfig
 
+pytestmark = pytest.mark.model
+
 
 @pytest.mark.parametrize("trained", [("attn",), ("mlp",), ("unembed",), ("attn", "mlp", "unembed")])
 def test_sizes_are_the_engines(tiny_dir: Path, trained: tuple[str, ...]) -> None:

@@ -27,6 +27,8 @@ from turnwise.train.facts import read_facts
 from turnwise.train.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 
+pytestmark = pytest.mark.model
+
 FACTOR = 1.3
 """How far an estimate may be from what was measured, either way."""
 CPU = Place(device="cpu", dtype="float32")

@@ -9,6 +9,8 @@ import pytest
 from turnwise.engine.tiny import MAX_POSITIONS, build_tokenizer
 from turnwise.envs.registry import get_world, world_names
 
+pytestmark = pytest.mark.model
+
 WORLDS: list[tuple[str, dict[str, Any]]] = [
     *((name, {"hint": "line"} if name == "swe" else {}) for name in world_names()),  # a whole function is long
     ("calculator", {"protocol": "tool_call"}),
