@@ -106,7 +106,7 @@ def test_methods_that_compare_no_attempts_of_one_task_learn_from_one_attempt_eac
     rig = make_rig(
         {
             "method": {"name": method},
-            "generator": {"n_samples_per_prompt": 1},
+            "generator": {"n_samples_per_prompt": 1, "same_start": method == "sft"},
             "train": {"steps": 1, "tasks_per_step": 6},
             "eval": {"tasks": 0},
         }
