@@ -171,7 +171,7 @@ void tw_linear(const float *x, int64_t M, int64_t K, const float *weight, int64_
         const float *xm = x + m * K;
         float *om = out + m * N;
         int by_dots = cols <= DOT_COLS || N < TILE_ROWS;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team_of(threads))
         {
             if (!by_dots) {
 #pragma omp for schedule(static)
@@ -370,7 +370,7 @@ int tw_paged_decode(const float *query, int64_t query_stride, const float *keys,
     /* All KV heads of a token lie together, so a whole sequence is the better item; a KV head is when those are few. */
     int64_t parts = B >= 4 * threads ? 1 : kv_heads;
     int64_t share = kv_heads / parts;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(dynamic, 1)
     for (int64_t item = 0; item < B * parts; item++) {
         int64_t b = item / parts, first = item % parts * share, head = first * group;
         TokenTile after = {.count = 0};
@@ -496,7 +496,7 @@ int tw_sample_rows(const float *logits, const float *temperature, const double *
     }
     if (B * V < SERIAL_FLOATS) threads = 1;
     int out_of_memory = 0;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team_of(threads))
     {
         Chunk *chunks = malloc(sizeof(Chunk) * (V / CHUNK + 1));
 #pragma omp for schedule(dynamic, 1)

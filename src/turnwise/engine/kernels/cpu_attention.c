@@ -159,7 +159,7 @@ int tw_attend(void *const *data, const int64_t *strides, const int64_t *sizes, f
     int64_t group = at.heads / at.kv_heads, room = round_up(at.D, LANES), keys = round_up(at.keys, NR);
     int64_t parts = count_parts(&at, MR, threads), blocks = (at.queries + MR - 1) / MR;
     int failed = 0;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team_of(threads))
     {
         float *panels = malloc(sizeof(float) * keys * (at.D + room));
         if (!panels) {
@@ -302,7 +302,7 @@ int tw_attend_backward(void *const *data, const int64_t *strides, const int64_t 
     float *sums = calloc(units * parts * 2 * side, sizeof(float));
     if (!sums) return 1;
     int failed = 0;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team_of(threads))
     {
         Workspace w;
         float *memory = open_workspace(&at, &w);

@@ -38,7 +38,7 @@ INLINE ChunkStats chunk_stats(const float *logits, float inverse_temperature) {
 void tw_row_stats(const float *logits, const float *temperature, float *logsumexps, float *means, int64_t rows,
                   int64_t vocab, int threads) {
     if (rows * vocab < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *from = logits + row * vocab;
         float inverse = 1 / temperature[row], tail[CHUNK];
@@ -75,7 +75,7 @@ void tw_row_stats(const float *logits, const float *temperature, float *logsumex
 void tw_row_gradients(float *logits, const float *temperature, const float *logsumexps, const float *grads,
                       const float *entropies, const float *grad_entropies, int64_t rows, int64_t vocab, int threads) {
     if (rows * vocab < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float *at = logits + row * vocab;
         float inverse = 1 / temperature[row], lse = logsumexps[row];

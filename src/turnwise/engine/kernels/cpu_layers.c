@@ -34,7 +34,7 @@ INLINE void put(float *p, vec v, int count) {
 void tw_add_norm(const float *h, const float *delta, const float *weight, float eps, float *out_h, float *x,
                  float *rstd, int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *from = h + row * size;
         vec squares = {0};
@@ -64,7 +64,7 @@ void tw_add_norm(const float *h, const float *delta, const float *weight, float 
 void tw_norm_backward(const float *dx, const float *h, const float *rstd, const float *weight, float *out, int is_added,
                       int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *grad = dx + row * size, *own = h + row * size;
         float *to = out + row * size;
@@ -157,7 +157,7 @@ int tw_rotate(float *qkv, const float *cos, const float *sin, const int64_t *pos
     if (!all_exist(positions, rows, num_positions) || (slots && !all_exist(slots, rows, num_slots))) return 1;
     int64_t width = (query_heads + 2 * kv_heads) * D, kv_width = kv_heads * D;
     if (rows * width < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float *from = qkv + row * width, *own_query = query ? query + row * query_heads * D : from;
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
@@ -183,7 +183,7 @@ int tw_rotate_backward(const float *dquery, const float *dkey, const float *dval
     if (!all_exist(positions, rows, num_positions)) return 1;
     int64_t width = (query_heads + 2 * kv_heads) * D, key_start = query_heads * D, value_start = key_start + kv_heads * D;
     if (rows * width < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
         const float *raw = qkv ? qkv + row * width : NULL;
@@ -214,7 +214,7 @@ INLINE vec sigmoid(vec x) {
 /* act [rows, size] = silu(gate) * up, from gate_up [rows, 2 size], whose rows start `stride` floats apart. */
 void tw_swiglu(const float *gate_up, int64_t stride, float *act, int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + row * stride, *up = gate + size;
         float *to = act + row * size;
@@ -228,7 +228,7 @@ void tw_swiglu(const float *gate_up, int64_t stride, float *act, int64_t rows, i
 /* In place: gate_up becomes its gradient, dact becomes the activation. */
 void tw_swiglu_backward(float *dact, float *gate_up, int64_t stride, int64_t rows, int64_t size, int threads) {
     if (rows * size < SERIAL_FLOATS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team_of(threads)) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float *gate = gate_up + row * stride, *up = gate + size, *to = dact + row * size;
         FOR_VECTORS(size, {

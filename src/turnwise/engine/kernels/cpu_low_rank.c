@@ -5,9 +5,6 @@
  * a result does not depend on their pace. The narrow side is cut into vectors, zeros behind its end.
  */
 #include "cpu_tiles.h"
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #if defined(__AVX512F__)
 enum { MANY = 12 }; /* 12 accumulators and 12 rows of u, of 32 registers */
@@ -61,13 +58,18 @@ static void add_rows(const LowRank *p, int64_t row, int64_t vectors, const float
             p->y.data[(row + r) * p->y.row + j * p->y.col] = p->scale * y[(j / LANES * MANY + r) * LANES + j % LANES];
 }
 
-/* Row i of the gradient gets what each of the `team` threads has summed. */
-static void add_sums(const LowRank *p, int64_t i, const float *sums, int64_t side, int64_t team) {
+/* Where a part begins when `count` items are split evenly and the first parts take what is left over. */
+static int64_t first_of(int64_t part, int64_t count, int64_t parts) {
+    return part * (count / parts) + min_of(part, count % parts);
+}
+
+/* Row i of the gradient gets what each of the `parts` has summed. */
+static void add_sums(const LowRank *p, int64_t i, const float *sums, int64_t side, int64_t parts) {
     for (int64_t j = 0, count; j < p->R; j += count) {
         count = min_of(LANES, p->R - j);
         float lanes[LANES], *to = p->grad.data + i * p->grad.row + j * p->grad.col;
         vec sum = {0};
-        for (int64_t t = 0; t < team; t++) sum += load(sums + t * side + (j / LANES * p->I + i) * LANES);
+        for (int64_t t = 0; t < parts; t++) sum += load(sums + t * side + (j / LANES * p->I + i) * LANES);
         if (count == LANES && p->grad.col == 1) {
             store(to, load(to) + sum * p->scale);
             continue;
@@ -89,21 +91,21 @@ int tw_low_rank_gradients(float *const *data, const int64_t *strides, const int6
     float *memory = calloc((threads + 1) * side + 2 * threads * small, sizeof(float));
     if (!memory) return 1;
     float *sums = memory + side, *narrow = sums + threads * side;
-#pragma omp parallel num_threads(threads)
+    int64_t tiles = (p.M + MANY - 1) / MANY;
+#pragma omp parallel num_threads(team_of(threads))
     {
-        int64_t me = 0, team = 1;
-#if defined(_OPENMP)
-        me = omp_get_thread_num(), team = omp_get_num_threads();
-#endif
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < p.I; i++)
             for (int64_t j = 0; j < p.R; j++)
                 memory[(j / LANES * p.I + i) * LANES + j % LANES] = p.w.data[i * p.w.row + j * p.w.col];
+        /* Rows are split by `threads`, however many of them work: each part has sums of its own, and which rows are
+         * summed together decides the last bits. */
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < p.M; row += MANY)
-            add_rows(&p, row, vectors, memory, sums + me * side, narrow + 2 * me * small);
+        for (int64_t part = 0; part < threads; part++)
+            for (int64_t tile = first_of(part, tiles, threads); tile < first_of(part + 1, tiles, threads); tile++)
+                add_rows(&p, tile * MANY, vectors, memory, sums + part * side, narrow + 2 * part * small);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < p.I; i++) add_sums(&p, i, sums, side, team);
+        for (int64_t i = 0; i < p.I; i++) add_sums(&p, i, sums, side, threads);
     }
     free(memory);
     return 0;

@@ -153,7 +153,7 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
     while (threads > 1 && (M + rows - 1) / rows * col_tasks < 2 * threads && rows > 8 * MR)
         rows = (rows / 2 + MR - 1) / MR * MR;
     int64_t row_tasks = (M + rows - 1) / rows;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team_of(threads))
     {
 #if defined(_OPENMP)
         float *panels = scratch + (int64_t)omp_get_thread_num() * MAX_DEPTH * (MAX_COLS + NR);

@@ -5,12 +5,14 @@
  * the switch from one to the other while a program runs.
  */
 #define _GNU_SOURCE
-#include <stdint.h>
+#include "cpu_vectors.h"
+
+volatile int tw_is_alone;
+
 #if defined(__linux__) && defined(_OPENMP)
 #include <fcntl.h>
 #include <omp.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -59,8 +61,10 @@ static void *keep_crowd(void *size) {
     return NULL;
 }
 
-/* From now on the threads of calls that use `threads` of them sleep while they wait, or spin as the runtime likes. */
-void tw_sleep_in_waits(int is_sleeping, int threads) {
+/* From now on the threads of calls that use `threads` of them sleep while they wait, or spin as the runtime likes; or
+ * one of them does the work of all. */
+void tw_set_waiting(int is_sleeping, int is_alone, int threads) {
+    tw_is_alone = is_alone;
     int spare = omp_get_num_procs() - threads;
     intptr_t size = (spare > 0 ? spare : 0) + 2; /* the first of them is not counted: it is not the runtime's own */
     pthread_t owner;
@@ -80,5 +84,5 @@ int tw_thread_times(int64_t *times, int threads) {
     return 0;
 }
 
-void tw_sleep_in_waits(int is_sleeping, int threads) { (void)is_sleeping, (void)threads; }
+void tw_set_waiting(int is_sleeping, int is_alone, int threads) { (void)is_sleeping, (void)is_alone, (void)threads; }
 #endif

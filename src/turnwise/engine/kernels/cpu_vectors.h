@@ -15,6 +15,11 @@
 #include <immintrin.h>
 #endif
 
+/* Set where other work leaves all threads together less than one core: then one of them does the work. How a kernel
+ * splits its work follows `threads` in any case, so that results do not depend on this. */
+extern volatile int tw_is_alone;
+#define team_of(threads) (tw_is_alone ? 1 : (threads))
+
 #define INLINE static inline __attribute__((always_inline))
 /* Before loops over register arrays: the arrays live in registers only if every index is a constant. */
 #if defined(__clang__)
