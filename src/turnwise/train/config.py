@@ -17,10 +17,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from turnwise.errors import ConfigError
 from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
-from turnwise.methods.fit import why_not_own_worlds, why_not_potential, why_not_so_many
 from turnwise.section import Section
 from turnwise.train.alarms import AlarmConfig
-from turnwise.train.config_checks import check_service, check_stored
+from turnwise.train.config_checks import check_groups, check_lag, check_service, check_stored
 from turnwise.train.critic_config import CriticConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]
@@ -451,9 +450,9 @@ class Config(Section):
         self.data.check(self.method.name)
         self.critic.check(self.method.name)
         check_service(self)
-        self._check_lag()
+        check_lag(self)
         check_stored(self)
-        self._check_groups()
+        check_groups(self)
         if self.method.omega == 0 and self.method.gamma is not None and not self.reward.potential:
             raise ValueError(
                 f"method.gamma={self.method.gamma} is not read while method.omega is 0: whole attempts are not "
@@ -479,46 +478,6 @@ class Config(Section):
         method = self.method
         is_open = method.loss_fn is None and method.loss == "importance_sampling"
         return method.model_copy(update={"loss_fn": LAGGING_LOSS}) if self.train.max_staleness and is_open else method
-
-    def _check_lag(self) -> None:
-        lag = self.train.max_staleness
-        if lag and self.reads_stored:
-            raise ValueError(
-                f"train.max_staleness={lag} is not read by method={self.method.name}, which reads stored data: "
-                "nothing is played that could lag; leave it out"
-            )
-        if not lag and self.generator.kv_across_updates != "recompute":
-            raise ValueError(
-                f"generator.kv_across_updates={self.generator.kv_across_updates} is not read while "
-                "train.max_staleness is 0: no dialogue goes on over an update"
-            )
-        if lag and self.generator.deterministic:
-            raise ValueError(
-                f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
-                "depends on who is done first; leave one of them out"
-            )
-        if not lag and self.alarms.max_stale_share != AlarmConfig.model_fields["max_stale_share"].default:
-            raise ValueError(
-                f"alarms.max_stale_share={self.alarms.max_stale_share} is not read while train.max_staleness is 0: "
-                "nothing grows old; leave it out"
-            )
-        if not lag and self.method.old_policy_from != "forward":
-            raise ValueError(
-                f"method.old_policy_from={self.method.old_policy_from} is not read while train.max_staleness is 0: it "
-                "goes by how many updates a token lags, and none does; leave it out"
-            )
-
-    def _check_groups(self) -> None:
-        """Refuse how attempts at a task are played, or rewarded, where the method cannot use it."""
-        method, count = self.method, self.generator.n_samples_per_prompt
-        asked = (
-            ("generator.same_start=false", not self.generator.same_start, why_not_own_worlds(method)),
-            (f"generator.n_samples_per_prompt={count}", not self.data.pairs, why_not_so_many(method, count)),
-            ("reward.potential=true", self.reward.potential, why_not_potential(method)),
-        )
-        for option, is_asked, why in asked:
-            if is_asked and why is not None:
-                raise ValueError(f"{option}, and method={method.name} {why}")
 
 
 def check_backend(config: GeneratorConfig) -> None:

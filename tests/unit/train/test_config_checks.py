@@ -91,7 +91,7 @@ def test_every_option_that_a_method_accepts_changes_the_method_or_is_the_loops()
 def test_what_only_played_attempts_have_a_use_for_is_refused_with_stored_data(method: list[str]) -> None:
     for option in (
         *("reward.turn_decay=0.5", "reward.weights.format=2", "reward.potential=true", "reward.max_length=9"),
-        *("reward.on_truncated=mask", "train.max_sampled_tokens=9", "train.max_empty_steps=9"),
+        *("reward.on_truncated=mask", "train.max_empty_steps=9"),
         *("generator.min_group_size=3", "alarms.max_kl=1", "alarms.stop_after=3"),
         *(("method.branch_turn=geometric",) if "method=refuel" in method else ()),
     ):
@@ -126,6 +126,8 @@ def test_what_is_accepted_for_a_presets_sake_and_not_read_is_said_in_the_plan(
 ) -> None:
     assert main(["train", "guess_number_tiny", "method=sft", "--plan"]) == 0
     assert "generator.n_samples_per_prompt is not read: nothing is played for training" in capsys.readouterr().out
+    assert main(["train", "study_chain", "method=sft", "--plan"]) == 0
+    assert "train.max_sampled_tokens is not read: nothing is played for training" in capsys.readouterr().out
     assert main(["train", "key_door", "model=tiny", "method=rft", "reward.turn_decay=0.9", "--plan"]) == 0
     assert "reward.turn_decay counts only where the world does not say" in capsys.readouterr().out
     assert main(["train", "guess_number_tiny", "warmup.steps=0", "warmup.batch_size=4", "--plan"]) == 0
