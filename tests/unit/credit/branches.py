@@ -36,7 +36,7 @@ def make_continuation(
         seed=7,
         turns=tuple(turns),
         stop_reason=StopReason.TERMINATED,
-        branch=Branch(turn=turn, seed=attempt),
+        branch=Branch(turn=turn, seed=attempt, reseeds_env=True),
     )
 
 

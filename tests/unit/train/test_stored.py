@@ -191,7 +191,7 @@ async def test_a_critic_credits_stored_attempts_as_its_own_run_does(
         parts = assemble(config, read_facts(tiny_dir))
         batches = Batches(parts, renderer, config.critic.pretrain_from)
         stored = await batches.batch(0, None)  # type: ignore[arg-type] - nothing is sampled
-        return [[turn.reward for turn in one.turns] for one in stored[:1]]
+        return [[turn.reward for turn in one.turns] for one in stored.trajectories[:1]]
 
     assert await credited() == [[0.5, 1.0]]
     assert await credited("reward.weights.outcome=2") == [[1.0, 2.0]]

@@ -110,7 +110,7 @@ def play(make_rig: MakeRig, renderer: Renderer) -> Any:
         batches: list[Batch] = []
         for step in range(num_batches):
             batches.append(await supply.batch(step))
-            supply.learned(sampler, num_batches)
+            supply.learned(num_batches)
         await supply.close()
         return Played(parts=rig.parts(), batches=batches)
 
