@@ -189,7 +189,8 @@ def test_no_process_is_left_after_close_or_when_nobody_closed_it(database: Path,
         assert processes_below(os.getpid()) <= before
         assert runner.run_now(database, "SELECT 2").rows == ((2,),)  # a closed runner can be used again
     del runner
-    assert processes_below(os.getpid()) <= before
+    for pid in processes_below(os.getpid()) - before:  # the thread that started it may hold the runner a moment longer
+        wait_for_end(pid)
 
 
 def test_workers_end_with_a_run_that_is_killed(database: Path) -> None:
