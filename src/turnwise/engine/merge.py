@@ -36,5 +36,7 @@ def write_merged(adapter: Path, base: Path, out: Path) -> None:
             model.config.tie_word_embeddings = False
         merged = torch.addmm(linear.weight.float(), b, a, alpha=LORA_ALPHA / rank)
         linear.weight.copy_(merged)
+    if model.generation_config is not None and not model.generation_config.do_sample:
+        model.generation_config.do_sample = True  # a base may name a temperature and not say that it samples
     model.save_pretrained(str(out))
     AutoTokenizer.from_pretrained(str(base)).save_pretrained(str(out))

@@ -192,6 +192,9 @@ def last_checkpoint(run: RunReader) -> CheckpointRow:
     for row in reversed(run.checkpoints()):
         if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir():
             return row
+    if run.checkpoints():
+        place = checkpoint_directory(run.directory, run.checkpoints()[-1].path)
+        raise CheckpointError(f"the files of this run's checkpoints are missing; expected {place}: copy them back")
     raise CheckpointError(f"{run.directory} has no checkpoint yet; turnwise train --resume begins it again")
 
 
@@ -214,12 +217,16 @@ def evaluation_score(row: EvaluationRow) -> float:
 
 
 def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow | None:
-    """The evaluation of the best checkpoint that is there, of equals the later; None where none was evaluated.
+    """The evaluation of the best checkpoint that is there, of equals the later; None where none was evaluated, or the
+    run keeps no best.
 
     Args:
         up_to: look at the first so many steps only.
     """
-    is_elsewhere = bool(config_from_yaml(run.config_yaml, str(run.directory)).model.base_url)
+    config = config_from_yaml(run.config_yaml, str(run.directory))
+    if not config.eval.keep_best:
+        return None
+    is_elsewhere = bool(config.model.base_url)
     there = {
         row.step for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()
     }
@@ -246,8 +253,7 @@ def choose_checkpoint(run: RunReader, which: str) -> ChosenCheckpoint:
     """`best`, `last`, or the number of a step. Where nothing was evaluated, or the run keeps no best, best is last."""
     rows = {row.step: row for row in run.checkpoints()}
     if which in ("best", "last"):
-        keeps_best = config_from_yaml(run.config_yaml, str(run.directory)).eval.keep_best
-        best = best_evaluation(run) if which == "best" and keeps_best else None
+        best = best_evaluation(run) if which == "best" else None
         if best is not None:
             return ChosenCheckpoint(row=rows[best.step], why=_why_best(best))
         row = last_checkpoint(run)

@@ -77,6 +77,8 @@ class _Start:
     is_new: bool
     num_drawn: int = 0
     """Tokens that the steps and the critic's pre-training took so far."""
+    num_drawn_before: int = 0
+    """Those that the critic's pre-training took."""
     critic_batches: int = 0
     """Of the critic's pre-training, that the checkpoint has."""
     state: RunState | None = None
@@ -194,6 +196,7 @@ def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
             checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
             is_new=False,
             num_drawn=num_taken_tokens(run, done.step, critic_batches=critic_batches),
+            num_drawn_before=num_taken_tokens(run, 0, critic_batches=critic_batches),
             critic_batches=critic_batches,
             state=state,
             best=best_evaluation(run, done.step) if config.eval.keep_best else None,
@@ -311,7 +314,10 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         )
         with settled_process():
             async with pulse:
-                await loop.run(start.done, set(start.evaluated), start.num_drawn, start.state)
+                await loop.run(
+                    *(start.done, set(start.evaluated), start.num_drawn, start.state),
+                    num_drawn_before=start.num_drawn_before,
+                )
 
 
 def _leave_if_stuck(error: StalledError, recorder: Recorder, step: int) -> None:

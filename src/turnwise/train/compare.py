@@ -29,6 +29,7 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
+from turnwise.train.alarms import AlarmConfig
 from turnwise.train.commands import EXIT_INTERRUPTED, find_model
 from turnwise.train.compare_figure import Curve, comparison_svg
 from turnwise.train.compare_request import Request, Variant, World, bounded, parse_request, samples
@@ -37,7 +38,7 @@ from turnwise.train.compare_runs import Job, Order, run_jobs
 from turnwise.train.compare_table import markdown, table_lines, to_json
 from turnwise.train.compare_view import GridView
 from turnwise.train.config import Config, RewardConfig
-from turnwise.train.config_files import Tree, config_from_yaml, config_to_tree, config_to_yaml
+from turnwise.train.config_files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
 from turnwise.train.critic_config import CriticConfig
 from turnwise.train.status import LOCK_FILE, STATUS_FILE
 
@@ -146,6 +147,7 @@ class Grid:
         for run in runs:
             if not run.config.eval.tasks:
                 raise ConfigError(f"eval.tasks is 0 for {run.world.label}; a comparison is by held-out success")
+        _check_bounds(runs)
         grid = cls(request=request, runs=runs)
         for world in request.worlds:
             own = [run for run in runs if run.world == world and samples(run.config)]
@@ -251,18 +253,35 @@ class Grid:
         return Order(resume=run.place)
 
 
+def _check_bounds(runs: Sequence[Run]) -> None:
+    """Refuse runs of one world that may sample different numbers of tokens."""
+    bounds: dict[str, int] = {}
+    for run in runs:
+        own = run.config.train.max_sampled_tokens
+        if samples(run.config) and bounds.setdefault(run.world.label, own) != own:
+            raise ConfigError(
+                f"train.max_sampled_tokens is {bounds[run.world.label]} and {own} in {run.world.label}; a comparison "
+                "gives all methods of a world the same tokens: set tokens=N, or WORLD[tokens=N]"
+            )
+
+
 def _only_warmup(config: Config) -> Config:
     """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
     plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
-    generator = {"kv_across_updates": "recompute"}
-    return config.model_copy(
+    generator = {
+        "kv_across_updates": "recompute",
+        "n_samples_per_prompt": max(2, config.generator.n_samples_per_prompt),  # nothing is played in groups
+    }
+    stripped = config.model_copy(
         update={
             **plain,
+            "alarms": AlarmConfig(),
             "train": config.train.model_copy(update=train),
             "generator": config.generator.model_copy(update=generator),
         }
     )
+    return tree_to_config(config_to_tree(stripped))  # what would be refused later is refused here
 
 
 def _warmup_key(config: Config) -> str:

@@ -70,8 +70,11 @@ class Request:
         return read_config(world.name, [*self._overrides(world, variant), f"train.seed={seed}", "run.dialogues=0"])
 
     def notes(self) -> list[str]:
-        """What a world's file says for one method and another does not read, in words."""
-        return [
+        """What a world's file says for one method and another does not read, and what the bound on tokens replaces."""
+        given = {text.partition("=")[0] for text in self.overrides}
+        replaced = [name for name in ("train.steps", "train.max_empty_steps") if name in given]
+        bound = [f"{name} is not read where tokens bound a run: it ends when they are sampled" for name in replaced]
+        return bound + [
             f"{world.label}, {variant.label}: {note}"
             for world in self.worlds
             for variant in self.variants

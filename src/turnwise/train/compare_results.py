@@ -205,8 +205,8 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
     for world in dict.fromkeys(result.world for result in results):
         inside = [result for result in results if result.world == world]
         labels = list(dict.fromkeys(result.label for result in inside))
-        success = _differences(inside, labels, "success")
-        area = _differences(inside, labels, "area")
+        success = _differences(inside, labels, results[0].label, "success")
+        area = _differences(inside, labels, results[0].label, "area")
         for label in labels:
             own = [result for result in inside if result.label == label]
             found.append(
@@ -230,8 +230,12 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
     return found
 
 
-def _differences(inside: Sequence[Result], labels: Sequence[str], measure: str) -> dict[str, Difference]:
-    found = {label: paired_difference(inside, label, labels[0], measure=measure) for label in labels[1:]}
+def _differences(inside: Sequence[Result], labels: Sequence[str], against: str, measure: str) -> dict[str, Difference]:
+    found = {
+        label: paired_difference(inside, label, against, measure=measure)
+        for label in labels
+        if label != against and against in labels
+    }
     corrected = holm([one.p for one in found.values()])
     return {
         label: Difference(interval=one.interval, num_seeds=one.num_seeds, p=one.p, p_holm=p_holm)
@@ -253,8 +257,8 @@ def _p_of_no_difference(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    if error < 1e-12:
-        return 1.0 if abs(mean) < 1e-12 else 0.0
+    if error < 1e-12:  # counts of successes may differ by the same number for a few seeds; that is no certainty
+        return 1.0 if abs(mean) < 1e-12 else math.nan
     return student_p(mean / error, len(values) - 1)
 
 

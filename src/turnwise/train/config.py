@@ -242,7 +242,11 @@ class RewardConfig(Section):
 class TrainConfig(Section):
     """How long and how fast to learn."""
 
-    steps: int = Field(default=50, ge=0, description="Batches of groups to play and learn from.")
+    steps: int = Field(
+        default=50,
+        ge=0,
+        description="Steps to make: play a batch of groups (or several, `accumulate`) and learn from it.",
+    )
     max_sampled_tokens: int = Field(
         default=0,
         ge=0,

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.errors import ConfigError
-from turnwise.methods.config import CHOICE_OPTIONS, METHOD_OPTIONS, MethodConfig
+from turnwise.methods.config import BRANCHING_METHODS, CHOICE_OPTIONS, METHOD_OPTIONS, READING_METHODS, MethodConfig
 from turnwise.train.config import Config, EvalConfig
 from turnwise.train.critic_config import CriticConfig
 
@@ -118,8 +118,27 @@ def config_to_yaml(config: Config) -> str:
 def config_from_yaml(text: str, source: str) -> Config:
     """The config that a run wrote down, every option with its value."""
     tree = parse_yaml(text, source)
+    _fill_in(tree)
     _turn_off(tree, None)
     return tree_to_config(tree)
+
+
+def _fill_in(tree: Tree) -> None:
+    """What a run did whose config has no word for it: an option that is not there came later than the run."""
+    generator, train, method = (tree.setdefault(name, {}) for name in ("generator", "train", "method"))
+    if "same_start" in generator or "n_samples_per_prompt" not in generator:
+        return
+    name = method.get("name", "grpo")
+    is_stored = name in READING_METHODS or bool(tree.get("data", {}).get("pairs"))
+    generator["same_start"] = is_stored or name in (*BRANCHING_METHODS, "dpo")
+    if name == "refuel" and not is_stored:
+        generator["n_samples_per_prompt"] = 2
+    train.setdefault("eps", 1e-12)
+    if is_stored:  # these were taken and not read
+        for section in ("reward", "alarms"):
+            tree.pop(section, None)
+        train.pop("max_empty_steps", None)
+        generator.pop("min_group_size", None)
 
 
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

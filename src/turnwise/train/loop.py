@@ -84,7 +84,13 @@ class Loop:
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
     async def run(
-        self, done: CheckpointRow, evaluated: set[tuple[str, int]], num_drawn: int = 0, state: RunState | None = None
+        self,
+        done: CheckpointRow,
+        evaluated: set[tuple[str, int]],
+        num_drawn: int = 0,
+        state: RunState | None = None,
+        *,
+        num_drawn_before: int = 0,
     ) -> None:
         """Go on from `done`.
 
@@ -92,6 +98,7 @@ class Loop:
             evaluated: (label, step) of the evaluations that are on record already.
             num_drawn: tokens that the steps and the critic's pre-training took so far.
             state: where the parts of the loop stood; without it, between two synchronous steps.
+            num_drawn_before: those of `num_drawn` that the critic's pre-training took.
         """
         per_step = self._config.train.tasks_per_step
         self._state = state or RunState(version=done.step, num_dealt=done.step * per_step)
@@ -100,6 +107,7 @@ class Loop:
         if self._state.alarms is not None:
             self.alarms.restore(self._state.alarms)
         self._num_drawn = num_drawn
+        self._num_drawn_before = num_drawn_before
         self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
@@ -232,7 +240,7 @@ class Loop:
     def _set_rates(self, step: int) -> None:
         """The learning rates of a step: the schedule's share of the full ones."""
         config = self._config
-        factor = rate_factor(config.train, step, self._num_drawn)
+        factor = rate_factor(config.train, step, self._num_drawn, self._num_drawn_before)
         self._optim = make_optim(config, factor * config.train.learning_rate)
         if self._critic is not None:
             self._critic.optim = make_optim(config, factor * critic_rate(config))
@@ -342,6 +350,7 @@ class Loop:
             async for metrics in batches:
                 self._num_critic_batches += 1
                 self._num_drawn += round(metrics["sampled_tokens"])
+                self._num_drawn_before = self._num_drawn
                 self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
                 self._is_spent()
                 if save_every and self._num_critic_batches % save_every == 0 and not critic.is_pretrained:

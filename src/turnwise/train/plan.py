@@ -99,7 +99,9 @@ def _training(config: Config, plan: Plan) -> str:
         return f"{plan.num_steps} steps x {count} {'pairs' if config.data.pairs else 'dialogues'} that are stored"
     kind = "continuations" if config.method.name in BRANCHING_METHODS else "attempts"
     each = attempts_per_task(config)
-    return f"{plan.num_steps} steps x {count} tasks x {each} {kind} = {plan.num_train_attempts:,} attempts"
+    bound = config.train.max_sampled_tokens
+    until = f", or until {bound:,} tokens are sampled" if bound else ""
+    return f"{plan.num_steps} steps x {count} tasks x {each} {kind} = {plan.num_train_attempts:,} attempts{until}"
 
 
 def evaluation_steps(config: Config) -> list[tuple[str, int]]:

@@ -200,6 +200,10 @@ class Pool:
         else:
             self.step -= 1
         self.consumed.remove(consumed)
+        self.put_back(places)
+
+    def put_back(self, places: Sequence[Place]) -> None:
+        """Groups that are done and nobody has learned from."""
         for place in places:
             place.state = State.DONE
             self.places[place.deal.number] = place

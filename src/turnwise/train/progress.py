@@ -9,6 +9,8 @@ from turnwise.train.run_state import RunState
 from turnwise.train.sources import Batch
 
 SOLVED = "solved"
+MAX_SILENT_STEPS = 20
+"""Steps in a row in which no attempt drew a token: a bound on tokens would never end such a run."""
 
 
 class NothingToLearnError(TurnwiseError):
@@ -31,6 +33,7 @@ class Progress:
 
     def __init__(self, max_empty_steps: int) -> None:
         self._max_empty_steps = max_empty_steps
+        self._num_silent_steps = 0
         self.num_empty_steps = 0
         self.why_empty: Counter[str] = Counter()
 
@@ -45,12 +48,14 @@ class Progress:
     def check(self, batch: Batch, *, is_empty: bool) -> None:
         """A step without a gradient is passed over; a row of them is an error, unless the tasks are solved."""
         if not is_empty:
-            self.num_empty_steps = 0
+            self.num_empty_steps = self._num_silent_steps = 0
             self.why_empty.clear()
             return
         self.num_empty_steps += 1
+        self._num_silent_steps = 0 if batch.played.stats.num_drawn else self._num_silent_steps + 1
         self.why_empty.update(_reasons(batch))
-        if self.num_empty_steps >= self._max_empty_steps and not self.is_solved:
+        is_silent = batch.taken is not None and self._num_silent_steps >= MAX_SILENT_STEPS
+        if is_silent or (self.num_empty_steps >= self._max_empty_steps and not self.is_solved):
             raise NothingToLearnError(self._explain(batch))
 
     def _explain(self, batch: Batch) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from turnwise.errors import ConfigError
 from turnwise.train.config import Config
+from turnwise.train.config_files import SHORT_KEYS
 
 FIXED_SECTIONS = ("model", "env", "warmup")
 """Its weights and its tasks depend on them."""
@@ -15,7 +16,7 @@ def check_overrides(stored: Config, overrides: Sequence[str]) -> None:
     """Refuse another model, world, warm-up or method."""
     for text in overrides:
         key, _, value = (part.strip() for part in text.partition("="))
-        if key.partition(".")[0] in FIXED_SECTIONS:
+        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
         if key in ("method", "method.name") and value != stored.method.name:
             raise ConfigError(

@@ -104,15 +104,19 @@ class Stream:
         """
         version = self._newest.version
         stale: list[Place] = []
-        while True:
-            self._settle()
-            stale += self.pool.drop_stale(version)
-            self._start()
-            if self.pool.is_ready:
-                break
-            holding = self.pool.held_up_by
-            waited_for = [task for task, place in self._playing.items() if place in holding]
-            await self._watchdog.any_of(waited_for or list(self._playing), self._waits_for)
+        try:
+            while True:
+                self._settle()
+                stale += self.pool.drop_stale(version)
+                self._start()
+                if self.pool.is_ready:
+                    break
+                holding = self.pool.held_up_by
+                waited_for = [task for task, place in self._playing.items() if place in holding]
+                await self._watchdog.any_of(waited_for or list(self._playing), self._waits_for)
+        except BaseException:
+            self.pool.put_back(stale)  # a run that goes on drops them again, and counts what they drew
+            raise
         places = self.pool.take()
         oldest = [oldest_version(place.outcome) for place in places if place.outcome is not None]
         return Taken(places=places, stale=stale, staleness=[version - one for one in oldest if one is not None])

@@ -155,7 +155,7 @@ def test_a_difference_is_taken_seed_by_seed() -> None:
     results = [_result("a", 0, 0.1), _result("a", 1, 0.9), _result("b", 0, 0.2), _result("b", 1, 1.0)]
     found = paired_difference(results, "b", "a").interval
     assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert "+10.0 [+10.0, +10.0]**" in table_lines(results)[2]
+    assert "+10.0 [+10.0, +10.0]" in table_lines(results)[2]
     assert "+10.0" not in table_lines(results)[1], "the first method is what the others are compared with"
 
 
@@ -261,3 +261,21 @@ def test_the_figure_has_a_panel_per_world_with_means_and_bands() -> None:
     alone = ElementTree.fromstring(comparison_svg("title", curves[:2]))
     texts = [node.text for node in alone.iter() if node.tag.endswith("text")]
     assert (texts.count("sampled tokens"), texts.count("trained tokens")) == (1, 1), "a world alone shows both"
+
+
+def test_methods_of_a_world_may_not_have_bounds_of_their_own() -> None:
+    own = "methods=grpo,ppo[train.max_sampled_tokens=20000]"
+    with pytest.raises(ConfigError, match=r"is 48000 and 20000 in study_chain; .* set tokens=N"):
+        Grid.plan(parse_request([own, "worlds=study_chain"]))
+
+
+def test_a_shared_warm_up_is_a_run_that_is_taken_whatever_its_methods_allow() -> None:
+    lone = ["methods=ppo,reinforce_pp", "worlds=study_value", "generator.n_samples_per_prompt=1"]
+    lagging = ["methods=grpo,rloo", "worlds=study_chain", "train.max_staleness=1", "alarms.max_stale_share=0.3"]
+    for arguments in (lone, lagging):
+        assert Grid.plan(parse_request(arguments)).warmups
+
+
+def test_equal_differences_of_a_few_seeds_prove_nothing() -> None:
+    results = [_result(label, seed, 0.5 + (label == "b") / 64) for label in ("a", "b") for seed in (0, 1)]
+    assert math.isnan(paired_difference(results, "b", "a").p)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from turnwise.cli import main
 from turnwise.errors import ConfigError
 from turnwise.methods.config import CLIP_BOUNDS, METHOD_OPTIONS, MethodConfig
 from turnwise.methods.ppo import PPO_LOSS, Ppo
 from turnwise.train.assemble import make_limits, make_method, make_world
+from turnwise.train.config import Config
 from turnwise.train.config_files import (
     config_from_yaml,
+    config_to_tree,
     config_to_yaml,
     left_out,
     load_config,
@@ -87,3 +90,20 @@ def test_what_is_turned_off_takes_along_what_the_file_says_about_it() -> None:
     assert config_from_yaml(config_to_yaml(off), "run") == off
     text = config_to_yaml(off).replace("every: 10", "every: 50")
     assert config_from_yaml(text, "a run of before").eval.every == 10
+
+
+def test_a_config_that_was_written_before_an_option_existed_says_what_that_run_did() -> None:
+    def as_older(*overrides: str, method: str) -> Config:
+        tree = config_to_tree(load_config("bargain", [f"method={method}", *overrides]))
+        del tree["generator"]["same_start"], tree["train"]["eps"]
+        if method == "sft":
+            tree["reward"]["turn_decay"] = 0.5
+        return config_from_yaml(yaml.safe_dump(tree), "an old run")
+
+    grpo = as_older(method="grpo")
+    assert (grpo.generator.same_start, grpo.train.eps) == (False, 1e-12)
+    refuel = as_older("generator.n_samples_per_prompt=8", method="refuel")
+    assert (refuel.generator.same_start, refuel.generator.n_samples_per_prompt) == (True, 2)
+    assert as_older(method="sft").reward.turn_decay == 1, "it was taken and not read"
+    today = load_config("bargain")
+    assert config_from_yaml(config_to_yaml(today), "a run") == today

@@ -57,3 +57,10 @@ async def test_every_step_of_a_run_and_of_one_that_goes_on_has_the_rate_of_its_n
     again.directory = rig.directory.with_name("resumed")
     await again.loop().run(CheckpointRow(step=2, warmup_steps=0, path="tinker://x/weights/y"), set())
     assert _rates(again) == pytest.approx([5e-4, 2.5e-4])
+
+
+def test_tokens_of_a_critics_pre_training_leave_the_schedule_at_its_beginning() -> None:
+    train = TrainConfig(steps=1_000_000, max_sampled_tokens=30_000, lr_schedule="linear")
+    assert rate_factor(train, 0, 12_000, 12_000) == 1
+    assert rate_factor(train, 5, 21_000, 12_000) == pytest.approx(0.5, abs=1e-4)
+    assert rate_factor(train, 9, 30_000, 12_000) == pytest.approx(0)

@@ -77,7 +77,7 @@ class TwentyQuestions:
 
     num_things: int = 6
     """To choose from; halving them finds one in log2(num_things) questions and a guess."""
-    max_turns: int = 4
+    max_turns: int = 6
     """Questions and guesses together; with as many turns as things, guessing them one by one would do."""
     turn_decay: float = 1.0
     """A win on turn k is worth turn_decay**(k - 1)."""

@@ -84,7 +84,7 @@ async def test_the_demonstrated_questions_always_find_the_thing(num_things: int,
 
 async def test_asking_pays_and_guessing_one_thing_after_the_other_does_not() -> None:
     """Otherwise the game can be won without a question, and there is nothing to learn."""
-    world = TwentyQuestions()
+    world = TwentyQuestions(max_turns=4)  # as in the preset
     tasks, demonstrations = world.tasks("train", 200, 1), world.demonstrations(200, 1)
     asked = sum(d[-1].content == t.data["secret"] for t, d in zip(tasks, demonstrations, strict=True))
     guessed = 0
