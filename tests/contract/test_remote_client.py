@@ -89,6 +89,7 @@ def losses(directory: Path) -> dict[int, float]:
 def test_turnwise_train_runs_against_a_service_and_goes_on_with_it(server: ServerProcess, tmp_path: Path) -> None:
     run_dir = tmp_path / "remote"
     options = ["train", "guess_number", "model=tiny", *SMALL, "train.save_every=1", "train.keep_checkpoints=1"]
+    options.append("eval.keep_best=false")
     done = run_cli(*options, f"model.base_url={server.url}", "train.steps=2", f"run.dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert f"that of the service at {server.url}" in done.stdout

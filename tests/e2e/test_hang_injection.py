@@ -47,7 +47,7 @@ from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
 from turnwise.waits import WAITS
 
-DEADLINE_S = 0.6
+DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 0.3
 ENV_CALLS = ("start", "step", "close", "tool")
 TRAINER_CALLS = ("forward_backward", "optim_step", "save_state", "save_weights_and_get_sampling_client_async")
@@ -205,7 +205,7 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
 ) -> None:
     trainer = HangingTrainer(_sampler(renderer), where)
     loop = _loop(tmp_path, renderer, HangingWorld(), trainer, max_staleness=1, call_deadline_s=DEADLINE_S)
-    with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 0\.6 s") as caught:
+    with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 2 s") as caught:
         await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
     loop._recorder.close()
     assert caught.value.party == "trainer"
@@ -225,7 +225,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
         client, CriticConfig(pretrain_steps=1), gae, make_optim(parts.config, 1e-3), renderer, max_tokens=64
     )
     arguments = (parts, renderer, _sampler(renderer), Interrupt(), Watchdog(call_deadline_s=DEADLINE_S))
-    with pytest.raises(StalledError, match=r"critic: .* gave no answer within 0\.6 s"):
+    with pytest.raises(StalledError, match=r"critic: .* gave no answer within 2 s"):
         async for _ in pretrain(critic, *arguments):
             pass
     assert len(WAITS) == 0

@@ -76,10 +76,11 @@ class Checkpoints:
         is_measured = row.label != "start" and not math.isnan(score)
         return is_measured and (self._best is None or score >= evaluation_score(self._best))
 
-    def keep_best(self, row: EvaluationRow) -> None:
+    async def keep_best(self, row: EvaluationRow) -> None:
         """From now on the checkpoint of that evaluation is the one that never goes for its age."""
         assert self.has(row.step), "what is kept was saved before"
         self._best = row
+        await self._prune(row.step)
 
     async def save(self, step: int, warmup_steps: int, state: RunState | None = None) -> CheckpointRow:
         """Write the state after `step` steps; the oldest beyond `max_kept` goes.
@@ -104,15 +105,7 @@ class Checkpoints:
         self._writer.checkpoint(row)
         self._writer.pool(step, () if state is None else state.pool)
         self._writer.commit(step)
-        gone = self._outdated()
-        self._kept = [row for row in self._kept if row not in gone]
-        for old in gone:
-            critic = saved_critic(self._writer.directory, old)
-            self._remove(old, critic)
-            if self._delete is not None:
-                for path in (old.path,) if critic is None else (old.path, critic.path):
-                    await asyncio.to_thread(self._delete, path)
-        self._writer.commit(step)
+        await self._prune(step)
         return row
 
     async def reload(self) -> None:
@@ -122,6 +115,18 @@ class Checkpoints:
         shutil.rmtree(checkpoint_directory(self._writer.directory, saved.path), ignore_errors=True)
         if self._delete is not None:
             await asyncio.to_thread(self._delete, saved.path)
+
+    async def _prune(self, step: int) -> None:
+        """Let go of what is neither among the latest few nor the best."""
+        gone = self._outdated()
+        self._kept = [row for row in self._kept if row not in gone]
+        for old in gone:
+            critic = saved_critic(self._writer.directory, old)
+            self._remove(old, critic)
+            if self._delete is not None:
+                for path in (old.path,) if critic is None else (old.path, critic.path):
+                    await asyncio.to_thread(self._delete, path)
+        self._writer.commit(step)
 
     def _outdated(self) -> list[CheckpointRow]:
         """What is older than the latest few, but for the best; of one step, only the last saved can be that."""

@@ -296,7 +296,7 @@ class Loop:
         if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
             if not self._checkpoints.has(step):
                 await self._save()
-            self._checkpoints.keep_best(evaluation.row)
+            await self._checkpoints.keep_best(evaluation.row)
 
     async def _play_held_out(self, label: str, step: int) -> Evaluation:
         parts = self._parts

@@ -102,6 +102,8 @@ def test_options_can_be_listed() -> None:
         "protocol": "line",
         "max_turns": 3,
         "format_reward": 0.1,
+        "wrong_penalty": 0.5,
+        "demonstration_skill": 1.0,
     }
 
 

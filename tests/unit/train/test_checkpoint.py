@@ -49,7 +49,7 @@ class _Run:
         if self.checkpoints.is_best(row):
             if not self.checkpoints.has(row.step):
                 await self.save(row.step)
-            self.checkpoints.keep_best(row)
+            await self.checkpoints.keep_best(row)
 
     async def save(self, step: int) -> None:
         row = await self.checkpoints.save(step, 0)
