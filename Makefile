@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; set-up runs again only when pyproject.toml or constraints.txt changes.
 #
-#   make train                     SmolLM2-135M learns to query databases, in about ten minutes on two CPU cores
+#   make train                     SmolLM2-135M learns to query databases, in about five minutes on two CPU cores
 #   make train MODEL=tiny          the whole path in under two minutes, on a toy model that plays a guessing game
 #   make train PRESET=search       another preset; ARGS="train.steps=50 train.seed=1" changes settings
 #   make test                      all tests             make test ARGS="-k store -x"

@@ -57,8 +57,9 @@ def curve_svg(
     if best is not None and math.isfinite(best.success):
         at = f'cx="{axes.x(best.step):.1f}" cy="{axes.y(best.success):.1f}"'
         parts.append(f'<circle {at} r="7" fill="none" stroke="{SUCCESS_COLOR}" stroke-width="1.5"/>')
-        label = f"best kept: {best.success:.0%}"
-        parts.append(_text(axes.x(best.step), axes.y(best.success) + 22, label, "middle", SUCCESS_COLOR))
+        label, is_right = f"best kept: {best.success:.0%}", best.step > 0.8 * axes.last_step
+        anchor = "end" if is_right else "middle"
+        parts.append(_text(axes.x(best.step), axes.y(best.success) + 22, label, anchor, SUCCESS_COLOR))
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % interval", "start", SUCCESS_COLOR))
     parts.append(_text(WIDTH - RIGHT, TOP - 6, "mean reward in training", "end", REWARD_COLOR))
     return "\n".join([*parts, "</svg>", ""])
@@ -71,7 +72,7 @@ def _rate_line(axes: _Axes, rates: Points) -> list[str]:
         return []
     points = _points([(axes.x(step), axes.y(rate / most)) for step, rate in rates])
     line = f'<polyline points="{points}" fill="none" stroke="{TEXT_COLOR}" stroke-dasharray="3 4"/>'
-    return [line, _text(WIDTH / 2, TOP - 6, f"learning rate, at most {most:g}", "middle", TEXT_COLOR)]
+    return [line, _text(LEFT, HEIGHT - 8, f"dashed: learning rate up to {most:.2g}", "start", TEXT_COLOR)]
 
 
 def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
