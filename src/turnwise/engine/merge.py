@@ -13,6 +13,8 @@ from turnwise.engine.adapter_files import adapted_names, read_flat, read_lora_co
 from turnwise.engine.lora import LORA_ALPHA, split_pairs
 from turnwise.errors import CheckpointError
 
+SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
 
 @torch.no_grad()
 def write_merged(adapter: Path, base: Path, out: Path) -> None:
@@ -23,10 +25,11 @@ def write_merged(adapter: Path, base: Path, out: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype="auto")
     rank = read_lora_config(adapter).rank
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    unknown = sorted(set(adapted_names(adapter)) - set(linears))
+    names = adapted_names(adapter)
+    unknown = sorted(set(names) - set(linears))
     if unknown:
         raise CheckpointError(f"{adapter} adapts {unknown[0]}, which {base} does not have; is the base the same?")
-    shapes = {name: (linears[name].out_features, linears[name].in_features) for name in adapted_names(adapter)}
+    shapes = {name: (linears[name].out_features, linears[name].in_features) for name in names}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     for name, (a, b) in split_pairs(read_flat(adapter, shapes, rank), shapes, rank).items():
@@ -36,7 +39,8 @@ def write_merged(adapter: Path, base: Path, out: Path) -> None:
             model.config.tie_word_embeddings = False
         merged = torch.addmm(linear.weight.float(), b, a, alpha=LORA_ALPHA / rank)
         linear.weight.copy_(merged)
-    if model.generation_config is not None and not model.generation_config.do_sample:
-        model.generation_config.do_sample = True  # a base may name a temperature and not say that it samples
+    generation = model.generation_config
+    if generation is not None and any(getattr(generation, name) is not None for name in SAMPLING_FLAGS):
+        generation.do_sample = True  # a base may name a temperature and not say that it samples; saving refuses that
     model.save_pretrained(str(out))
     AutoTokenizer.from_pretrained(str(base)).save_pretrained(str(out))

@@ -24,6 +24,7 @@ from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
+from turnwise.train.config import Config
 from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
 from turnwise.train.plateau import PlateauState
@@ -191,12 +192,17 @@ def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
     return SavedCritic(path=known[CRITIC_PATH], num_pretrained=int(known[CRITIC_BATCHES]))
 
 
+def _rows_with_files(run: RunReader, config: Config) -> list[CheckpointRow]:
+    """The checkpoints whose files are there, oldest first; a service elsewhere keeps its own."""
+    is_elsewhere = bool(config.model.base_url)
+    return [row for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()]
+
+
 def last_checkpoint(run: RunReader) -> CheckpointRow:
     """The state to go on from: the latest whose files are there."""
-    is_elsewhere = bool(config_from_yaml(run.config_yaml, str(run.directory)).model.base_url)
-    for row in reversed(run.checkpoints()):
-        if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir():
-            return row
+    rows = _rows_with_files(run, config_from_yaml(run.config_yaml, str(run.directory)))
+    if rows:
+        return rows[-1]
     if run.checkpoints():
         place = checkpoint_directory(run.directory, run.checkpoints()[-1].path)
         raise CheckpointError(f"the files of this run's checkpoints are missing; expected {place}: copy them back")
@@ -231,10 +237,7 @@ def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow |
     config = config_from_yaml(run.config_yaml, str(run.directory))
     if not config.eval.keep_best:
         return None
-    is_elsewhere = bool(config.model.base_url)
-    there = {
-        row.step for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()
-    }
+    there = {row.step for row in _rows_with_files(run, config)}
     rows = [
         row
         for row in run.evaluations()
