@@ -88,7 +88,7 @@ def _no_env_keeps_its_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_dir(turnwise_home: Path) -> Path:
     """The directory of `tiny`: two random layers and a real tokenizer. Read only."""
-    from turnwise.model_store import fetch_model
+    from turnwise.models.store import fetch_model
 
     directory = fetch_model("tiny").directory
     assert turnwise_home in directory.parents

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import Adapter, AnyPolicy, LoraWeights
+from turnwise.engine.model.lora import Adapter, AnyPolicy, LoraWeights
 from turnwise.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 T = TypeVar("T")

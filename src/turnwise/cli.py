@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from turnwise import __version__
+from turnwise.commands import arguments as train_cli
+from turnwise.commands import serve as service_cli
 from turnwise.envs import check_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
-from turnwise.service import cli as service_cli
-from turnwise.train import cli as train_cli
 
 if TYPE_CHECKING:
-    from turnwise.model_store import ModelRow
+    from turnwise.models.store import ModelRow
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -72,7 +72,7 @@ def _take_aliases(arguments: list[str]) -> tuple[list[str], list[str]]:
 @contextmanager
 def _aliased(aliases: Sequence[str]) -> Iterator[None]:
     """Put aliases where the model store, and processes that a command starts, look for them."""
-    from turnwise.model_store import ALIASES_VARIABLE, parse_alias
+    from turnwise.models.store import ALIASES_VARIABLE, parse_alias
 
     for text in aliases:
         parse_alias(text)
@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> int:
     if options.command == "model":
         return _run_model(options)
     if options.command == "retriever":
-        from turnwise.model_store import home
+        from turnwise.models.store import home
 
         return retriever_cli.run(options, default_cache=home() / "indexes")
     if options.command == "bench":
@@ -125,7 +125,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
 
 
 def _run_model(options: argparse.Namespace) -> int:
-    from turnwise.model_store import fetch_model, list_models, resolve_model
+    from turnwise.models.store import fetch_model, list_models, resolve_model
 
     if options.action == "fetch":
         fetch_model(options.name, report=_say)
@@ -148,7 +148,7 @@ def _print_models(rows: Sequence[ModelRow]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from turnwise.model_store import format_count, home
+    from turnwise.models.store import format_count, home
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("name", "params", "size", "type", "context", "status", "description"):

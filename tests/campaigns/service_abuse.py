@@ -28,7 +28,7 @@ import numpy as np
 import zstandard
 
 from service_process import ROOT, ServerProcess, sdk_python
-from turnwise.service import proto_schema as pb
+from turnwise.service.wire import proto as pb
 
 SCHEMATHESIS = ("schemathesis", "4.32.5")
 FUZZER = Path(__file__).parents[1] / "contract" / "sdk" / "fuzz_client.py"

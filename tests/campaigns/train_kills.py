@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.model_store import fetch_model, resolve_model
+from turnwise.config.files import config_from_yaml
+from turnwise.models.facts import read_facts
+from turnwise.models.store import fetch_model, resolve_model
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import assemble
-from turnwise.train.config_files import config_from_yaml
-from turnwise.train.facts import read_facts
-from turnwise.train.status import read_status
+from turnwise.watch.status import read_status
 
 PRESET = "guess_number_tiny"
 LEARNS = (

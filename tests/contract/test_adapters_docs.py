@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.config.files import load_config
 from turnwise.envs.registry import ADAPTERS, world_options
-from turnwise.train.config_files import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "adapters").glob("*.md"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.compare.request import parse_request
+from turnwise.config.files import option_paths
 from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.train.compare_request import parse_request
-from turnwise.train.config_files import option_paths
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 ALL_PAGES = sorted(PAGES.glob("*.md"))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.train.config_files import option_paths
-from turnwise.train.config_reference import help_text, reference_page
+from turnwise.config.files import option_paths
+from turnwise.config.reference import help_text, reference_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 
 
 def test_the_options_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference_page(), (
-        "run: python -m turnwise.train.config_reference > docs/config.md"
+        "run: python -m turnwise.config.reference > docs/config.md"
     )
 
 

@@ -6,10 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-from turnwise.train.commands import read_config
-from turnwise.train.compare import parse_request
-from turnwise.train.config import Config
-from turnwise.train.config_files import option_paths
+from turnwise.compare.compare import parse_request
+from turnwise.config.config import Config
+from turnwise.config.files import option_paths
+from turnwise.train.run import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -23,7 +23,7 @@ from service_process import ROOT, ServerProcess, check_names, run_checks, sdk_py
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.watchdog import EXIT_STALLED
+from turnwise.watch.watchdog import EXIT_STALLED
 
 CHECKS = Path(__file__).parent / "sdk" / "remote_checks.py"
 MINT_CHECKS = Path(__file__).parent / "sdk" / "remote_mint_checks.py"

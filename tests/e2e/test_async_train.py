@@ -18,7 +18,7 @@ import pytest
 from turnwise.bench import async_train
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
-from turnwise.train.status import is_training, read_status
+from turnwise.watch.status import is_training, read_status
 
 WORLD = "turnwise.bench.slow_world:SlowWorld"
 ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"

@@ -23,6 +23,8 @@ import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
 from turnwise.methods.config import MethodConfig
@@ -30,22 +32,20 @@ from turnwise.methods.ppo import make_gae
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime.pending_calls import WAITS
 from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
 from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_to_yaml
 from turnwise.train.critic import Critic
 from turnwise.train.critic_config import CriticConfig
-from turnwise.train.deck import Deck
-from turnwise.train.interrupt import Interrupt
 from turnwise.train.loop import Loop
 from turnwise.train.pretrain import pretrain
 from turnwise.train.record import Recorder
-from turnwise.train.view import LineView
-from turnwise.train.watchdog import EXIT_STALLED, StalledError, Watchdog
+from turnwise.train.task_order import Deck
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
-from turnwise.waits import WAITS
+from turnwise.watch.interrupt import Interrupt
+from turnwise.watch.terminal import LineView
+from turnwise.watch.watchdog import EXIT_STALLED, StalledError, Watchdog
 
 DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 0.3

@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_refused_with_what_to_do(tmp_path: Path, capsys:
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from turnwise.train.status import run_lock
+    from turnwise.watch.status import run_lock
 
     directory = tmp_path / "run"
     quick = ("env.options.median_s=1e-6", "env.options.p99_s=1e-5", "train.steps=1")

@@ -12,16 +12,16 @@ from safetensors.numpy import load_file
 
 from turnwise.cli import main
 from turnwise.client.local import ServiceClient
+from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
 from turnwise.runlog.reader import RunReader
 from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
 from turnwise.train.checkpoint import checkpoint_directory, saved_critic
-from turnwise.train.config_files import load_config
 from turnwise.train.critic import Critic
-from turnwise.train.facts import read_facts
-from turnwise.train.interrupt import Interrupt
 from turnwise.train.pretrain import Batches, pretrain
 from turnwise.types import AdamParams, Datum, ModelInput, TensorData
+from turnwise.watch.interrupt import Interrupt
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 PPO = (

@@ -14,8 +14,8 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from naive import assert_close, displaced_adapter, random_ids, relative_error, rl_datum, run
-from turnwise.engine.adapter_files import read_lora_config
 from turnwise.engine.engine import Engine
+from turnwise.engine.training.adapter_files import read_lora_config
 from turnwise.errors import CheckpointError
 from turnwise.types import AdamParams, LoraConfig
 

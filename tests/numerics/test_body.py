@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
-from turnwise.engine import layer_ops
-from turnwise.engine.body import FusedBody
 from turnwise.engine.engine import Engine
-from turnwise.engine.layer_ops import Heads, Rotation
-from turnwise.engine.lora import Route, Span
-from turnwise.engine.pack import pack
+from turnwise.engine.model import layer_ops
+from turnwise.engine.model.body import FusedBody
+from turnwise.engine.model.layer_ops import Heads, Rotation
+from turnwise.engine.model.lora import Route, Span
+from turnwise.engine.training.pack import pack
 
 MakeEngine = Callable[..., Engine]
 
@@ -80,7 +80,7 @@ def test_low_rank_parts_inside_the_products_are_those_beside_them(
     ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
     found: list[list[torch.Tensor]] = []
     for few in (0, 384):
-        monkeypatch.setattr("turnwise.engine.linear.MAX_FEW_ROWS", few)
+        monkeypatch.setattr("turnwise.engine.model.linear.MAX_FEW_ROWS", few)
         hidden = engine.model.hidden(ids, positions, batch.plan, Route(spans=[Span(0, 70, adapter)]))
         hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
         found.append([hidden.detach(), adapter.grad.clone()])
@@ -118,7 +118,7 @@ def test_some_rows_are_those_of_all_forward_and_backward(
     wanted = torch.tensor(rows, dtype=torch.int64, device=where)
     found: list[list[torch.Tensor]] = []
     for most in (0.75, -1.0):  # the last layer on these rows, and on all
-        monkeypatch.setattr("turnwise.engine.body.MOST_ROWS", most)
+        monkeypatch.setattr("turnwise.engine.model.body.MOST_ROWS", most)
         hidden = engine.model.hidden(ids, positions, batch.plan, route, wanted)
         hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
         found.append([hidden.detach(), *(adapter.grad.clone() for adapter in adapters)])

@@ -15,7 +15,7 @@ from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.methods.refuel import Refuel
-from turnwise.sources import PlayBranches
+from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import Datum
 

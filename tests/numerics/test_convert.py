@@ -14,11 +14,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turnwise import model_catalog
-from turnwise.engine import tiny
-from turnwise.engine.convert import gguf_to_directory
 from turnwise.errors import ModelError
-from turnwise.model_store import fetch_model, resolve_model
+from turnwise.models import catalogue as model_catalog
+from turnwise.models import tiny
+from turnwise.models.convert import gguf_to_directory
+from turnwise.models.store import fetch_model, resolve_model
 
 GGUF_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, relative_error, rl_datum, run
-from turnwise.engine.critic import CriticAdapter
 from turnwise.engine.engine import Engine
+from turnwise.engine.training.critic import CriticAdapter
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
 

@@ -21,12 +21,12 @@ from transformers import (
 
 from naive import make_model, random_ids, rl_datum, run, sample
 from turnwise.cli import main
+from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
-from turnwise.model_families import FAMILIES, check_supported
-from turnwise.train.config import ModelConfig
-from turnwise.train.facts import read_facts
+from turnwise.models.facts import read_facts
+from turnwise.models.families import FAMILIES, check_supported
 from turnwise.types import LoraConfig
 
 TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample_many
-from turnwise.engine import attention_cuda
+from turnwise.engine.attention import cuda as attention_cuda
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.types import Datum, ModelInput

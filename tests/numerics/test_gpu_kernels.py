@@ -10,14 +10,15 @@ import torch
 from transformers import Qwen3Config
 
 from naive import displaced_adapter, make_model, random_ids, run, sample_many
-from turnwise.engine import attention_cuda, layer_ops
-from turnwise.engine.attention import Pair, Saved, TreePlan
-from turnwise.engine.attention_cpu import merge
+from turnwise.engine.attention import cuda as attention_cuda
+from turnwise.engine.attention.cpu import merge
+from turnwise.engine.attention.plans import Pair, Saved, TreePlan
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.draw import DrawSettings, draw_torch, draw_whole
 from turnwise.engine.engine import Engine
-from turnwise.engine.kernels import flash4
-from turnwise.engine.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.engine.model import layer_ops
+from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.engine.ops import flash4
+from turnwise.engine.sampling.draw import DrawSettings, draw_torch, draw_whole
 from turnwise.types import Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +34,7 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_norms_equal_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
-    from turnwise.engine.kernels import triton_layers
+    from turnwise.engine.ops import triton_layers
 
     h, delta, weight = rand(N, 576, dtype=dtype), rand(N, 576, dtype=dtype, seed=1), rand(576, dtype=dtype)
     for more in (None, delta):
@@ -50,7 +51,7 @@ def test_norms_equal_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tolerance: float, has_norm: bool) -> None:
-    from turnwise.engine.kernels import triton_layers
+    from turnwise.engine.ops import triton_layers
 
     norms = (rand(64, dtype=dtype), rand(64, dtype=dtype, seed=1)) if has_norm else (None, None)
     heads = Heads(9, 3, 64, *norms, 1e-6)
@@ -78,7 +79,7 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_the_gate_equals_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
-    from turnwise.engine.kernels import triton_layers
+    from turnwise.engine.ops import triton_layers
 
     gate_up, dact = rand(N, 2 * 1536, dtype=dtype), rand(N, 1536, dtype=dtype)
     torch.testing.assert_close(triton_layers.swiglu(gate_up), layer_ops.swiglu(gate_up), atol=tolerance, rtol=tolerance)
@@ -102,7 +103,7 @@ def test_draws_are_the_tokens_of_plain_torch() -> None:
 
 
 def test_softmax_gradients_equal_autograd() -> None:
-    from turnwise.engine.kernels import triton_head
+    from turnwise.engine.ops import triton_head
 
     logits = (3 * rand(6, 5000, dtype=torch.float32)).double().requires_grad_(True)
     temperature = torch.linspace(0.5, 2, 6, device="cuda")
@@ -122,7 +123,7 @@ def test_softmax_gradients_equal_autograd() -> None:
 
 
 def test_parts_of_a_tree_are_merged_and_added_in_place() -> None:
-    from turnwise.engine.kernels import triton_tree
+    from turnwise.engine.ops import triton_tree
 
     out, part = rand(50, 9, 64, dtype=torch.float32), rand(12, 9, 64, dtype=torch.float32)
     lse, part_lse = rand(9, 50, dtype=torch.float32), rand(9, 12, dtype=torch.float32)

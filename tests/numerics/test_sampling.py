@@ -13,7 +13,7 @@ import torch
 
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import Adapter
+from turnwise.engine.model.lora import Adapter
 from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
 
 MakeEngine = Callable[..., Engine]

@@ -10,7 +10,7 @@ import torch
 
 from naive import displaced_adapter, random_ids, rl_datum, run
 from turnwise.engine.engine import Engine
-from turnwise.engine.snapshots import read_snapshot, write_snapshot, write_sum
+from turnwise.engine.training.snapshots import read_snapshot, write_snapshot, write_sum
 from turnwise.errors import CheckpointError
 from turnwise.types import AdamParams
 

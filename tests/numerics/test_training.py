@@ -92,7 +92,7 @@ def test_a_shared_tree_a_pack_and_one_by_one_give_the_same_gradient(make_engine,
 
 
 def test_the_tree_computes_shared_tokens_once() -> None:
-    from turnwise.engine.pack import pack
+    from turnwise.engine.training.pack import pack
 
     sequences = [np.asarray(d.model_input.to_ints()) for d in GROUP]
     batch = pack(sequences, range(len(GROUP)))

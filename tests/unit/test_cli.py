@@ -9,9 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from turnwise import __version__, model_store
+from turnwise import __version__
 from turnwise.cli import main
 from turnwise.errors import TurnwiseError
+from turnwise.models import store as model_store
 
 
 def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

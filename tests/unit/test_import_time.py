@@ -14,13 +14,13 @@ def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["turnwise", "turnwise.types", "turnwise.model_store", "turnwise.cli"])
+@pytest.mark.parametrize("module", ["turnwise", "turnwise.types", "turnwise.models.store", "turnwise.cli"])
 def test_importing_loads_no_torch_and_no_transformers(module: str) -> None:
     assert _run(f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))") == "[]"
 
 
 def test_making_tiny_loads_no_torch() -> None:
-    assert _run("import sys, turnwise.engine.tiny as t; t.build_weights(); print('torch' in sys.modules)") == "False"
+    assert _run("import sys, turnwise.models.tiny as t; t.build_weights(); print('torch' in sys.modules)") == "False"
 
 
 def test_importing_takes_less_than_0_3_seconds() -> None:

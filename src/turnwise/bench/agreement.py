@@ -19,7 +19,7 @@ import torch
 from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import Adapter
+from turnwise.engine.model.lora import Adapter
 from turnwise.errors import ConfigError
 from turnwise.types import Datum, LoraConfig, ModelInput, SampledSequence
 

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
     """Train through the command; both kinds of run use the loss that lag asks for, so that only the lag differs."""
-    from turnwise.train.commands import train
+    from turnwise.train.run import train
 
     options = {
         "model": args.model,
@@ -119,7 +119,7 @@ def held_out_success(directory: Path, num_tasks: int) -> float:
     """Of the last checkpoint, in the same world without its delays."""
     import json
 
-    from turnwise.train.play_commands import run_eval
+    from turnwise.commands.play import run_eval
 
     said = io.StringIO()
     quick = ["env.options.median_s=1e-6", "env.options.p99_s=1e-5", f"eval.tasks={num_tasks}", "eval.samples=4"]

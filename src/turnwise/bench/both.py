@@ -22,7 +22,7 @@ from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
 from turnwise.engine.budget import GIB
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import Adapter, Policy, merge_into
+from turnwise.engine.model.lora import Adapter, Policy, merge_into
 from turnwise.errors import ConfigError
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 

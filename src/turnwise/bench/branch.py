@@ -15,7 +15,7 @@ from turnwise.bench.report import machine, make_engine, peak_gib
 from turnwise.bench.tree import time_sharing
 from turnwise.credit.advantages import center_by_group
 from turnwise.methods.la_grpo import LaGrpo
-from turnwise.sources import PlayBranches
+from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import Datum
 

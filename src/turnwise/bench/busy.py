@@ -22,7 +22,7 @@ from typing import Any
 from turnwise.bench import sample, train
 from turnwise.bench.report import machine, make_engine, timed
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.place import choose_device
+from turnwise.engine.device_info import choose_device
 from turnwise.errors import ConfigError, TurnwiseError
 
 WORKS = ("sample", "train")

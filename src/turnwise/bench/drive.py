@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import AnyPolicy
+from turnwise.engine.model.lora import AnyPolicy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
 T = TypeVar("T")

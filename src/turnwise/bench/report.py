@@ -55,7 +55,7 @@ def make_engine(args: argparse.Namespace, **settings: Any) -> Engine:
 def model_directory(name: str) -> Path:
     """Where the model is; `random:` shapes are written once to the store."""
     from turnwise.bench.shapes import random_model_directory
-    from turnwise.model_store import resolve_model
+    from turnwise.models.store import resolve_model
 
     if name.startswith("random:"):
         return random_model_directory(name.removeprefix("random:"))

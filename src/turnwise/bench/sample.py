@@ -19,7 +19,7 @@ from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
-from turnwise.engine.lora import AnyPolicy
+from turnwise.engine.model.lora import AnyPolicy
 from turnwise.types import LoraConfig, SampleResponse, SamplingParams
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from turnwise.errors import ConfigError
-from turnwise.model_store import home
+from turnwise.models.store import home
 
 
 def _qwen3_0_6b() -> PretrainedConfig:

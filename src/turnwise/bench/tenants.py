@@ -11,7 +11,7 @@ import numpy as np
 from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
 from turnwise.engine.engine import Engine
-from turnwise.engine.lora import AnyPolicy
+from turnwise.engine.model.lora import AnyPolicy
 from turnwise.types import LoraConfig
 
 RANKS = (4, 8, 16, 32)

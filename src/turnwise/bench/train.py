@@ -15,7 +15,7 @@ import torch
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
-from turnwise.model_linears import linear_kind
+from turnwise.models.linears import linear_kind
 from turnwise.types import Datum, LoraConfig, ModelInput
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from turnwise.bench.report import Timing, machine, make_engine, peak_gib, timed
 from turnwise.engine.engine import Engine
-from turnwise.engine.pack import NO_SHARING
+from turnwise.engine.training.pack import NO_SHARING
 from turnwise.types import Datum, LoraConfig, ModelInput
 
 

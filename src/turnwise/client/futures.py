@@ -25,8 +25,8 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
-from turnwise.arrivals import arrival
 from turnwise.errors import ServiceError
+from turnwise.runtime.cross_thread_results import arrival
 
 T = TypeVar("T")
 

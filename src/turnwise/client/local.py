@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from turnwise import model_store
 from turnwise.client import engines
 from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_id
 from turnwise.client.engines import LoadedModel
@@ -25,11 +24,12 @@ from turnwise.client.training import TrainingClient, check_loadable
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
+from turnwise.models import store as model_store
 from turnwise.types import GetServerCapabilitiesResponse, LoraConfig, SupportedModel
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.lora import Adapter
+    from turnwise.engine.model.lora import Adapter
 
 __all__ = ["SamplingClient", "ServiceClient", "TrainingClient"]
 
@@ -245,7 +245,7 @@ class ServiceClient:
         check_loadable(checkpoint, model, with_optimizer=with_optimizer)
 
         def create(engine: Engine) -> Adapter:
-            from turnwise.engine.adapter_files import is_critic  # torch
+            from turnwise.engine.training.adapter_files import is_critic  # torch
 
             lora = _lora_of(checkpoint)
             is_with_head = is_critic(checkpoint.directory)
@@ -277,7 +277,7 @@ class ServiceClient:
 def _lora_of(checkpoint: Checkpoint) -> LoraConfig:
     if checkpoint.info is not None:
         return checkpoint.info.lora
-    from turnwise.engine.adapter_files import read_lora_config  # torch
+    from turnwise.engine.training.adapter_files import read_lora_config  # torch
 
     return read_lora_config(checkpoint.directory)
 

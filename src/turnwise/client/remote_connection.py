@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from turnwise import model_store
 from turnwise.client.futures import ApiFuture
 from turnwise.client.remote_wire import Dialect
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
+from turnwise.models import store as model_store
 
 T = TypeVar("T")
 Sdk = Any

@@ -10,7 +10,7 @@ from turnwise.errors import DataError
 from turnwise.types import ModelInput, SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
-    from turnwise.engine.lora import AnyPolicy
+    from turnwise.engine.model.lora import AnyPolicy
 
 DEFAULT_SAMPLING_PARAMS = SamplingParams()
 

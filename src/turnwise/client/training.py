@@ -33,7 +33,7 @@ from turnwise.types import (
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.lora import Adapter
+    from turnwise.engine.model.lora import Adapter
 
 T = TypeVar("T")
 

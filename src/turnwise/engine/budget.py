@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.place import Place
-from turnwise.model_sizes import ModelSizes
+from turnwise.engine.device_info import Place
+from turnwise.models.sizes import ModelSizes
 
 GIB = 1 << 30
 FLOAT32_BYTES = 4

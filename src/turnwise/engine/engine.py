@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from turnwise.engine import adapter_files
 from turnwise.engine.budget import MemorySplit, split_memory
-from turnwise.engine.columns import AnyLoss, DatumColumns, datums_to_columns
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.critic import (
+from turnwise.engine.device_info import choose_device, find_place
+from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
+from turnwise.engine.model.load import CausalModel
+from turnwise.engine.model.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
+from turnwise.engine.sampling.sampler import Sampler
+from turnwise.engine.threads import use_allowed_threads
+from turnwise.engine.training import adapter_files
+from turnwise.engine.training.columns import AnyLoss, DatumColumns, datums_to_columns
+from turnwise.engine.training.critic import (
     CriticAdapter,
     CriticTrainer,
     ValueColumns,
@@ -28,17 +34,11 @@ from turnwise.engine.critic import (
     make_value_loss,
     value_columns,
 )
-from turnwise.engine.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
-from turnwise.engine.losses import make_loss
-from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
-from turnwise.engine.models import CausalModel
-from turnwise.engine.optim import adamw_step
-from turnwise.engine.place import choose_device, find_place
-from turnwise.engine.preference_losses import DEFAULTS as PREFERENCE_LOSSES
-from turnwise.engine.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
-from turnwise.engine.sampler import Sampler
-from turnwise.engine.threads import use_allowed_threads
-from turnwise.engine.trainer import Job, Trainer, outputs_of
+from turnwise.engine.training.losses import make_loss
+from turnwise.engine.training.optim import adamw_step
+from turnwise.engine.training.preference_losses import DEFAULTS as PREFERENCE_LOSSES
+from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
+from turnwise.engine.training.trainer import Job, Trainer, outputs_of
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
 

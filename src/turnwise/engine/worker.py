@@ -29,8 +29,8 @@ from turnwise.types import SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.lora import AnyPolicy
-    from turnwise.engine.scheduler import OnToken
+    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.sampling.scheduler import OnToken
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

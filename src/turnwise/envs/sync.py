@@ -25,10 +25,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
-from turnwise.arrivals import arrival
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import ConfigError
-from turnwise.per_loop import PerLoop
+from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.per_loop import PerLoop
 from turnwise.trajectory import Message
 
 ENV_METHODS = ("start", "step", "close")

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar, cast, overload
 from turnwise.envs.schema import Json, Signature, did_you_mean, match_arguments, read_signature
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
+from turnwise.runtime.pending_calls import WAITS
 from turnwise.trajectory import Message, ToolCall
-from turnwise.waits import WAITS
 
 DEFAULT_TIMEOUT_S = 30.0
 

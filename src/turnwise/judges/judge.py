@@ -26,7 +26,7 @@ from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.judges.cache import AnswerCache, MemoryCache, make_key
 from turnwise.judges.models import JudgeBusyError, JudgeFailedError, JudgeModel
 from turnwise.judges.rubric import Rubric
-from turnwise.per_loop import PerLoop
+from turnwise.runtime.per_loop import PerLoop
 from turnwise.trajectory import Message
 
 Fallback = Literal["fail", "value", "skip"]

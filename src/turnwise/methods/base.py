@@ -20,7 +20,7 @@ from turnwise.credit.datums import TurnAdvantage, trained_mask, trajectory_to_da
 from turnwise.credit.values import TrajectoryValues, Values
 from turnwise.credit.weights import Weighting, share_of, weigh
 from turnwise.methods.config import DataConfig, MethodConfig
-from turnwise.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
+from turnwise.rollout.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import Datum, TensorData
 

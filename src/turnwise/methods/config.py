@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from turnwise.section import Section
+from turnwise.runtime.section import Section
 
 MethodName = Literal[
     "grpo", "gspo", "rloo", "reinforce_pp", "rebn", "gigpo", "mt_grpo", "ppo", "la_grpo", "refuel", "dpo", "rft", "sft"

@@ -49,7 +49,7 @@ from turnwise.rollout.play import (
 )
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed, world_seed
-from turnwise.sources import PlayBranches
+from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, TrajectoryGroup
 
 CHECKED_TURNS = 3

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from turnwise.errors import AttemptFailed, Party
-from turnwise.waits import WAITS
+from turnwise.runtime.pending_calls import WAITS
 
 T = TypeVar("T")
 

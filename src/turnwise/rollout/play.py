@@ -27,9 +27,9 @@ from turnwise.rollout.env_calls import EnvCalls
 from turnwise.rollout.limits import Clock
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
+from turnwise.runtime.pending_calls import caller
 from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, Turn
 from turnwise.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
-from turnwise.waits import caller
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError
 from turnwise.service.failures import HttpFailure
-from turnwise.service.store import KeyRow, Store
+from turnwise.service.store.store import KeyRow, Store
 
 LOCAL_OWNER = "local"
 """Owns what is made while there are no keys."""

@@ -19,13 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise import __version__
 from turnwise.client.engines import LoadedModel
 from turnwise.errors import CheckpointError, TurnwiseError
-from turnwise.service import openai
 from turnwise.service.config import ServeConfig, is_loopback
 from turnwise.service.failures import HttpFailure, log, log_internal, without_paths
 from turnwise.service.metrics import add_metrics
+from turnwise.service.openai import routes as openai
 from turnwise.service.routes import mint, rest, sampling, sessions, training
 from turnwise.service.service import Service
-from turnwise.service.store import Store
+from turnwise.service.store.store import Store
 
 
 def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> FastAPI:

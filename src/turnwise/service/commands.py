@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
-from turnwise.process import settled_process
+from turnwise.runtime.process import settled_process
 from turnwise.service.access import Access, KeyStyle, create_key, revoke_key
 from turnwise.service.config import ServeConfig
-from turnwise.service.store import Store
+from turnwise.service.store.store import Store
 
 CLOSE_S = 5
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise import model_store
 from turnwise.client.engines import POOL, LoadedModel
 from turnwise.engine.config import EngineConfig
+from turnwise.models import store as model_store
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promises
 from turnwise.service.queue import TrainingQueue

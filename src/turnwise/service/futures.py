@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from turnwise.service.failures import Failure, HttpFailure, not_found
-from turnwise.service.wire import Result, SampleReply
+from turnwise.service.wire.types import Result, SampleReply
 from turnwise.types import ForwardBackwardOutput
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]

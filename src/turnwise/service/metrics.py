@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise import __version__
 from turnwise.service.failures import Failure
 from turnwise.service.futures import Promise
-from turnwise.service.openai_errors import KeyHolder
+from turnwise.service.openai.errors import KeyHolder
 from turnwise.service.service import Service
-from turnwise.service.wire import SampleReply
+from turnwise.service.wire.types import SampleReply
 from turnwise.types import ForwardBackwardOutput
 
 router = APIRouter(tags=["health"])

@@ -21,7 +21,7 @@ from turnwise.engine.worker import EngineWorker
 from turnwise.errors import TurnwiseError
 from turnwise.service.failures import Failure, to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
-from turnwise.service.wire import Result, TrainingBatch
+from turnwise.service.wire.types import Result, TrainingBatch
 from turnwise.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:

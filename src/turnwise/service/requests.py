@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from turnwise.service import schemas, wire
+from turnwise.service.wire import schemas
+from turnwise.service.wire import types as wire
 
 RequestKind = Literal[
     "forward_backward.proto",

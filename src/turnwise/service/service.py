@@ -11,17 +11,17 @@ import uuid
 from collections.abc import Mapping
 
 from turnwise.client.engines import LoadedModel
-from turnwise.service import schemas
 from turnwise.service.access import Access, Caller
-from turnwise.service.checkpoints import Checkpoints
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModels
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.futures import KEEP_S, Promises
-from turnwise.service.interpolate import Interpolation
-from turnwise.service.sampling import Sampling
-from turnwise.service.store import CheckpointRow, SessionRow, Store
-from turnwise.service.training import Training
+from turnwise.service.sampling.interpolate import Interpolation
+from turnwise.service.sampling.sampling import Sampling
+from turnwise.service.store.store import CheckpointRow, SessionRow, Store
+from turnwise.service.training.checkpoints import Checkpoints
+from turnwise.service.training.training import Training
+from turnwise.service.wire import schemas
 
 log = logging.getLogger(__name__)
 

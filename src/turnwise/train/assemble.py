@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.config import Config, EnvConfig, GeneratorConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.envs.registry import get_world, world_options
@@ -16,15 +17,14 @@ from turnwise.errors import ConfigError
 from turnwise.methods.base import MethodSetup
 from turnwise.methods.config import METHOD_OPTIONS
 from turnwise.methods.registry import AnyMethod, build_method
+from turnwise.models.facts import ModelFacts
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
-from turnwise.train.config import Config, EnvConfig, GeneratorConfig
 from turnwise.train.critic_config import CRITIC_METHODS, CriticConfig
-from turnwise.train.deck import Deck
-from turnwise.train.facts import ModelFacts
+from turnwise.train.task_order import Deck
 from turnwise.types import AdamParams
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
 from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_from_yaml
 from turnwise.train.critic import Critic
 from turnwise.train.plateau import PlateauState
 from turnwise.train.run_state import RunState

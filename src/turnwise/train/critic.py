@@ -28,10 +28,10 @@ from turnwise.credit.values import (
 from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
 from turnwise.train.critic_config import CriticConfig
-from turnwise.train.metrics import strip_reductions
 from turnwise.train.plateau import Plateau
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
+from turnwise.watch.metrics import strip_reductions
 
 NUM_PARTS = 5
 """Of an attempt, by which the error on held-out attempts is told."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from turnwise.section import Section
+from turnwise.runtime.section import Section
 
 CRITIC_METHODS = ("ppo",)
 

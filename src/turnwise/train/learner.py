@@ -12,10 +12,10 @@ from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.train.assemble import Parts, split_evenly
 from turnwise.train.critic import Critic
-from turnwise.train.metrics import Learned
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import AdamParams, ForwardBackwardOutput
+from turnwise.watch.metrics import Learned
+from turnwise.watch.watchdog import Watchdog
 
 
 class Learner:

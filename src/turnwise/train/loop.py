@@ -4,8 +4,8 @@
         a batch of groups -> keep what can be learned from -> gradient -> optimizer -> publish -> log
 
 Groups are played in the background (`stream.py`); with `train.max_staleness` 0 that means: while the loop waits for
-them, and synchronous training is this loop with lag 0. Where the data of a step comes from is told by `sources.py`,
-what is made of it by the method. The loop talks to a `TrainingClient` and knows neither engine nor model. Ctrl-C ends
+them, and synchronous training is this loop with lag 0. `rollout/sources.py` says where the data of a step comes from;
+the method says what is made of it. The loop talks to a `TrainingClient` and knows neither engine nor model. Ctrl-C ends
 the playing of attempts, but never a step that has begun to train; a checkpoint holds everything that a run needs to go
 on as if it had not stopped.
 """
@@ -20,24 +20,24 @@ from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
-from turnwise.train.alarms import AlarmError, Alarms
 from turnwise.train.assemble import Parts, critic_rate, make_optim
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.critic import Critic
 from turnwise.train.evaluate import Evaluation, evaluate
-from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.learner import Learner
-from turnwise.train.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.train.pretrain import pretrain
 from turnwise.train.progress import NothingToLearnError, Progress, TokensSpentError
 from turnwise.train.record import Recorder
 from turnwise.train.run_state import RunState
 from turnwise.train.schedule import rate_factor
 from turnwise.train.sources import Batch, Supply
-from turnwise.train.steer import Steering
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import make_warmup, warm_up_step
-from turnwise.train.watchdog import StalledError, Watchdog
+from turnwise.watch.alarms import AlarmError, Alarms
+from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.watch.steer import Steering
+from turnwise.watch.watchdog import StalledError, Watchdog
 
 
 class Loop:

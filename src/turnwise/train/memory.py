@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from turnwise.config.config import Config
 from turnwise.engine.budget import (
     FLOAT32_BYTES,
     MemorySplit,
@@ -12,11 +13,10 @@ from turnwise.engine.budget import (
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.place import Place
+from turnwise.engine.device_info import Place
+from turnwise.models.facts import ModelFacts
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.train.config import Config
 from turnwise.train.critic_config import CRITIC_METHODS
-from turnwise.train.facts import ModelFacts
 
 ADAPTER_COPIES = 6
 """Weights, gradient, two Adam moments, the copy that is sampled from, and the gradient before a pass that may fail."""

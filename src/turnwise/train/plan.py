@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from turnwise.config.checks import changed_options, unread_of_stored
+from turnwise.config.config import Config, GeneratorConfig, ModelConfig, TrainConfig
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.place import Place
+from turnwise.engine.device_info import Place
 from turnwise.engine.threads import find_threads
 from turnwise.methods.config import BRANCHING_METHODS
-from turnwise.model_store import format_count
+from turnwise.models.facts import ModelFacts
+from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.assemble import critic_rate
-from turnwise.train.config import Config, GeneratorConfig, ModelConfig, TrainConfig
-from turnwise.train.config_checks import changed_options, unread_of_stored
 from turnwise.train.critic_config import CRITIC_METHODS
-from turnwise.train.facts import ModelFacts
 from turnwise.train.memory import Memory, estimate_memory
 
 

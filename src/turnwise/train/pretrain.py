@@ -23,11 +23,11 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
 from turnwise.train.assemble import Parts, make_optim
 from turnwise.train.critic import Critic
-from turnwise.train.deck import Deck
-from turnwise.train.interrupt import Interrupt
 from turnwise.train.stored import read_critic_attempts
-from turnwise.train.watchdog import Watchdog
+from turnwise.train.task_order import Deck
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.watch.interrupt import Interrupt
+from turnwise.watch.watchdog import Watchdog
 
 
 async def pretrain(

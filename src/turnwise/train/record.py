@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.credit.datums import is_trained
 from turnwise.envs.base import Task
 from turnwise.methods.base import Kept, Lesson
@@ -14,17 +16,15 @@ from turnwise.rollout.certify import Certificate
 from turnwise.rollout.group import RolloutResult
 from turnwise.runlog.schema import Attempt
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.alarms import Alarm
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_to_yaml
 from turnwise.train.evaluate import Evaluation
-from turnwise.train.loggers import MetricLogger
-from turnwise.train.metrics import Learned
 from turnwise.train.sources import Batch
 from turnwise.train.stream import Taken
-from turnwise.train.view import View
 from turnwise.trajectory import Trajectory
 from turnwise.types import TensorData
+from turnwise.watch.alarms import Alarm
+from turnwise.watch.loggers import MetricLogger
+from turnwise.watch.metrics import Learned
+from turnwise.watch.terminal import View
 
 
 class Recorder:

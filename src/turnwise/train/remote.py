@@ -7,8 +7,8 @@ from pathlib import Path
 
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
+from turnwise.config.config import Config
 from turnwise.errors import ServiceError
-from turnwise.train.config import Config
 from turnwise.train.critic_config import CRITIC_METHODS
 
 AnyService = ServiceClient | RemoteServiceClient

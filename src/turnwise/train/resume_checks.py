@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turnwise.config.config import Config
+from turnwise.config.files import SHORT_KEYS
 from turnwise.errors import ConfigError
-from turnwise.train.config import Config
-from turnwise.train.config_files import SHORT_KEYS
 
 FIXED_SECTIONS = ("model", "env", "warmup")
 """Its weights and its tasks depend on them."""

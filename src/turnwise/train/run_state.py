@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 
 from turnwise.rollout.quarantine import QuarantineState
 from turnwise.runlog.schema import CheckpointRow, PoolRow
-from turnwise.train.alarms import AlarmState
 from turnwise.train.plateau import PlateauState
+from turnwise.watch.alarms import AlarmState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

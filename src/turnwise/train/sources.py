@@ -1,6 +1,7 @@
 """What each step learns from: attempts that are played for it, or stored data that is read once.
 
-The one place that knows the kinds of `turnwise.sources`. What is dealt depends on its number and the run's seed alone.
+The one place that knows the kinds of `turnwise.rollout.sources`. What is dealt depends on its number and the run's
+seed alone.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from turnwise.rollout.branch import check_can_branch
 from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import RolloutStats
-from turnwise.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.train.assemble import Parts
-from turnwise.train.deck import Deck
 from turnwise.train.pool import Deal, LengthBias, Pool
 from turnwise.train.pool_rows import places_to_rows, rows_to_places
 from turnwise.train.run_state import RunState
 from turnwise.train.stored import check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.train.stream import Stream, Taken
+from turnwise.train.task_order import Deck
 from turnwise.train.versions import VersionedSampler
 from turnwise.train.warmup import read_demonstrations
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import TrajectoryGroup
+from turnwise.watch.watchdog import Watchdog
 
 NOTHING_PLAYED = RolloutResult(groups=(), dropped=(), stats=RolloutStats())
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.preferences import Pair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.errors import ConfigError
 from turnwise.methods.sft import Dialogue
-from turnwise.model_places import find_local
+from turnwise.models.places import find_local
+from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
-from turnwise.sources import ReadDialogues, ReadPairs
 from turnwise.train.assemble import Parts, make_shaping
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_from_yaml
 from turnwise.train.pairs import read_stored_pairs
 from turnwise.trajectory import Trajectory
 

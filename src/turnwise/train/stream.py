@@ -17,13 +17,13 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import branch_rollout
 from turnwise.rollout.group import DroppedGroup, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.sources import PlayBranches, PlayGroups
 from turnwise.rollout.stats import RolloutStats
-from turnwise.sources import PlayBranches, PlayGroups
 from turnwise.train.assemble import Parts
 from turnwise.train.pool import Place, Pool, State, oldest_version
 from turnwise.train.versions import NewestSampler, VersionedSampler
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import TrajectoryGroup
+from turnwise.watch.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turnwise.client.base import TrainingClient
+from turnwise.config.config import WarmupConfig
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.base import World
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.seeds import derive_seed
-from turnwise.train.config import WarmupConfig
-from turnwise.train.deck import Deck
-from turnwise.train.metrics import strip_reductions
+from turnwise.train.task_order import Deck
 from turnwise.types import AdamParams, Datum
+from turnwise.watch.metrics import strip_reductions
 
 
 def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> Deck[list[Datum]]:

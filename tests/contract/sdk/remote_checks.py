@@ -19,7 +19,7 @@ from turnwise.credit.weights import token_mean, weigh
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.certify import certify
 from turnwise.runlog.reader import RunReader
-from turnwise.service.openai_trajectory import trajectory_from_json
+from turnwise.service.openai.trajectory import trajectory_from_json
 from turnwise.train.checkpoint import saved_critic
 
 URL = os.environ["TINKER_BASE_URL"]

@@ -21,7 +21,7 @@ from turnwise.client.remote_connection import Connection
 from turnwise.client.remote_wire import CLIP_BOUNDS, CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
 from turnwise.methods import config as method_config
-from turnwise.service import store
+from turnwise.service.store import store
 from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
 
 IDS = [5, 6, 7, 8, 9, 10, 11]

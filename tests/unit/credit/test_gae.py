@@ -16,7 +16,8 @@ from turnwise.credit.values import TrajectoryValues
 from turnwise.errors import DataError
 from turnwise.trajectory import Message, StopReason, Trajectory, Turn
 
-VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "engine" / "algorithm_vectors.json").read_text())
+VECTOR_FILE = Path(__file__).parents[1] / "engine" / "training" / "algorithm_vectors.json"
+VECTORS: dict[str, Any] = json.loads(VECTOR_FILE.read_text())
 VALUES = [np.array([0.2, 0.3]), np.array([0.4, 0.5])]
 """Of the spec's V6: two turns of two tokens; its observations have values of their own, which nobody is asked for."""
 ACTIONS = [0, 1, 4, 5]

@@ -20,7 +20,7 @@ from torch import Tensor
 from turnwise.credit.advantages import center_by_group, leave_one_out, normalise_by_group
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.credit.weights import share_of, token_mean, weigh, weighting
-from turnwise.engine.losses import LossColumns, make_loss
+from turnwise.engine.training.losses import LossColumns, make_loss
 from turnwise.methods.grpo import Grpo
 from turnwise.trajectory import TrajectoryGroup
 from unit.credit.groups import make_attempt, make_group
@@ -29,7 +29,8 @@ from unit.credit.test_datums import D1, chain, column, make_trajectory, make_tur
 RL = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo_tv")
 OPTIONS = {"kl_coef": 0.3, "kl_estimator": "k2", "entropy_coef": 0.2}
 MASK = [False, True, True, False, True, True]
-VECTORS = json.loads((Path(__file__).parents[1] / "engine" / "algorithm_vectors.json").read_text())
+VECTOR_FILE = Path(__file__).parents[1] / "engine" / "training" / "algorithm_vectors.json"
+VECTORS = json.loads(VECTOR_FILE.read_text())
 
 
 def f64(values: list[float]) -> Tensor:

@@ -18,17 +18,18 @@ from torch import Tensor
 from turnwise.credit.advantages import center_by_group, normalise_by_group
 from turnwise.credit.branching import turn_probabilities
 from turnwise.credit.preferences import best_and_worst, dmpo_weights
-from turnwise.engine.losses import LossColumns
-from turnwise.engine.preference_losses import make_preference_loss
+from turnwise.engine.training.losses import LossColumns
+from turnwise.engine.training.preference_losses import make_preference_loss
 from turnwise.methods.base import datums_of
 from turnwise.methods.dpo import Dpo, PairsToLessons
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.methods.refuel import Refuel
-from turnwise.sources import PlayBranches
+from turnwise.rollout.sources import PlayBranches
 from unit.credit.branches import make_branches
 from unit.credit.groups import make_group
 
-VECTORS = json.loads((Path(__file__).parents[1] / "engine" / "algorithm_vectors.json").read_text())
+VECTOR_FILE = Path(__file__).parents[1] / "engine" / "training" / "algorithm_vectors.json"
+VECTORS = json.loads(VECTOR_FILE.read_text())
 DELTA, DIFFERENCE = VECTORS["refuel Delta,dr"]
 
 

@@ -24,7 +24,8 @@ from turnwise.methods.mt_grpo import MtGrpo
 from turnwise.methods.reinforce import Reinforce
 from unit.credit.groups import make_attempt, make_group
 
-VECTORS = json.loads((Path(__file__).parents[1] / "engine" / "algorithm_vectors.json").read_text())
+VECTOR_FILE = Path(__file__).parents[1] / "engine" / "training" / "algorithm_vectors.json"
+VECTORS = json.loads(VECTOR_FILE.read_text())
 REWARDS = [1.0, 0.0, 0.5, 1.0]
 GIGPO_STATES = [["s0", "s1", "s2"], ["s0", "s1", "s1"], ["s0", "s2"]]
 GIGPO_REWARDS = [[0, 0, 1.0], [0, 0, 0.0], [0, 1.0]]

@@ -17,8 +17,8 @@ from turnwise.engine.budget import (
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.place import Place
-from turnwise.model_sizes import ModelSizes
+from turnwise.engine.device_info import Place
+from turnwise.models.sizes import ModelSizes
 
 SMALL = ModelSizes(
     num_layers=28, hidden_size=1024, inner_size=3072, num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936

@@ -17,12 +17,12 @@ from fastapi import FastAPI, Request, Response
 
 from local_server import serving, unused_address
 from turnwise.client.fake import ScriptedSampler
-from turnwise.engine.tiny import END_TOKEN
 from turnwise.envs.base import assistant, user
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
 from turnwise.judges import AddressModel, Judge, JudgeLimits, Rubric, SamplerModel
 from turnwise.judges.cache import FileCache
 from turnwise.judges.judge import Fallback
+from turnwise.models.tiny import END_TOKEN
 from turnwise.renderers.choose import get_renderer
 
 DIALOGUE = [user("Say hello."), assistant("Hello!")]

@@ -13,7 +13,7 @@ from turnwise.errors import DataError
 from turnwise.methods.base import MethodSetup, datums_of
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.registry import build_method
-from turnwise.sources import PlayBranches, PlayGroups, ReadPairs
+from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadPairs
 from turnwise.trajectory import TrajectoryGroup
 from unit.credit.branches import make_branches, make_continuation
 from unit.credit.groups import make_group

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from turnwise.train.config import Config
+from turnwise.config.config import Config
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"generator": {"same_start": False}, "method": {"name": "la_grpo"}}, "a dialogue has one world"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
 from turnwise.credit.shaping import shape_group
@@ -17,9 +18,8 @@ from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.registry import build_method
 from turnwise.methods.sft import Dialogue, Sft
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.sources import ReadDialogues
+from turnwise.rollout.sources import ReadDialogues
 from turnwise.train.assemble import make_method, make_shaping
-from turnwise.train.config import Config
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import TensorData
 from unit.credit.groups import make_attempt, make_group

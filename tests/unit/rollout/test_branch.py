@@ -22,7 +22,7 @@ from turnwise.rollout.branch import check_can_branch, play_branches
 from turnwise.rollout.group import RolloutEvent, RolloutResult
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.replay import replay
-from turnwise.sources import PlayBranches
+from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from unit.rollout.worlds import World, make_tasks, quick

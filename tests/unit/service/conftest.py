@@ -12,12 +12,12 @@ import pytest
 
 from turnwise.client.engines import POOL, LoadedModel
 from turnwise.engine.config import EngineConfig
-from turnwise.service import proto_schema
 from turnwise.service.app import create_app
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import load_models
 from turnwise.service.service import Service
-from turnwise.service.store import Store
+from turnwise.service.store.store import Store
+from turnwise.service.wire import proto as proto_schema
 
 ENGINE = EngineConfig(device="cpu", kv_cache_gib=0.05)
 TOKENS = [5, 6, 7, 8, 9, 10, 11]

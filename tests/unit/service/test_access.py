@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.service.access import Access, create_key, revoke_key
 from turnwise.service.config import ServeConfig, is_loopback
 from turnwise.service.failures import HttpFailure, without_paths
-from turnwise.service.store import Store
+from turnwise.service.store.store import Store
 from unit.service.conftest import TOKENS, Serve, Wire, training_body
 
 

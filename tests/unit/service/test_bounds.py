@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.engine.config import EngineConfig
-from turnwise.service.residence import Room
+from turnwise.service.training.parked_adapters import Room
 from unit.service.conftest import Serve, training_body
 
 PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.service import proto_schema
+from turnwise.service.wire import proto as proto_schema
 from unit.service.conftest import Serve, Wire
 
 TOKENS = [5, 6, 7, 8, 9, 10]

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_rollout
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_to_yaml
-from turnwise.train.deck import Deck
-from turnwise.train.interrupt import Interrupt
 from turnwise.train.loop import Loop
 from turnwise.train.record import Recorder
-from turnwise.train.view import LineView
+from turnwise.train.task_order import Deck
 from turnwise.trajectory import Message
+from turnwise.watch.interrupt import Interrupt
+from turnwise.watch.terminal import LineView
 
 
 @dataclass(frozen=True, slots=True)

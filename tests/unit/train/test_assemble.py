@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from turnwise.config.config import Config
+from turnwise.config.files import load_config
 from turnwise.train.assemble import make_optim
-from turnwise.train.config import Config
-from turnwise.train.config_files import load_config
 from turnwise.types import AdamParams
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.checkpoint import Checkpoints, best_evaluation, checkpoint_directory, choose_checkpoint
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_to_yaml
 
 
 def _evaluation(step: int, success: float, *, reward: float = 0.0, label: str = "step") -> EvaluationRow:

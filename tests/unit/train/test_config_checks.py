@@ -12,14 +12,14 @@ import pytest
 from pydantic import ValidationError
 
 from turnwise.cli import main
+from turnwise.config.config import Config
+from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.methods.config import LOOP_OPTIONS, METHOD_OPTIONS, MethodConfig
 from turnwise.methods.ppo import PPO_LOSS
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.assemble import make_method
 from turnwise.train.checkpoint import NOTHING_DONE
-from turnwise.train.config import Config
-from turnwise.train.config_files import load_config
 from unit.train.conftest import MakeRig
 
 LIMITS = RolloutLimits(max_turns=3, max_tokens_per_turn=5, max_trajectory_tokens=64)

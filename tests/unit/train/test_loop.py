@@ -9,9 +9,9 @@ import pytest
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.train.checkpoint import NOTHING_DONE
-from turnwise.train.interrupt import Interrupted
 from turnwise.train.progress import NothingToLearnError
 from turnwise.train.run_state import read_state
+from turnwise.watch.interrupt import Interrupted
 from unit.train.conftest import MakeRig
 
 PUBLISH = "save_weights_and_get_sampling_client"

@@ -14,16 +14,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turnwise.cli import main
+from turnwise.config.config import Config
+from turnwise.config.files import load_config
 from turnwise.engine.budget import GIB, split_memory, training_pass_bytes
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import Place, find_place
 from turnwise.engine.engine import Engine
-from turnwise.engine.pack import pack, split_batches
-from turnwise.engine.place import Place, find_place
-from turnwise.model_sizes import ModelSizes
+from turnwise.engine.training.pack import pack, split_batches
+from turnwise.models.facts import read_facts
+from turnwise.models.sizes import ModelSizes
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.train.config import Config
-from turnwise.train.config_files import load_config
-from turnwise.train.facts import read_facts
 from turnwise.train.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 

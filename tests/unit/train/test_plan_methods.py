@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.config_files import load_config
+from turnwise.config.files import load_config
 from turnwise.train.plan import attempts_per_task
 
 

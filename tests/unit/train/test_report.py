@@ -8,7 +8,7 @@ from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.checkpoint import NOTHING_DONE
-from turnwise.train.report import report_lines
+from turnwise.watch.report import report_lines
 from unit.train.conftest import MakeRig
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.config import Config
-from turnwise.train.config_files import config_to_yaml
 from turnwise.train.resume_checks import check_critic, check_overrides
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from turnwise.config.config import TrainConfig
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.train.checkpoint import NOTHING_DONE
-from turnwise.train.config import TrainConfig
 from turnwise.train.schedule import rate_factor
 from unit.train.conftest import MakeRig, Rig
 

@@ -18,23 +18,23 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from turnwise.config.config import Config
+from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.methods.base import Kept
 from turnwise.rollout.group import DroppedGroup, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.train.assemble import split_evenly
-from turnwise.train.config import Config
-from turnwise.train.config_files import load_config
-from turnwise.train.curve import curve_svg, runs_svg
-from turnwise.train.deck import Deck
-from turnwise.train.interrupt import Interrupt, Interrupted
 from turnwise.train.intervals import mean_interval, success_interval, wilson
-from turnwise.train.loggers import check_loggers, open_loggers
 from turnwise.train.plan import evaluation_steps
 from turnwise.train.progress import NothingToLearnError, Progress
 from turnwise.train.sources import Batch
-from turnwise.train.view import LineView, LiveView, evaluation_line, format_duration, sparkline
+from turnwise.train.task_order import Deck
+from turnwise.watch.curve import curve_svg, runs_svg
+from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.loggers import check_loggers, open_loggers
+from turnwise.watch.terminal import LineView, LiveView, evaluation_line, format_duration, sparkline
 
 
 def _row(step: int, label: str = "step", success: float = 0.5) -> EvaluationRow:

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from turnwise.cli import main
+from turnwise.config.files import config_to_yaml, load_config
 from turnwise.credit.preferences import Pair
 from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
 from turnwise.renderers import Renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import DATABASE, Attempt, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.assemble import assemble
-from turnwise.train.config_files import config_to_yaml, load_config
-from turnwise.train.facts import read_facts
 from turnwise.train.pairs import StoredPair, read_stored_pairs, write_pairs
 from turnwise.train.pretrain import Batches
 from turnwise.train.sources import Supply
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Trajectory, Turn
+from turnwise.watch.watchdog import Watchdog
 from unit.credit.branches import make_branches, make_continuation
 from unit.credit.groups import make_attempt
 

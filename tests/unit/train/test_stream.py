@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
-from turnwise.train.config import Config
 from turnwise.train.run_state import RunState
 from turnwise.train.sources import Supply
 from turnwise.train.versions import NewestSampler, VersionedSampler
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
+from turnwise.watch.watchdog import Watchdog
 from unit.train.conftest import MakeRig
 
 

@@ -21,9 +21,9 @@ from turnwise.train.evaluate import evaluate
 from turnwise.train.run_state import RunState
 from turnwise.train.sources import Batch, Supply
 from turnwise.train.versions import VersionedSampler
-from turnwise.train.watchdog import Watchdog
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
+from turnwise.watch.watchdog import Watchdog
 from unit.train.conftest import MakeRig
 
 BARGAIN = get_world("bargain")

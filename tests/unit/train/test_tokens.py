@@ -16,11 +16,11 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.train.checkpoint import NOTHING_DONE
 from turnwise.train.pretrain import Batches
-from turnwise.train.report import report_lines
 from turnwise.train.run_state import read_state
 from turnwise.train.tokens import num_drawn_tokens, num_taken_tokens
 from turnwise.train.versions import VersionedSampler
 from turnwise.trajectory import Message
+from turnwise.watch.report import report_lines
 from unit.train.conftest import CoinEnv, CoinWorld, MakeRig
 
 TOKENS_PER_STEP = 2 * 12 * 3

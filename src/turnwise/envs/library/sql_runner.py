@@ -26,7 +26,7 @@ from turnwise.envs.library import sql_worker
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Worker, WorkerDiedError
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import ConfigError, DataError
-from turnwise.per_loop import PerLoop
+from turnwise.runtime.per_loop import PerLoop
 
 Value = None | int | float | str | bytes
 

@@ -8,11 +8,12 @@ import zstandard
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
-from turnwise.service import schemas, wire
 from turnwise.service.access import Caller
 from turnwise.service.config import is_loopback
 from turnwise.service.failures import HttpFailure
 from turnwise.service.service import Service
+from turnwise.service.wire import schemas
+from turnwise.service.wire import types as wire
 
 PREFIX = "/api/v1"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from turnwise.service import schemas
 from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep, documented, promised
 from turnwise.service.routes.training import submit
+from turnwise.service.wire import schemas
 
 router = APIRouter(prefix=f"{PREFIX}/mint", tags=["mint"])
 

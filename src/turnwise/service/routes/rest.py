@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
-from turnwise.service import schemas
-from turnwise.service.archive import stream_tar
-from turnwise.service.checkpoints import TYPE_OF, exported_files, iso
 from turnwise.service.failures import not_found
 from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep
 from turnwise.service.service import Service
-from turnwise.service.session_search import search
-from turnwise.service.store import CheckpointRow, RunRow
+from turnwise.service.store.session_search import search
+from turnwise.service.store.store import CheckpointRow, RunRow
+from turnwise.service.training.archive import stream_tar
+from turnwise.service.training.checkpoints import TYPE_OF, exported_files, iso
+from turnwise.service.wire import schemas
 
 router = APIRouter(prefix=PREFIX, tags=["rest"])
 

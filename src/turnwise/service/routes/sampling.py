@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from turnwise.service import schemas, wire, wire_results
 from turnwise.service.failures import Failure
 from turnwise.service.futures import Promise
 from turnwise.service.routes.common import (
@@ -21,6 +20,9 @@ from turnwise.service.routes.common import (
     is_local,
     promised,
 )
+from turnwise.service.wire import results as wire_results
+from turnwise.service.wire import schemas
+from turnwise.service.wire import types as wire
 
 router = APIRouter(prefix=PREFIX, tags=["sampling"])
 

@@ -7,9 +7,9 @@ import json
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from turnwise.service import schemas
 from turnwise.service.failures import HttpFailure
 from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep
+from turnwise.service.wire import schemas
 
 router = APIRouter(prefix=PREFIX, tags=["sessions"])
 

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from turnwise.errors import TurnwiseError
-from turnwise.service import schemas, wire
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.requests import RequestKind, TrainingRequest, parse_request, place_of
@@ -24,7 +23,9 @@ from turnwise.service.routes.common import (
     read_body,
 )
 from turnwise.service.service import Service
-from turnwise.service.store import KIND_KEY, CheckpointRow
+from turnwise.service.store.store import KIND_KEY, CheckpointRow
+from turnwise.service.wire import schemas
+from turnwise.service.wire import types as wire
 
 router = APIRouter(prefix=PREFIX, tags=["training"])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.engine.tiny import MAX_POSITIONS, build_tokenizer
 from turnwise.envs.registry import get_world, world_names
+from turnwise.models.tiny import MAX_POSITIONS, build_tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -1,0 +1,52 @@
+"""`turnwise export`: what a run trained, as files that other programs load.
+
+A checkpoint's adapter is in PEFT's format already; with `--merged` it is added to the base model's weights, which any
+program that reads Hugging Face directories loads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from turnwise.commands.play import find_policy
+from turnwise.errors import CheckpointError, ConfigError
+from turnwise.train.run import find_model
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> int:
+    """Write one policy to a new directory, complete or not at all, and say what it is and who reads it."""
+    directory = Path(out).expanduser()
+    if directory.exists():
+        raise ConfigError(f"{directory} is there already; name a directory that is not")
+    policy = find_policy(target, None, step, [])
+    if policy.files is None:
+        raise ConfigError(f"{target} is a model as it is, nothing was trained; name a run or a checkpoint")
+    if not policy.files.is_dir():
+        raise CheckpointError(f"{policy.checkpoint} is not on this machine, so there are no files to export")
+    policy.say_which()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    try:
+        if is_merged:
+            from turnwise.engine.model.merge import write_merged  # torch
+
+            write_merged(policy.files, find_model(policy.config), unfinished)
+        else:
+            for name in ADAPTER_FILES:
+                shutil.copy2(policy.files / name, unfinished / name)
+        unfinished.chmod(0o755)
+        unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if is_merged:
+        print(f"model    {directory}\nload it  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
+        print(f"chat     turnwise sample {directory}")
+    else:
+        base = policy.config.model.alias or policy.config.model.name
+        print(f"adapter  {directory}, for {base}\nload it  peft.PeftModel.from_pretrained(base, {str(directory)!r})")
+    return 0

@@ -1,0 +1,106 @@
+"""`turnwise certify`, `replay` and `curve`: look back at what a run did. None loads the policy's model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
+from turnwise.envs.base import Task
+from turnwise.errors import DataError
+from turnwise.judges import attach_judge, needs_service
+from turnwise.rollout.certify import Certificate
+from turnwise.rollout.replay import replay
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import EvaluationRow
+from turnwise.train.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
+from turnwise.train.run import find_facts, find_model, make_service
+from turnwise.train.stored import altered
+from turnwise.watch.curve import runs_svg
+from turnwise.watch.report import dialogue_lines
+
+EXIT_NOT_EXACT = 1
+NUM_LISTED = 20
+
+
+def run_certify(target: str, *, with_turns: bool) -> int:
+    """Print a run's certificates; exit code 1 when one of them is not exact."""
+    with RunReader(target) as run:
+        rows = run.certificates()
+    if not rows:
+        raise DataError(f"{target} has no certificate: no step has trained on anything yet")
+    for row in rows:
+        certificate = Certificate.from_json(row.content)
+        print(f"step {row.step}: " + "\n".join(certificate.lines()))
+        if with_turns:
+            print("\n".join(certificate.turn_lines()))
+    return 0 if all(row.is_exact for row in rows) else EXIT_NOT_EXACT
+
+
+def run_curve(targets: Sequence[str], out: str, title: str) -> int:
+    """Draw the held-out success of runs into one picture, and print where each began and ended."""
+    read: list[tuple[Config, list[EvaluationRow]]] = []
+    for target in targets:
+        with RunReader(target) as run:
+            read.append((config_from_yaml(run.config_yaml, str(run.directory)), run.evaluations()))
+        if not read[-1][1]:
+            raise DataError(f"{target} has no evaluation yet, so there is no curve: set eval.tasks and eval.every")
+    worlds = {f"{config.env.name}, {config.model.name}" for config, _ in read}
+    are_seeds = len(worlds) == 1 and len({config.train.seed for config, _ in read}) == len(read)
+    names = [f"seed {config.train.seed}" for config, _ in read] if are_seeds else targets
+    for name, (_, rows) in zip(names, read, strict=True):
+        first = next(row for row in reversed(rows) if row.step == rows[0].step)
+        print(f"{name}: {first.success:.1%} -> {rows[-1].success:.1%} at step {rows[-1].step}")
+    curves = {name: rows for name, (_, rows) in zip(names, read, strict=True)}
+    Path(out).write_text(runs_svg(title or "; ".join(sorted(worlds)), curves), encoding="utf-8")
+    print(f"curve  {out}")
+    return 0
+
+
+def run_replay(target: str, attempt_id: int | None) -> int:
+    """Play one stored attempt again; exit code 1 when something comes out otherwise. Without an id, list some."""
+    with RunReader(target) as run:
+        if attempt_id is None:
+            _list_attempts(run)
+            return 0
+        stored = run.attempt(attempt_id)
+        config = config_from_yaml(run.config_yaml, str(run.directory))
+        task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))
+        print("\n".join(dialogue_lines(run, stored.row)))
+    directory = find_model(config)
+    world = make_world(config.env, config.generator)
+    limits = make_limits(config.generator, world, find_facts(config).context_length)
+    rollout = make_rollout(config.generator, limits)
+    if stored.row.phase == "eval":
+        rollout = make_eval_rollout(config, rollout)
+    renderer = make_renderer(_load_tokenizer(directory), config.generator)
+    with contextlib.ExitStack() as stack:
+        if needs_service(world):
+            attach_judge(world, stack.enter_context(make_service(config, Path(target))))
+        unknown = altered(stored.row, config)
+        replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout, altered=unknown))
+    print("\n".join(replayed.lines()))
+    if unknown:
+        print(f"  not compared: {', '.join(sorted(unknown))}; an older turnwise stored what the method made of them")
+    return 0 if replayed.is_exact else EXIT_NOT_EXACT
+
+
+def _list_attempts(run: RunReader) -> None:
+    rows = run.attempts()
+    print(f"{len(rows)} attempts; the last {min(NUM_LISTED, len(rows))}, for --attempt ID:")
+    for row in rows[-NUM_LISTED:]:
+        print(
+            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.stop_reason:<11} "
+            f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
+        )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(str(directory))

@@ -1,0 +1,233 @@
+"""`turnwise pairs`: dialogues to preference pairs in a Parquet file, played for it or taken from stored runs.
+
+    dpo       of N attempts at a task with the same env seed, the best against the worst
+    refuel    of N continuations of one dialogue from a drawn turn on, one against another, by lot
+
+A regression on the difference between the best and the worst of many would learn how many there were, so `refuel` draws
+who meets whom. Nothing is paired across env seeds, unless it is asked for: a difference in luck would pass for one in
+skill. What has nothing to teach is counted and left out: equal rewards, the same words, a side that no loss reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnwise.client.base import SamplingClient
+from turnwise.commands.play import Policy, find_policy
+from turnwise.config.config import check_backend
+from turnwise.config.files import config_from_yaml
+from turnwise.credit.advantages import is_constant_group
+from turnwise.credit.branching import TurnDistribution
+from turnwise.credit.preferences import Pair, best_and_worst, disjoint_pairs
+from turnwise.envs.base import Task
+from turnwise.errors import ConfigError, DataError
+from turnwise.judges import attach_judge
+from turnwise.rollout.branch import check_can_branch, play_branches
+from turnwise.rollout.group import RolloutResult, play_groups
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.sources import PlayBranches
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.schema import AttemptRow
+from turnwise.train.assemble import Parts, assemble, distinct_tasks, make_renderer
+from turnwise.train.pairs import PairKind, StoredPair, check_can_write, write_pairs
+from turnwise.train.run import find_facts, make_service
+from turnwise.train.stored import Origin, check_origin, check_pairable, origin_of, train_rows
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+
+DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}
+ADVICE = {
+    "constant": "every attempt at a task got the same reward: try another policy, or more --samples",
+    "masked": "the better or the worse side of every pair is left out of the loss (generator.on_unparsable=mask)",
+    "alone": "the attempts at a task met different env seeds, as in a run with generator.same_start=false. Where a "
+    "world draws everything with its task, they may be compared all the same: --across-seeds",
+    "not branched": "the run's attempts share no dialogue; refuel pairs come from a run of la_grpo or refuel, or are "
+    "played: leave out --stored",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions:
+    """What the command line says."""
+
+    kind: PairKind
+    out: Path
+    env: str | None = None
+    num_tasks: int = 64
+    samples: int | None = None
+    turn: TurnDistribution = "uniform"
+    is_stored: bool = False
+    across_seeds: bool = False
+    step: str | None = None
+
+
+@dataclass(slots=True)
+class _Found:
+    """Pairs, and what came to nothing."""
+
+    pairs: list[StoredPair] = field(default_factory=list[StoredPair])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    num_attempts: int = 0
+
+    def add(self, group: TrajectoryGroup, kind: PairKind, store: Callable[[Pair], StoredPair]) -> None:
+        """The pairs that a group gives, if any."""
+        if len(group.trajectories) < 2:
+            self.dropped["alone"] += 1
+            return
+        try:
+            pairs = _candidates(group, kind)
+        except DataError:  # dialogues that do not begin alike, found by --across-seeds
+            self.dropped["different starts"] += 1
+            return
+        self.dropped["constant"] += not pairs
+        for pair in pairs:
+            why = _why_useless(pair, kind)
+            if why is None:
+                self.pairs.append(store(pair))
+            else:
+                self.dropped[why] += 1
+        if kind == "refuel" and len(group.trajectories) % 2:
+            self.dropped["left over"] += 1
+
+
+def _candidates(group: TrajectoryGroup, kind: PairKind) -> list[Pair]:
+    """The pairs of a group, by the rule of their kind; of kind dpo none where no attempt was better than another."""
+    if kind == "dpo":
+        pair = best_and_worst(group)
+        return [] if pair is None else [pair]
+    return disjoint_pairs(group)
+
+
+def _why_useless(pair: Pair, kind: PairKind) -> str | None:
+    """Why nothing can be learned from a pair; None: something can."""
+    if is_constant_group([pair.chosen.total_reward, pair.rejected.total_reward]):
+        return "constant"
+    is_refuel = kind == "refuel"
+    if pair.is_masked(only_branch_turn=is_refuel):
+        return "masked"
+    return "identical" if (pair.is_identical_at_branch if is_refuel else pair.is_identical) else None
+
+
+def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOptions) -> int:
+    """Build pairs and write them; returns the exit code."""
+    check_can_write(options.out)
+    if options.is_stored:
+        found = _read_runs(targets, options)
+    elif len(targets) == 1:
+        found = _play(targets[0], overrides, options)
+    else:
+        raise ConfigError(f"{len(targets)} policies to play; name one, or take the attempts of runs with --stored")
+    lost = ", ".join(f"{count} {why}" for why, count in found.dropped.most_common() if count)
+    if not found.pairs:
+        advice = "".join(f"; {ADVICE[why]}" for why, _ in found.dropped.most_common(1) if why in ADVICE)
+        raise ConfigError(f"no pairs from {found.num_attempts} attempts (left out: {lost or 'none'}){advice}")
+    write_pairs(options.out, found.pairs)
+    gap = sum(stored.pair.reward_difference for stored in found.pairs) / len(found.pairs)
+    print(f"{len(found.pairs)} {options.kind} pairs from {found.num_attempts} attempts, mean difference {gap:.3g}")
+    if lost:
+        print(f"left out: {lost}")
+    print(f"wrote {options.out} ({options.out.stat().st_size / 1000:,.0f} kB)")
+    print(f"learn from it: turnwise train {found.pairs[0].world} method={options.kind} data.pairs={options.out}")
+    return 0
+
+
+def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
+    policy = find_policy(target, options.env, options.step, overrides)
+    policy.say_which()
+    if options.env is None and not is_run(Path(target)):
+        raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
+    check_backend(policy.config.generator)
+    parts = assemble(policy.config, find_facts(policy.config))
+    tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
+    with make_service(policy.config, policy.data_dir) as service:
+        attach_judge(parts.world, service)
+        played = asyncio.run(_play_tasks(policy, policy.sampler(service), parts, tasks, options))
+    origin = origin_of(policy.config)
+    found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())
+    found.dropped.update(group.why.replace("_", " ") for group in played.dropped)
+    data = {task.id: task.data for task in tasks}
+    for group in played.groups:
+        store = partial(_store, options.kind, origin, _where(target, policy), policy.step)
+        found.add(group, options.kind, partial(store, data[group.task_id]))
+    return found
+
+
+def _where(target: str, policy: Policy) -> str:
+    return target if is_run(Path(target)) else policy.checkpoint or ""
+
+
+async def _play_tasks(
+    policy: Policy, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
+) -> RolloutResult:
+    renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
+    samples = options.samples or DEFAULT_SAMPLES[options.kind]
+    seed = derive_seed(policy.config.train.seed, "pairs")
+    if options.kind == "dpo":
+        rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2, same_start=True)
+        return await play_groups(parts.world, tasks, sampler, renderer, rollout, seed=seed)
+    await check_can_branch(parts.world, parts.rollout.limits)
+    rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2)
+    plan = PlayBranches(continuations=samples, turn=options.turn)
+    return await play_branches(parts.world, tasks, sampler, renderer, rollout, plan=plan, seed=seed)
+
+
+def _store(kind: PairKind, origin: Origin, run: str, step: int, task: Mapping[str, Any], pair: Pair) -> StoredPair:
+    return StoredPair(pair=pair, kind=kind, world=origin.world, model=origin.model, run=run, step=step, task=task)
+
+
+def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
+    found = _Found()
+    wanted: Origin | None = None
+    for target in targets:
+        with RunReader(target) as run:
+            config = config_from_yaml(run.config_yaml, str(run.directory))
+            origin = origin_of(config)
+            wanted = wanted or origin
+            check_origin(
+                origin, wanted, target, other=f"one file holds pairs of one world and model, and {targets[0]} has"
+            )
+            rows = train_rows(run)
+            check_pairable(rows, config, target, only_branch_turn=options.kind == "refuel")
+            for step, trajectories in _stored_groups(run, rows, options):
+                found.num_attempts += len(trajectories)
+                group, why = _to_group(trajectories, options.kind)
+                if why is not None:
+                    found.dropped[why] += 1
+                    continue
+                store = partial(_store, options.kind, origin, str(run.directory), step)
+                found.add(group, options.kind, partial(store, run.task(group.task_id)))
+    return found
+
+
+def _stored_groups(
+    run: RunReader, rows: Sequence[AttemptRow], options: PairOptions
+) -> Iterator[tuple[int, list[Trajectory]]]:
+    """The attempts of a run that may be compared: those at one task, in one step, with one env seed."""
+    by_task: dict[tuple[int, str], list[AttemptRow]] = defaultdict(list)
+    for row in rows:
+        by_task[row.step, row.task_id].append(row)
+    for (step, _), own in by_task.items():
+        by_start: dict[object, list[Trajectory]] = defaultdict(list)
+        for row in own:
+            trajectory = run.attempt(row.id).trajectory
+            turn = 0 if trajectory.branch is None else trajectory.branch.turn
+            by_start[turn if options.across_seeds else (turn, trajectory.seed)].append(trajectory)
+        yield from ((step, trajectories) for trajectories in by_start.values())
+
+
+def _to_group(trajectories: Sequence[Trajectory], kind: PairKind) -> tuple[TrajectoryGroup, str | None]:
+    """The group that stored attempts were, and why it is of no use, if it is not."""
+    branch = trajectories[0].branch
+    turn = 0 if branch is None else branch.turn
+    group = TrajectoryGroup(
+        task_id=trajectories[0].task_id, trajectories=tuple(trajectories), branch_turn=None if branch is None else turn
+    )
+    if kind == "refuel" and (branch is None or not branch.reseeds_env):  # a start in common is no dialogue
+        return group, "not branched"
+    return group, None

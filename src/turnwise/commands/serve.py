@@ -1,0 +1,98 @@
+"""Options of `turnwise serve` and `turnwise keys`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("serve", "keys")
+
+_SERVE_EXAMPLES = """\
+examples:
+  turnwise serve --model smollm2                     on http://127.0.0.1:8000, for this machine alone
+  turnwise keys create alice                         prints a key; from then on every caller needs one
+  turnwise serve --model smollm2 --host 0.0.0.0      for others, with keys
+"""
+
+
+def add_commands(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve models to the Tinker and MinT SDKs",
+        description="Serve models over HTTP to the Tinker and MinT SDKs, and whatever is built on them.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument("--model", action="append", required=True, metavar="MODEL", help="base model; may be repeated")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000; 0 for any free one)")
+    _add_data_dir(serve)
+    serve.add_argument(
+        "--autosave",
+        type=int,
+        default=10,
+        metavar="N",
+        help="optimizer steps between snapshots; a restarted server goes on from there (default 10; 0: off)",
+    )
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
+    serve.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the frozen weights")
+    serve.add_argument("--kv-cache-gib", type=float, default=0.0, metavar="GIB", help="KV cache (default: chosen)")
+    serve.add_argument("--max-adapters", type=int, default=32, metavar="N", help="training adapters on the device")
+    serve.add_argument("--max-policies", type=int, default=64, metavar="N", help="published weights on the device")
+    serve.add_argument(
+        "--max-resident-gib",
+        type=float,
+        default=8.0,
+        metavar="GIB",
+        help="device memory of the adapters, and again of the published weights (default 8)",
+    )
+
+    keys = commands.add_parser("keys", help="make, list and revoke the service's API keys")
+    keys.set_defaults(parser=keys)
+    actions = keys.add_subparsers(dest="action", metavar="ACTION", title="actions")
+    create = actions.add_parser("create", help="print a new key")
+    create.add_argument("name", help="whose key it is, for the list")
+    create.add_argument("--style", choices=("tml", "sk"), default="tml", help="tml (any SDK) or sk (MinT's habit)")
+    listed = actions.add_parser("list", help="show the keys' numbers and names")
+    revoke = actions.add_parser("revoke", help="make a key useless, at once")
+    revoke.add_argument("key_id", type=int, metavar="ID", help="the number that `turnwise keys list` shows")
+    for parser in (create, listed, revoke):
+        _add_data_dir(parser)
+
+
+def _add_data_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data-dir", type=Path, default=None, metavar="DIR", help="default: `service` in the model store's home"
+    )
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run what was parsed; returns the exit code."""
+    from turnwise.models.store import home
+    from turnwise.service import commands
+
+    if options.command == "keys" and options.action is None:
+        options.parser.print_help()
+        return 0
+    data_dir = (options.data_dir or home() / "service").expanduser().absolute()
+    if options.command == "keys":
+        if options.action == "create":
+            return commands.create(data_dir, options.name, options.style)
+        return commands.list_all(data_dir) if options.action == "list" else commands.revoke(data_dir, options.key_id)
+    from turnwise.engine.config import EngineConfig
+    from turnwise.service.config import ServeConfig
+
+    engine = EngineConfig(device=options.device, dtype=options.dtype, kv_cache_gib=options.kv_cache_gib)
+    config = ServeConfig(
+        models=tuple(options.model),
+        data_dir=data_dir,
+        host=options.host,
+        port=options.port,
+        autosave=options.autosave,
+        max_resident_adapters=options.max_adapters,
+        max_resident_policies=options.max_policies,
+        max_resident_bytes=int(options.max_resident_gib * 2**30),
+        engine=engine,
+    )
+    return commands.serve(config)

@@ -1,0 +1,363 @@
+"""`turnwise compare`: methods x worlds x seeds, side by side on one device, at equal sampled tokens.
+
+Steps of different methods cost different amounts, and methods differ in how many of the sampled tokens they train on,
+so neither steps nor trained tokens compare them fairly. Every run of a world may sample the same number of tokens,
+those of a critic's pre-training included; what each trained on, and how long it took, is reported beside the result. A
+method that reads stored data samples nothing and runs for its `train.steps`.
+
+Runs of one seed start from the same weights and meet the same tasks. Their warm-up is the same too, so it is done once
+per world and seed, and every method goes on from there.
+
+Every run is a run directory of its own, made by the same code as `turnwise train`; a run that fails leaves the others
+alone, and the same command goes on where it was broken off. What a finished run came to is in a small file beside it:
+where that is there, the run is done, on another machine and without its directory too.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.compare.figure import Curve, comparison_svg
+from turnwise.compare.request import Request, Variant, World, bounded, parse_request, samples
+from turnwise.compare.results import Result, read_result, stored_result, write_result
+from turnwise.compare.runs import Job, Order, run_jobs
+from turnwise.compare.table import markdown, table_lines, to_json
+from turnwise.compare.view import GridView
+from turnwise.config.config import Config, RewardConfig
+from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
+from turnwise.errors import ConfigError
+from turnwise.methods.config import DataConfig, MethodConfig
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.writer import RunWriter
+from turnwise.train.critic_config import CriticConfig
+from turnwise.train.run import EXIT_INTERRUPTED, find_model
+from turnwise.watch.alarms import AlarmConfig
+from turnwise.watch.status import LOCK_FILE, STATUS_FILE
+
+EXIT_FAILED = 1
+AFTER_WARMUP = (
+    *("steps", "max_sampled_tokens", "max_empty_steps", "learning_rate", "tasks_per_step", "substeps", "max_staleness"),
+    *("min_batch", "max_wait", "save_every", "keep_checkpoints", "accumulate", "lr_schedule", "lr_warmup", "lr_floor"),
+)
+"""Options of `train` that a warm-up does not depend on."""
+
+
+def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
+    """Run the command; returns the exit code."""
+    request = parse_request(arguments, out)
+    grid = Grid.plan(request)
+    for model in {(one.config.model.name, one.config.model.alias): one.config for one in grid.runs}.values():
+        if not model.model.base_url:
+            find_model(model)  # made or fetched once, not by every run
+    request.directory.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{len(grid.runs)} runs: {len(request.worlds)} worlds x {len(request.variants)} methods x {request.seeds} "
+        f"seeds, {request.jobs} at once, in {request.directory}",
+        flush=True,
+    )
+    for note in request.notes():
+        print(f"note: {note}", flush=True)
+    with GridView(grid.jobs, grid.places()) as view, _ended_like_ctrl_c():
+        is_whole = run_jobs(grid.jobs, at_once=request.jobs, progress=view)
+    results, failures = grid.results(), grid.failures(is_whole=is_whole)
+    if results:
+        _write(request, results, failures, "turnwise compare " + shlex.join(arguments))
+        print("\n".join(["", *table_lines(results)]))
+        print(f"table   {request.directory / 'compare.md'}\nfigure  {request.directory / 'compare.svg'}")
+    for line in failures:
+        print(f"failed: {line}")
+    if not is_whole:
+        print("stopped; the same command goes on from there")
+        return EXIT_INTERRUPTED
+    if not results:
+        raise ConfigError("no run came to its end; there is nothing to compare")
+    return EXIT_FAILED if failures else 0
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """A command that is told to end, by `timeout` say, saves its runs and tells what it has."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One cell of the grid."""
+
+    world: World
+    variant: Variant
+    seed: int
+    config: Config
+    """Before its bound on tokens is known."""
+    place: Path
+    warmup_key: str
+    """Runs of one key, world and seed have the same warm-up."""
+    job: Job | None = None
+
+    @property
+    def result_file(self) -> Path:
+        """What it came to; with it the run's directory is not needed any more."""
+        return self.place.with_name(f"{self.place.name}.json")
+
+
+@dataclass(slots=True, kw_only=True)
+class Grid:
+    """All runs, and the warm-ups that they share."""
+
+    request: Request
+    runs: list[Run]
+    jobs: list[Job] = field(default_factory=list)
+    pilots: dict[str, Run] = field(default_factory=dict)
+    """By world without a bound: the run that finds it."""
+    warmups: dict[str, Path] = field(default_factory=dict)
+    """Run directories by the job's name."""
+
+    @classmethod
+    def plan(cls, request: Request) -> Grid:
+        """Every mistake is told before the first token."""
+        runs: list[Run] = []
+        for seed in range(request.seeds):  # so that a grid that was broken off has whole seeds
+            for world in request.worlds:
+                for variant in request.variants:
+                    config = request.config(world, variant, seed)
+                    place = request.directory / world.slug / f"{variant.slug}-seed{seed}"
+                    key = _warmup_key(config)
+                    runs.append(
+                        Run(world=world, variant=variant, seed=seed, config=config, place=place, warmup_key=key)
+                    )
+        for run in runs:
+            if not run.config.eval.tasks:
+                raise ConfigError(f"eval.tasks is 0 for {run.world.label}; a comparison is by held-out success")
+        _check_bounds(runs)
+        grid = cls(request=request, runs=runs)
+        for world in request.worlds:
+            own = [run for run in runs if run.world == world and samples(run.config)]
+            if own and not world.tokens and not own[0].config.train.max_sampled_tokens:
+                grid.pilots[world.slug] = own[0]
+        for run in sorted(runs, key=lambda run: (run.seed, run is not grid.pilots.get(run.world.slug))):
+            grid._add(run)
+        return grid
+
+    def places(self) -> dict[str, Path]:
+        return {**self.warmups, **{run.job.name: run.place for run in self.runs if run.job is not None}}
+
+    def results(self) -> list[Result]:
+        """Of the runs that came to their end, in the order of worlds, methods and seeds."""
+        found: dict[tuple[str, str, int], Result] = {}
+        for run in self.runs:
+            self._store(run)
+            stored = stored_result(run.result_file)
+            if stored is not None:
+                found[run.world.label, run.variant.label, run.seed] = stored[0]
+        return [
+            found[key]
+            for world in self.request.worlds
+            for variant in self.request.variants
+            for seed in range(self.request.seeds)
+            if (key := (world.label, variant.label, seed)) in found
+        ]
+
+    def failures(self, *, is_whole: bool) -> list[str]:
+        """Runs that did not come to their end; of a grid that was broken off, those that nobody stopped."""
+        bad = ("failed", "stopped") if is_whole else ("failed",)
+        return [f"{job.name}: {job.why or job.state} (log: {job.log})" for job in self.jobs if job.state in bad]
+
+    def _add(self, run: Run) -> None:
+        """Its job, after that of its warm-up."""
+        name = f"{run.world.slug}/{run.place.name}"
+        pilot = self.pilots.get(run.world.slug)
+        shared = self._warmup(run)
+        waits = None if pilot is None or pilot is run or not samples(run.config) else pilot.job
+        run.job = Job(
+            name=name,
+            log=run.place.with_name(f"{run.place.name}.log"),
+            prepare=lambda: self._prepare(run, None if shared is None else self.warmups[shared.name]),
+            finish=lambda: self._store(run),
+            needs=tuple(job for job in (shared, waits) if job is not None),
+        )
+        self.jobs.append(run.job)
+
+    def _warmup(self, run: Run) -> Job | None:
+        """The warm-up that this run shares with others of its world and seed, as a job that comes before."""
+        alike = [
+            one for one in self.runs if (one.world, one.seed, one.warmup_key) == (run.world, run.seed, run.warmup_key)
+        ]
+        if not run.config.warmup.steps or run.config.model.base_url or len(alike) < 2:
+            return None
+        place = run.place.with_name(f"warmup-{alike[0].variant.slug}-seed{run.seed}")
+        name = f"{run.world.slug}/{place.name}"
+        known = next((job for job in self.jobs if job.name == name), None)
+        if known is not None:
+            return known
+        config = _only_warmup(alike[0].config)
+
+        def prepare() -> Order | None:
+            return None if all(one.result_file.is_file() for one in alike) else _prepare_warmup(config, place)
+
+        job = Job(name=name, log=place.with_name(f"{place.name}.log"), prepare=prepare)
+        self.warmups[name] = place
+        self.jobs.append(job)
+        return job
+
+    def _bound(self, run: Run) -> int:
+        """Tokens that the run may sample; 0: no bound, for it reads, or finds the bound for others."""
+        pilot = self.pilots.get(run.world.slug)
+        if not samples(run.config) or pilot is run:
+            return 0
+        if pilot is None:
+            return run.world.tokens or run.config.train.max_sampled_tokens
+        stored = stored_result(pilot.result_file)
+        return 0 if stored is None else stored[0].sampled_tokens
+
+    def _store(self, run: Run) -> None:
+        """Write down what a run came to, once it came to its end."""
+        if run.result_file.is_file() or not is_run(run.place) or not _is_finished(run.place):
+            return
+        with RunReader(run.place) as reader:
+            config = config_to_tree(config_from_yaml(reader.config_yaml, str(run.place)))
+        names = (run.world.label, run.variant.label, run.seed)
+        write_result(run.result_file, read_result(*names, run.place, bound=self._bound(run)), config)
+
+    def _prepare(self, run: Run, warmed: Path | None) -> Order | None:
+        config = _at(bounded(run.config, self._bound(run)), run.place)
+        self._store(run)
+        stored = stored_result(run.result_file)
+        if stored is not None:
+            _check_same(run.result_file, stored[1], config)
+            return None
+        if is_run(run.place):
+            _check_same_run(run.place, config)
+            return Order(resume=run.place)
+        if warmed is None:
+            return Order(config=_config_file(config, run.place))
+        _copy_run(warmed, run.place, config)
+        return Order(resume=run.place)
+
+
+def _check_bounds(runs: Sequence[Run]) -> None:
+    """Refuse runs of one world that may sample different numbers of tokens."""
+    bounds: dict[str, int] = {}
+    for run in runs:
+        own = run.config.train.max_sampled_tokens
+        if samples(run.config) and bounds.setdefault(run.world.label, own) != own:
+            raise ConfigError(
+                f"train.max_sampled_tokens is {bounds[run.world.label]} and {own} in {run.world.label}; a comparison "
+                "gives all methods of a world the same tokens: set tokens=N, or WORLD[tokens=N]"
+            )
+
+
+def _only_warmup(config: Config) -> Config:
+    """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
+    plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
+    train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
+    generator = {
+        "kv_across_updates": "recompute",
+        "n_samples_per_prompt": max(2, config.generator.n_samples_per_prompt),  # nothing is played in groups
+    }
+    stripped = config.model_copy(
+        update={
+            **plain,
+            "alarms": AlarmConfig(),
+            "train": config.train.model_copy(update=train),
+            "generator": config.generator.model_copy(update=generator),
+        }
+    )
+    return tree_to_config(config_to_tree(stripped))  # what would be refused later is refused here
+
+
+def _warmup_key(config: Config) -> str:
+    """The same for runs that have the same weights after their warm-up, and the same evaluation of it."""
+    tree = config_to_tree(config)
+    kept = {name: tree[name] for name in ("model", "env", "generator", "warmup", "eval")}
+    train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
+    return json.dumps({**kept, "train": train}, sort_keys=True)
+
+
+def _prepare_warmup(config: Config, place: Path) -> Order | None:
+    config = _at(config, place)
+    if not is_run(place):
+        return Order(config=_config_file(config, place))
+    _check_same_run(place, config)
+    with RunReader(place) as run:
+        is_done = any(row.label == "warm-up" for row in run.evaluations()) and any(
+            row.warmup_steps == config.warmup.steps for row in run.checkpoints()
+        )
+    return None if is_done else Order(resume=place)
+
+
+def _copy_run(warmed: Path, place: Path, config: Config) -> None:
+    """Complete or not at all: what was warmed up, to go on with another method."""
+    unfinished = place.with_name(f".{place.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(warmed, unfinished, ignore=shutil.ignore_patterns(LOCK_FILE, STATUS_FILE))
+    writer = RunWriter.reopen(unfinished, max_size_mb=config.run.max_size_mb)
+    writer.set_meta("config", config_to_yaml(config))
+    writer.close()
+    unfinished.replace(place)
+
+
+def _at(config: Config, place: Path) -> Config:
+    named = config.run.model_copy(update={"dir": str(place), "name": place.name})
+    return config.model_copy(update={"run": named})
+
+
+def _config_file(config: Config, place: Path) -> Path:
+    """The config as a file beside the run's directory: `turnwise train FILE` makes the same run."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    file = place.with_name(f"{place.name}.yaml")
+    file.write_text(config_to_yaml(config), encoding="utf-8")
+    return file
+
+
+def _check_same_run(place: Path, wanted: Config) -> None:
+    with RunReader(place) as run:
+        _check_same(place, config_to_tree(config_from_yaml(run.config_yaml, str(place))), wanted)
+
+
+def _check_same(place: Path, stored: Tree, wanted: Config) -> None:
+    """A run of another comparison in the same place would be taken for this one's."""
+    tree = config_to_tree(wanted)
+    for section in stored.keys() - {"run"}:
+        for key, value in stored[section].items():
+            if tree[section][key] != value:
+                raise ConfigError(
+                    f"{place} holds a run with {section}.{key}={value}, and this comparison has {tree[section][key]}; "
+                    "choose another --out, or remove it"
+                )
+
+
+def _is_finished(place: Path) -> bool:
+    with RunReader(place) as run:
+        return any(row.label == "end" for row in run.evaluations())
+
+
+def _write(request: Request, results: Sequence[Result], failures: Sequence[str], command: str) -> None:
+    directory = request.directory
+    curves = [Curve(world=result.world, label=result.label, points=result.curve) for result in results]
+    files = {
+        "compare.json": to_json(request, results, failures),
+        "compare.md": markdown(results, request, command),
+        "compare.txt": "\n".join([*table_lines(results), ""]),
+        "compare.svg": comparison_svg("Held-out success at equal sampled tokens", curves),
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")

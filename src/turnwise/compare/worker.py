@@ -1,0 +1,112 @@
+"""The process that makes the runs of a comparison: it loads the libraries once, and forks for every run.
+
+It reads one JSON object per line, and answers with one for every run that ended:
+
+    {"start": NAME, "config": FILE, "log": FILE}                     {"name": NAME, "code": 0}
+    {"start": NAME, "resume": RUN, "log": FILE}
+    {"stop": "gently"} or {"stop": "now"}: to all runs that go on
+
+A run that crashes takes nothing with it but itself. When nobody writes any more, the runs are told to stop as if by
+Ctrl-C, which saves them. Nothing here may start a thread or touch a GPU: a fork would not survive it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from typing import Any
+
+LIBRARIES = ("torch", "transformers", "turnwise.engine.engine", "turnwise.train.run", "turnwise.train.loop")
+POLL_S = 0.1
+EXIT_BUG, EXIT_USER_ERROR = 1, 2
+SIGNALS = {"gently": signal.SIGINT, "now": signal.SIGKILL}
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()  # what is loaded is shared with the runs for as long as nobody writes to it
+    running: dict[int, str] = {}
+    unread, is_open = b"", True
+    while is_open or running:
+        if is_open and select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
+            data = os.read(sys.stdin.fileno(), 1 << 16)
+            if not data:
+                is_open = False
+                _stop(running, "gently")
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                _obey(json.loads(line), running)
+        _reap(running, is_waiting=not is_open)
+    return 0
+
+
+def _obey(order: dict[str, Any], running: dict[int, str]) -> None:
+    if "stop" in order:
+        _stop(running, order["stop"])
+        return
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _be_the_run(order)
+    running[pid] = order["start"]
+
+
+def _stop(running: dict[int, str], how: str) -> None:
+    for pid in running:
+        os.kill(pid, SIGNALS[how])
+
+
+def _reap(running: dict[int, str], *, is_waiting: bool) -> None:
+    while running:
+        pid, status = os.waitpid(-1, 0 if is_waiting else os.WNOHANG)
+        if pid == 0:
+            return
+        if pid in running:
+            answer = {"name": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+            try:
+                print(json.dumps(answer), flush=True)
+            except BrokenPipeError:  # nobody reads any more; the runs are saved all the same
+                is_waiting = True
+
+
+def _be_the_run(order: dict[str, Any]) -> None:
+    """In the forked process: never returns."""
+    code = EXIT_BUG
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number, place in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+            os.dup2(place, number)
+        code = _train(order)
+    except BaseException:  # noqa: BLE001 - a bug, and its traceback belongs into the run's log
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(order: dict[str, Any]) -> int:
+    """What `turnwise train` does, with its exit codes."""
+    from turnwise.errors import TurnwiseError
+    from turnwise.train.run import EXIT_INTERRUPTED, train
+
+    try:
+        return train(order.get("config"), [], only_plan=False, resume=order.get("resume"))
+    except TurnwiseError as error:
+        print(f"turnwise: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

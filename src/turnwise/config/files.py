@@ -1,0 +1,296 @@
+"""YAML files and `section.key=value` overrides to a `Config`, and back.
+
+    config = load_config("guess_number", ["model=tiny", "train.steps=5", "generator.sampling_params.temperature=0.8"])
+
+A name is a shipped preset, a YAML file, or a world. What is wrong is said in one `ConfigError`, with the nearest valid
+name where one is unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from turnwise.config.config import Config, EvalConfig
+from turnwise.errors import ConfigError
+from turnwise.methods.config import BRANCHING_METHODS, CHOICE_OPTIONS, METHOD_OPTIONS, READING_METHODS, MethodConfig
+from turnwise.train.critic_config import CriticConfig
+
+Tree = dict[str, Any]
+"""A config as YAML holds it: sections of keys, not yet checked."""
+
+SHORTHANDS = ("model", "method", "env")
+"""Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
+SHORT_KEYS = {"base_url": "model.base_url"}
+SWITCHES = {
+    "eval.tasks": tuple(EvalConfig.model_fields),
+    "warmup.steps": ("batch_size", "learning_rate"),
+    "critic.pretrain_steps": tuple(name for name in CriticConfig.model_fields if name.startswith("pretrain_")),
+}
+"""Options that turn something off with a 0, and those that nothing reads then."""
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the package."""
+    return sorted(file.name.removesuffix(".yaml") for file in _presets().iterdir() if file.name.endswith(".yaml"))
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a preset, a YAML file or a world, with `section.key=value` overrides on top."""
+    tree = read_tree(name)
+    _apply_all(tree, overrides, name)
+    return tree_to_config(tree)
+
+
+def left_out(start: str | Config, overrides: Sequence[str]) -> list[str]:
+    """What `load_config` or `override_config` leave out of a file because the overrides choose another method or loss;
+    one sentence for each choice."""
+    tree = read_tree(start) if isinstance(start, str) else config_to_tree(start)
+    return _apply_all(tree, overrides, start if isinstance(start, str) else "this run's config")
+
+
+def override_config(config: Config, overrides: Sequence[str]) -> Config:
+    """The same config with `section.key=value` overrides on top."""
+    tree = config_to_tree(config)
+    _apply_all(tree, overrides, "")
+    return tree_to_config(tree)
+
+
+def read_tree(name: str) -> Tree:
+    """What a preset, a YAML file or a world says, before defaults and checks."""
+    if name in preset_names():
+        return parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}")
+    path = Path(name).expanduser()
+    if path.suffix in YAML_SUFFIXES or path.is_file():
+        try:
+            return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        except OSError as cause:
+            raise ConfigError(f"{path} cannot be read: {cause.strerror}; presets: {_listed_presets()}") from cause
+        except UnicodeDecodeError as cause:
+            raise ConfigError(f"{path} is not a text file; expected YAML") from cause
+    return {"env": {"name": name}}
+
+
+def parse_yaml(text: str, source: str) -> Tree:
+    """A YAML text as sections of keys; `model: tiny` stands for `model: {name: tiny}`."""
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{source} is not valid YAML: {cause}") from cause
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source} holds {type(content).__name__}; expected sections: {', '.join(_sections())}")
+    tree: Tree = {}
+    for section, value in content.items():
+        is_bare = section in SHORTHANDS and isinstance(value, str)
+        tree[str(section)] = {"name": value} if is_bare else {} if value is None else value
+    return tree
+
+
+def tree_to_config(tree: Tree) -> Config:
+    """Check everything; NotImplementedError is what an unsupported pair of generator options raises."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as cause:
+        lines = [_explain(error) for error in cause.errors()]
+        text = lines[0] if len(lines) == 1 else "\n".join(["the config has mistakes:", *(f"  - {x}" for x in lines)])
+        raise ConfigError(text) from None
+
+
+def config_to_tree(config: Config) -> Tree:
+    return config.model_dump(mode="json")
+
+
+def config_to_yaml(config: Config) -> str:
+    """Every option with its value; loads to the same config."""
+    return yaml.safe_dump(config_to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def config_from_yaml(text: str, source: str) -> Config:
+    """The config that a run wrote down, every option with its value."""
+    tree = parse_yaml(text, source)
+    _fill_in(tree)
+    _turn_off(tree, None)
+    return tree_to_config(tree)
+
+
+def _fill_in(tree: Tree) -> None:
+    """What a run did whose config has no word for it: an option that is not there came later than the run."""
+    generator, train, method = (tree.setdefault(name, {}) for name in ("generator", "train", "method"))
+    if "same_start" in generator or "n_samples_per_prompt" not in generator:
+        return
+    name = method.get("name", "grpo")
+    is_stored = name in READING_METHODS or bool(tree.get("data", {}).get("pairs"))
+    generator["same_start"] = is_stored or name in (*BRANCHING_METHODS, "dpo")
+    if name == "refuel" and not is_stored:
+        generator["n_samples_per_prompt"] = 2
+    train.setdefault("eps", 1e-12)
+    if is_stored:  # these were taken and not read
+        for section in ("reward", "alarms"):
+            tree.pop(section, None)
+        train.pop("max_empty_steps", None)
+        generator.pop("min_group_size", None)
+
+
+def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every option's full name: `train.steps`, `generator.sampling_params.temperature`, ..."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from option_paths(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
+    """Put the overrides on top; returns what the file says and the overrides leave no reader for, in words."""
+    parsed = [_parse(text) for text in overrides]
+    given = {".".join(path): value for path, value in parsed}
+    notes = _leave_behind(tree, given, source)
+    _turn_off(tree, given)
+    for path, value in parsed:
+        _apply(tree, path, value)
+    return notes
+
+
+def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Take out of a file what it says for a method, a loss or a correction that is not the one in use.
+
+    A file's section `method` is written for its method: another one begins with its own defaults. What the command
+    line itself says is never left behind, nor is a key that is no option: that is told as a mistake.
+    """
+    method = tree.get("method")
+    if isinstance(method, dict):
+        name = str(method.get("name", MethodConfig.model_fields["name"].default))
+        if given.get("method.name", name) != name:
+            return _forget(method, list(MethodConfig.model_fields), f"method={name}", source)
+        notes: list[str] = []
+        for choice, options in CHOICE_OPTIONS.items():
+            default = METHOD_OPTIONS.get(name, {}).get(choice, MethodConfig.model_fields[choice].default)
+            chosen = method.get(choice) or default
+            if given.get(f"method.{choice}", chosen) != chosen:
+                notes += _forget(method, options, f"{choice}={chosen}", source)
+        return notes
+    return []
+
+
+def _forget(method: Tree, options: Sequence[str], owner: str, source: str) -> list[str]:
+    fields = MethodConfig.model_fields
+    gone = {key: method.pop(key) for key in list(method) if key in options and key != "name"}
+    said = [f"method.{key}={value}" for key, value in gone.items() if value != fields[key].default]
+    return [f"left out, because {source} says it for {owner}: {', '.join(said)}"] if said else []
+
+
+def _parse(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` to the path and the value."""
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"{text!r} is no override; expected section.key=value, for example train.steps=20")
+    if key in SHORTHANDS:
+        key = f"{key}.name"
+    key = SHORT_KEYS.get(key, key)
+    if key in _sections():
+        first = next(option_paths(Config.model_fields[key].annotation, f"{key}."))  # pyright: ignore[reportArgumentType]
+        raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
+    if "." not in key:
+        raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
+    if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
+        return key.split("."), value
+    try:
+        return key.split("."), yaml.load(value, Loader=_Loader) if value.strip() else ""
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
+
+
+def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:
+    *parents, last = path
+    branch = tree
+    for parent in parents:
+        branch = branch.setdefault(parent, {})
+        if not isinstance(branch, dict):
+            key = ".".join(path)
+            raise ConfigError(f"{key} is not an option: {parent} holds {branch!r}{_nearest(key)}")
+    branch[last] = value
+
+
+def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
+    """What was turned off, by an override or (None) by the file itself, takes what the file says about it along."""
+    for switch, options in SWITCHES.items():
+        section, _, key = switch.partition(".")
+        held = tree.get(section)
+        if isinstance(held, dict) and (held.get(key) if given is None else given.get(switch)) == 0:
+            tree[section] = {name: value for name, value in held.items() if name not in options} | {key: 0}
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        if path.startswith("env."):
+            return f"{path} is not an option{_nearest(path)}; a world's own options go under env.options"
+        return f"{path} is not an option{_nearest(path)}"
+    if error["type"] == "value_error":
+        message = message.removeprefix("Value error, ")
+        return f"{path}: {message}" if path else message
+    if error["type"] == "literal_error":
+        near = difflib.get_close_matches(str(error["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.6)
+        message += f"; did you mean {near[0]}?" if near else ""
+    return f"{path}={error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(path: str) -> str:
+    """The end of a sentence about an unknown option: the valid one that was probably meant."""
+    known = list(option_paths())
+    inner = {option.rpartition(".")[0] for option in known if option.count(".") > 1}
+    near_inner = difflib.get_close_matches(path, inner, n=1, cutoff=0.8) if path.count(".") == 1 else []
+    leaf = path.rpartition(".")[2]
+    same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
+    by_leaf = {option.rpartition(".")[2]: option for option in known}
+    near_leaf = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
+    near_section = [] if "." in path else difflib.get_close_matches(path, _sections(), n=1, cutoff=0.7)
+    near = (
+        same_leaf or near_section or near_inner or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+    )
+    if near:
+        return f"; did you mean {near[0]}?"
+    section = path.partition(".")[0]
+    inside = [option for option in known if option.startswith(f"{section}.")]
+    return f"; expected one of {', '.join(inside or _sections())}"
+
+
+def _sections() -> list[str]:
+    return list(Config.model_fields)
+
+
+def _listed_presets() -> str:
+    return ", ".join(preset_names())
+
+
+def _presets() -> Any:
+    return resources.files("turnwise.config") / "presets"
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-5 is a number and a key that comes twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownVariableType]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)

@@ -1,0 +1,114 @@
+"""The options as text: `docs/config.md` and the end of `turnwise train --help`, both made from the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from turnwise.config.config import Config
+
+HEADER = """\
+# Options
+
+`turnwise train NAME|FILE section.key=value ...` takes every option below, and a YAML file holds the same by section:
+
+```yaml
+generator:
+  max_turns: 5
+  sampling_params:
+    temperature: 1.0
+train:
+  steps: 100
+```
+
+`model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, and `base_url=URL` for `model.base_url`
+(docs/service_openai.md). Values are read as YAML. An option that is unknown, or that nothing would read in the given
+combination, is refused before anything is spent. A file's section `method` is written for its own method: where the
+command line, or `turnwise compare`, names another one, that begins with its own defaults; with another
+`method.loss_fn` or `method.correction` the bounds of the file's go. The plan says what was left out. `eval.tasks=0`,
+`warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn off. The whole config,
+defaults included, is the first thing that a run writes down.
+
+This page is made from the fields of `turnwise.config.config` (`python -m turnwise.config.reference`).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the reference."""
+
+    path: str
+    kind: str
+    default: str
+    description: str
+
+
+def options(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Option]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from options(inner, f"{prefix}{name}.")
+        else:
+            default = _show(field.get_default(call_default_factory=True))
+            yield Option(f"{prefix}{name}", _kind(field), default, field.description or "")
+
+
+def reference_page() -> str:
+    """`docs/config.md`."""
+    parts = [HEADER]
+    for section, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        about = (field.annotation.__doc__ or "").splitlines()[0]
+        parts += [f"## {section}", "", about, "", "| Option | Value | Default | Meaning |", "|---|---|---|---|"]
+        for option in options():
+            if option.path.startswith(f"{section}."):
+                kind, about = (text.replace("|", "\\|") for text in (option.kind, option.description))
+                parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {about} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def help_text() -> str:
+    """The options for a terminal, one line each."""
+    rows = list(options())
+    width = max(len(f"{row.path}={row.default}") for row in rows)
+    return "\n".join(f"  {f'{row.path}={row.default}':<{width}}  {row.description}" for row in rows)
+
+
+def _kind(field: FieldInfo) -> str:
+    annotation: Any = field.annotation
+    choices = [str(choice) for part in _literals(annotation) for choice in get_args(part)]
+    if choices:
+        return ", ".join((["a number"] if float in get_args(annotation) else []) + choices)
+    if bool in get_args(annotation):
+        return "true, false"
+    names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
+    if annotation in names:
+        return names[annotation]
+    if get_origin(annotation) is tuple:
+        return "list of texts"
+    return "number or null" if float in get_args(annotation) else "keys and values"
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return [annotation]
+    return [part for inner in get_args(annotation) for part in _literals(inner)]
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[]" if not value else ", ".join(value)
+    return "''" if value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

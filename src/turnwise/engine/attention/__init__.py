@@ -1,0 +1,1 @@
+"""Attention plans, and one file per device that carries them out."""

@@ -1,0 +1,133 @@
+"""A Hugging Face causal language model in: transformers' modelling code, our attention, adapters on every linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
+from turnwise.engine.model.body import FusedBody
+from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.sampling.kvcache import KvShape
+from turnwise.errors import ModelError
+from turnwise.models.families import check_supported
+from turnwise.models.sizes import ModelSizes
+
+
+class CausalModel:
+    """The frozen base: its body, its head, and the linears that adapters may lie on."""
+
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+        config = _read_config(directory)
+        check_supported(config.to_dict())
+        model = _load(directory, config, dtype)
+        self.config = config
+        self.arch = type(model).__name__
+        self.device, self.dtype = device, dtype
+        self.holder = RouteHolder()
+        nn.Module.to(model.requires_grad_(False).eval(), device)
+        self.linears = _wrap_linears(model, self.holder)
+        head = model.get_output_embeddings()
+        if not isinstance(head, LoraLinear):
+            raise ModelError(f"{self.arch} has no linear output layer")
+        self.head = head
+        self.body: nn.Module = model.base_model
+        self.vocab_size = int(self.head.out_features)
+        self.sizes = _sizes(config, self.vocab_size)
+        self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.fits(self.body) else None
+        self.max_context_length = int(config.max_position_embeddings)
+        self.eos_ids = _eos_ids(model)
+        self.kv_shape = KvShape(
+            num_layers=self.sizes.num_layers, num_kv_heads=self.sizes.num_kv_heads, head_size=self.sizes.head_size
+        )
+
+    @property
+    def groups(self) -> Sequence[LinearGroup]:
+        """Linears whose weights stand side by side, where the body joins any."""
+        return self.fused.groups if self.fused is not None else ()
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route, rows: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states [N, H] of packed tokens [N], or those of `rows` (sorted) alone."""
+        if self.fused is not None:
+            return self.fused.hidden(input_ids, position_ids, plan, route, rows)
+        with self.routed(route):
+            out = self.body(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, return_dict=True
+            )
+        hidden = out.last_hidden_state[0]
+        return hidden if rows is None else hidden[rows]
+
+    @contextmanager
+    def routed(self, route: Route) -> Iterator[None]:
+        self.holder.route = route
+        try:
+            yield
+        finally:
+            self.holder.route = Route()
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
+
+
+def _sizes(config: PretrainedConfig, vocab_size: int) -> ModelSizes:
+    heads = config.num_attention_heads
+    return ModelSizes(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        inner_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=vocab_size,
+    )
+
+
+def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(f"{type(model).__name__} does not let its attention be replaced, so it is not supported")
+    return model
+
+
+def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:
+    """Replace every linear by an adaptable one, in place; keys are its dotted names, as PEFT writes them."""
+    linears: dict[str, LoraLinear] = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:  # a subclass may do something else, as PhiMoE's router does
+            parent, _, child = name.rpartition(".")
+            wrapped = LoraLinear(module, name, holder)
+            setattr(model.get_submodule(parent), child, wrapped)
+            linears[name] = wrapped
+    return linears
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

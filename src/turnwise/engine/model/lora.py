@@ -1,0 +1,304 @@
+"""LoRA adapters of different ranks and targets on one frozen base, side by side in one batch.
+
+A forward pass over packed tokens carries a `Route`: which span of tokens belongs to which adapter. Every adapted
+linear computes y = x W' (+ b) once for all tokens and adds scale * (x A') B' on each span (A' = transpose). An
+adapter's weights are views into one flat float32 tensor, so that optimizer, snapshot and norm are single calls.
+
+Shape legend: N packed tokens, I inputs, O outputs, r rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.engine.model.linear import frozen_linear
+from turnwise.models.linears import adapted_linears, check_kinds
+from turnwise.types import LoraConfig
+
+LORA_ALPHA = 32.0
+"""Scale is alpha / rank, so that a good learning rate does not depend on the rank."""
+
+_versions = itertools.count(1)
+
+
+class LoraWeights:
+    """The A [r, I] and B [O, r] of every targeted linear, as views into one flat float32 tensor."""
+
+    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], flat: Tensor) -> None:
+        self.lora = lora
+        self.shapes = dict(shapes)
+        self.scale = LORA_ALPHA / lora.rank
+        self.flat = flat
+        self.pairs = split_pairs(flat, shapes, lora.rank)
+
+    def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """The pairs in the activations' dtype, no gradient recorded: the same tensors where they have it already."""
+        with torch.no_grad():
+            if all(a.dtype is dtype for a, _ in self.pairs.values()):
+                return {name: (a.detach(), b.detach()) for name, (a, b) in self.pairs.items()}
+            return split_pairs(self.flat.to(dtype), self.shapes, self.lora.rank)
+
+
+def num_parameters(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
+    return sum(rank * (num_in + num_out) for num_out, num_in in shapes.values())
+
+
+def split_pairs(flat: Tensor, shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Views of `flat` as {linear: (A, B)}, in the order of `shapes`."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    offset = 0
+    for name, (num_out, num_in) in shapes.items():
+        a = flat[offset : offset + rank * num_in].view(rank, num_in)
+        offset += rank * num_in
+        b = flat[offset : offset + rank * num_out].view(num_out, rank)
+        offset += rank * num_out
+        pairs[name] = (a, b)
+    return pairs
+
+
+class Policy(LoraWeights):
+    """Published weights: they never change, and their `version` marks every KV block computed with them."""
+
+    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], flat: Tensor, dtype: torch.dtype):
+        super().__init__(lora, shapes, flat)
+        self.version = next(_versions)
+        self.pairs = split_pairs(flat.to(dtype), shapes, lora.rank)
+
+
+class BasePolicy:
+    """The frozen base model as a policy: no adapter at all."""
+
+    def __init__(self) -> None:
+        self.version = next(_versions)
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scale = 0.0
+
+    def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:  # noqa: ARG002 - there is nothing to cast
+        return self.pairs
+
+
+AnyPolicy = Policy | BasePolicy
+
+
+class Adapter(LoraWeights):
+    """A trainable adapter: leaf parameters and gradients as views into flat tensors, and its optimizer's state."""
+
+    def __init__(
+        self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], device: torch.device, *, num_more: int = 0
+    ) -> None:
+        """`num_more` parameters at the end of the flat tensor belong to a subclass; they start at zero."""
+        flat = torch.zeros(num_parameters(shapes, lora.rank) + num_more, dtype=torch.float32, device=device)
+        super().__init__(lora, shapes, flat)
+        generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else torch.seed() % 2**63)
+        for a, _ in self.pairs.values():
+            bound = 1 / math.sqrt(a.shape[1])  # Kaiming-uniform with a = sqrt(5), as PEFT starts; B starts at zero
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        self.grad = torch.zeros_like(flat)
+        self.exp_avg = torch.zeros_like(flat)
+        self.exp_avg_sq = torch.zeros_like(flat)
+        self.num_steps = 0
+        self.pairs = {name: (leaf(a), leaf(b)) for name, (a, b) in self.pairs.items()}
+        self.grad_pairs = split_pairs(self.grad, shapes, lora.rank)
+        for name, (a, b) in self.pairs.items():
+            a.grad, b.grad = self.grad_pairs[name]
+
+    def publish(self, dtype: torch.dtype) -> Policy:
+        return Policy(self.lora, self.shapes, self.flat.clone(), dtype)
+
+
+def leaf(view: Tensor) -> Tensor:
+    """The same storage as a leaf that collects gradients."""
+    return view.detach().requires_grad_(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Packed tokens [start, stop) run with `weights`; spans do not overlap, tokens in none use the base alone."""
+
+    start: int
+    stop: int
+    weights: LoraWeights | BasePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class BankRoute:
+    """Rows of many adapters, by tiles of rows that share one (`lora_bank.py`)."""
+
+    banks: Mapping[str, Any]
+    """A and B of all slots, by group of linears."""
+    generation: int
+    """Counts the times that the banks were laid out anew."""
+    runs: Sequence[tuple[int, int, int]]
+    """(first row, rows, slot) of each adapter's neighbouring rows."""
+    tiles: Tensor
+    """[3, T] int32: the same, cut into tiles."""
+
+    def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
+        """y += scale (x A') B', every row with its own adapter."""
+        from turnwise.engine.ops.triton_lora import add_low_rank
+
+        bank = self.banks.get(group)
+        if bank is not None:  # else no adapter lies on these linears
+            add_low_rank(x_NI, bank.a, bank.b, bank.members, self.tiles, y_NO)
+
+
+@dataclass(slots=True)
+class Route:
+    """What the adapted linears of one model do in the forward pass that is running."""
+
+    spans: Sequence[Span] = ()
+    merged: Mapping[str, Tensor] | None = None
+    """Weights that stand in for the base's, adapter already added; then there are no spans."""
+    bank: BankRoute | None = None
+    """Many adapters in one launch, for sampling on a GPU; then there are no spans."""
+
+
+@dataclass(slots=True)
+class RouteHolder:
+    """Shared by all adapted linears of one model; the engine swaps the route around each forward pass."""
+
+    route: Route = field(default_factory=Route)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear and whatever adapters the current route lays over it."""
+
+    def __init__(self, base: nn.Linear, name: str, holder: RouteHolder) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.name = name
+        self.holder = holder
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        route = self.holder.route
+        flat = x.reshape(-1, self.in_features)
+        y = self.apply_route(flat, route)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
+        if route.merged is not None:
+            return frozen_linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
+        if route.bank is not None:
+            y = frozen_linear(x_NI, self.weight, self.bias)
+            route.bank.add(self.name, x_NI, y)
+            return y
+        spans = [span for span in route.spans if self.name in span.weights.pairs]
+        if torch.is_grad_enabled() and spans:
+            bounds = tuple((span.start, span.stop, span.weights.scale) for span in spans)
+            pairs = [tensor for span in spans for tensor in span.weights.pairs[self.name]]
+            return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)
+        if torch.is_grad_enabled():
+            return nn.functional.linear(x_NI, self.weight, self.bias)
+        y = frozen_linear(x_NI, self.weight, self.bias)
+        for span in spans:
+            a, b = span.weights.pairs[self.name]
+            low = x_NI[span.start : span.stop] @ a.to(x_NI.dtype).t()
+            y[span.start : span.stop].addmm_(low, b.to(x_NI.dtype).t(), alpha=span.weights.scale)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGroup:
+    """Linears that read the same input, their weights side by side in one tensor: one product for all."""
+
+    name: str
+    names: tuple[str, ...]
+    bounds: Mapping[str, slice]
+    """The outputs of each linear."""
+    weight: Tensor
+    """[O, I], of all of them."""
+    bias: Tensor | None
+
+    @staticmethod
+    def join(linears: Sequence[LoraLinear]) -> LinearGroup:
+        """The linears' own weights become views of the joined one, so there is still one copy."""
+        names = tuple(linear.name for linear in linears)
+        stops = list(itertools.accumulate(linear.out_features for linear in linears))
+        bounds = {
+            linear.name: slice(stop - linear.out_features, stop) for linear, stop in zip(linears, stops, strict=True)
+        }
+        if len(linears) == 1:
+            bias = linears[0].bias
+            return LinearGroup(
+                names[0], names, bounds, linears[0].weight.detach(), None if bias is None else bias.detach()
+            )
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        for linear in linears:
+            linear.weight = nn.Parameter(weight[bounds[linear.name]], requires_grad=False)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears)), "all of a group's linears have a bias, or none"
+        return LinearGroup("+".join(names), names, bounds, weight, torch.cat(biases) if biases else None)
+
+    def members(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tuple[slice, tuple[Tensor, Tensor]]]:
+        """(outputs, (A, B)) of the linears that `pairs` adapts."""
+        return [(self.bounds[name], pairs[name]) for name in self.names if name in pairs]
+
+
+class _LoraMatmul(torch.autograd.Function):
+    """Base product plus every span's low-rank product; the base is frozen, so backward forms no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x_NI, weight, bias, bounds, *pairs):
+        y = frozen_linear(x_NI, weight, bias)
+        lows = []
+        for (start, stop, scale), a, b in zip(bounds, pairs[::2], pairs[1::2], strict=True):
+            low = x_NI[start:stop] @ a.to(x_NI.dtype).t()
+            y[start:stop].addmm_(low, b.to(x_NI.dtype).t(), alpha=scale)
+            lows.append(low)
+        ctx.bounds = bounds
+        ctx.save_for_backward(x_NI, weight, *lows, *pairs)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x_NI, weight, *rest = ctx.saved_tensors
+        num_spans = len(ctx.bounds)
+        lows, pairs = rest[:num_spans], rest[num_spans:]
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        grads = []
+        for (start, stop, scale), low, a, b in zip(ctx.bounds, lows, pairs[::2], pairs[1::2], strict=True):
+            dy_span = dy[start:stop]
+            dlow = (dy_span @ b.to(dy.dtype)).mul_(scale)
+            grads.append((dlow.t() @ x_NI[start:stop]).to(a.dtype))
+            grads.append((dy_span.t() @ low).to(b.dtype).mul_(scale))
+            if dx is not None:
+                dx[start:stop].addmm_(dlow, a.to(dy.dtype))
+        return dx, None, None, None, *grads
+
+
+def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """{linear: (outputs, inputs)} of what `lora` trains; linears are told apart by where they stand in the model."""
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    check_kinds(linears, wanted)
+    return adapted_linears({n: (m.out_features, m.in_features) for n, m in linears.items()}, wanted)
+
+
+def merge_into(
+    target: dict[str, Tensor], linears: Mapping[str, LoraLinear], groups: Sequence[LinearGroup], policy: Policy
+) -> None:
+    """Fill `target` with base + scale * B A for every linear that the policy adapts; buffers are reused.
+
+    The weights of a group stand side by side there too, under the group's name.
+    """
+    joined = {group.name: group for group in groups if any(name in policy.pairs for name in group.names)}
+    wanted = set(policy.pairs) | set(joined) | {name for group in joined.values() for name in group.names}
+    for stale in [name for name in target if name not in wanted]:
+        del target[stale]
+    for group in joined.values():
+        if group.name not in target:
+            target[group.name] = group.weight.clone()
+            target.update({name: target[group.name][bounds] for name, bounds in group.bounds.items()})
+    for name, (a, b) in policy.pairs.items():
+        base = linears[name].weight
+        if name not in target:
+            target[name] = torch.empty_like(base, requires_grad=False)
+        torch.addmm(base.detach(), b, a, alpha=policy.scale, out=target[name])

@@ -1,0 +1,161 @@
+"""Published adapters side by side on a GPU, so that one launch serves rows of many (`kernels/triton_lora.py`).
+
+A policy takes a slot when it is first sampled from without being merged; the one that was not used for longest gives
+its slot up. Ranks are padded to the bank's, which grows when a larger one comes. Rows of the base model have no tile.
+
+Shape legend: N rows, T tiles, I inputs, O outputs, R padded rank.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.engine.attention.cuda import has_triton
+from turnwise.engine.attention.plans import upload
+from turnwise.engine.model.load import CausalModel
+from turnwise.engine.model.lora import AnyPolicy, BankRoute, LinearGroup, Policy
+
+FIRST_SLOTS = 4
+MIN_RANK = 16
+TILE_ROWS = 16
+OUTPUT_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBank:
+    """The adapters of one group of linears."""
+
+    a: Tensor
+    """[slots, members, R, I]"""
+    b: Tensor
+    """[slots, O, R], scale included."""
+    members: Tensor
+    """[O / 64] int32: whose outputs a block is."""
+
+
+class LoraBank:
+    """All slots of one engine."""
+
+    def __init__(self, groups: Sequence[LinearGroup], dtype: torch.dtype, device: torch.device) -> None:
+        self._groups = list(groups)
+        self._dtype, self._device = dtype, device
+        self._rank = MIN_RANK
+        self._num_slots = 0
+        self._slot_of: OrderedDict[int, int] = OrderedDict()
+        """By policy version, least recently used first."""
+        self._free: list[int] = []
+        self._adapted: set[str] = set()
+        self.generation = 0
+        self.banks: dict[str, GroupBank] = {}
+
+    @staticmethod
+    def fits(groups: Sequence[LinearGroup]) -> bool:
+        """Blocks of outputs must not straddle two linears."""
+        return all(bounds.start % OUTPUT_BLOCK == 0 for group in groups for bounds in group.bounds.values())
+
+    def slots(self, policies: Sequence[AnyPolicy]) -> dict[int, int]:
+        """A slot for every policy of one step, by version; the base has none."""
+        wanted = {policy.version: policy for policy in policies if isinstance(policy, Policy)}
+        rank = max([self._rank, *(policy.lora.rank for policy in wanted.values())])
+        adapted = {name for policy in wanted.values() for name in policy.pairs}
+        if rank > self._rank or len(wanted) > self._num_slots or not adapted <= self._adapted:
+            self._adapted |= adapted
+            self._grow(len(wanted), 1 << (rank - 1).bit_length())
+        for version in wanted:
+            if version in self._slot_of:
+                self._slot_of.move_to_end(version)
+        for version, policy in wanted.items():
+            if version not in self._slot_of:
+                slot = self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
+                self._slot_of[version] = slot
+                self._fill(slot, policy)
+        return {version: self._slot_of[version] for version in wanted}
+
+    def _grow(self, num_slots: int, rank: int) -> None:
+        """Larger banks, empty: policies come back when they are next asked for."""
+        self.generation += 1
+        self._num_slots = max(FIRST_SLOTS, self._num_slots, 1 << (num_slots - 1).bit_length())
+        self._rank = rank
+        self._slot_of.clear()
+        self._free = list(range(self._num_slots))
+        self.banks.clear()
+        for group in self._groups:
+            if not self._adapted & set(group.names):
+                continue
+            num_out, num_in = group.weight.shape
+            owners = np.zeros(-(-num_out // OUTPUT_BLOCK), dtype=np.int32)
+            for index, bounds in enumerate(group.bounds.values()):
+                owners[bounds.start // OUTPUT_BLOCK :] = index
+            self.banks[group.name] = GroupBank(
+                a=self._zeros(self._num_slots, len(group.names), rank, num_in),
+                b=self._zeros(self._num_slots, num_out, rank),
+                members=upload(owners, self._device),
+            )
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def _fill(self, slot: int, policy: Policy) -> None:
+        pairs, rank = policy.pairs, policy.lora.rank
+        for group in self._groups:
+            if group.name not in self.banks:
+                continue
+            bank = self.banks[group.name]
+            bank.a[slot].zero_()
+            bank.b[slot].zero_()
+            for index, (name, bounds) in enumerate(group.bounds.items()):
+                if name in pairs:
+                    a, b = pairs[name]
+                    bank.a[slot, index, :rank] = a
+                    torch.mul(b, policy.scale, out=bank.b[slot, bounds, :rank])
+
+
+def make_tiles(runs: Sequence[tuple[int, int, int]], num_tiles: int) -> np.ndarray:
+    """[3, num_tiles] int32 from (first row, rows, slot) of each adapter's rows; what is left over holds no rows."""
+    tiles = np.zeros((3, num_tiles), dtype=np.int32)
+    filled = 0
+    for first, count, slot in runs:
+        for start in range(first, first + count, TILE_ROWS):
+            tiles[:, filled] = start, min(TILE_ROWS, first + count - start), slot
+            filled += 1
+    return tiles
+
+
+def count_tiles(lengths: Sequence[int]) -> int:
+    return sum(-(-length // TILE_ROWS) for length in lengths)
+
+
+def bank_route(bank: LoraBank, lengths: Sequence[tuple[AnyPolicy, int]], device: torch.device) -> BankRoute:
+    """The route of packed rows, given as neighbouring runs of (policy, rows)."""
+    runs = _runs(bank.slots([policy for policy, _ in lengths]), lengths)
+    tiles = make_tiles(runs, max(1, count_tiles([count for _, count, _ in runs])))
+    return BankRoute(bank.banks, bank.generation, runs, upload(tiles, device))
+
+
+def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[AnyPolicy, int]]) -> list[tuple[int, int, int]]:
+    """(first row, rows, slot) of every run, neighbours of one policy together."""
+    runs: list[tuple[int, int, int]] = []
+    row = 0
+    for policy, count in lengths:
+        slot = slots.get(policy.version)
+        if slot is not None:
+            if runs and runs[-1][2] == slot and sum(runs[-1][:2]) == row:
+                runs[-1] = (runs[-1][0], runs[-1][1] + count, slot)
+            else:
+                runs.append((row, count, slot))
+        row += count
+    return runs
+
+
+def make_bank(model: CausalModel) -> LoraBank | None:
+    """A bank for the model's linears; None on a CPU, without Triton, or where the linears do not fit its tiles."""
+    groups = [*model.groups, LinearGroup.join([model.head])]
+    if model.device.type != "cuda" or not has_triton() or model.fused is None or not LoraBank.fits(groups):
+        return None
+    return LoraBank(groups, model.dtype, model.device)

@@ -1,0 +1,82 @@
+"""Softmax over a large vocabulary for training, in C (`cpu_head.c`): float32 logits are read twice, written once.
+
+The functions of `triton_head.py`, for the CPU. `logprobs.py` takes this module where `is_built()`.
+
+Shape legend: R rows of logits (one chunk of the head's product), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from turnwise.engine.ops import build, waiting
+from turnwise.errors import DataError
+
+
+def is_built() -> bool:
+    return build.library() is not None
+
+
+class HeadKernels:
+    """The functions of one compiled library, with the types of their arguments."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self.row_stats = library.tw_row_stats
+        self.row_stats.argtypes = [*[pointer] * 4, int64, int64, int32]
+        self.row_stats.restype = None
+        self.row_gradients = library.tw_row_gradients
+        self.row_gradients.argtypes = [*[pointer] * 6, int64, int64, int32]
+        self.row_gradients.restype = None
+
+
+@functools.cache
+def _kernels() -> HeadKernels:
+    library = build.library()
+    assert library is not None, "chosen only where the library is built"
+    return HeadKernels(library)
+
+
+def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and mean of logits / temperature under their softmax, [R] each; entropy is the difference."""
+    rows, vocab = logits_RV.shape
+    _check(logits_RV, temperature_R)
+    logsumexps, means = torch.empty(rows), torch.empty(rows)
+    _kernels().row_stats(
+        logits_RV.data_ptr(), temperature_R.data_ptr(), logsumexps.data_ptr(), means.data_ptr(), rows, vocab,
+        waiting.num_threads(),
+    )  # fmt: skip
+    return logsumexps, means
+
+
+def row_gradients(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    logsumexps_R: Tensor,
+    grads_R: Tensor,
+    entropies_R: Tensor | None,
+    grad_entropies_R: Tensor | None,
+) -> Tensor:
+    """Write -(grad p + grad_entropy p (log p + H)) / T over the logits: d loss / d logit without the target's own."""
+    rows, vocab = logits_RV.shape
+    looked_at = () if entropies_R is None or grad_entropies_R is None else (entropies_R, grad_entropies_R)
+    _check(logits_RV, temperature_R, logsumexps_R, grads_R, *looked_at)
+    _kernels().row_gradients(
+        logits_RV.data_ptr(), temperature_R.data_ptr(), logsumexps_R.data_ptr(), grads_R.data_ptr(),
+        *(side.data_ptr() for side in looked_at), *[None] * (2 - len(looked_at)), rows, vocab, waiting.num_threads(),
+    )  # fmt: skip
+    return logits_RV
+
+
+def _check(logits: Tensor, *sides: Tensor) -> None:
+    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    for tensor, shape in ((logits, logits.shape), *((side, logits.shape[:1]) for side in sides)):
+        if tensor.shape != shape or tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.is_cuda:
+            raise DataError(
+                f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} beside logits {tuple(logits.shape)}; "
+                f"expected contiguous float32 {tuple(shape)} on the CPU"
+            )

@@ -1,0 +1,1 @@
+"""Prompts to replies: scheduling, the KV cache, decoding graphs, drawing, stops."""

@@ -1,0 +1,293 @@
+"""CUDA graphs, and a decode step as one: one launch for the whole model, the head and the draw.
+
+Eager decode is bound by launches, not by the card. A graph is captured per bucket of rows, with static inputs that each
+step copies into; rows that pad a bucket write to a scratch block. Weights are read where they lie, so merging a new
+policy into the same buffers needs no new capture. A row's last token never leaves the device: the graph reads it from
+the row's lane and writes the next one there, so the host can launch a step before it has seen the tokens of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.engine.attention.plans import PagedPlan
+from turnwise.engine.model.load import CausalModel
+from turnwise.engine.model.lora import Route
+from turnwise.engine.model.lora_bank import count_tiles, make_tiles
+from turnwise.engine.sampling.draw import draw_whole, uniforms
+from turnwise.engine.sampling.inputs import block_table
+from turnwise.engine.sampling.kvcache import KvCache
+from turnwise.engine.sampling.scheduler import Row
+
+MIN_WIDTH = 16
+NUM_COLUMNS = 5
+"""Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
+
+
+_Weights = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph, what it reads and what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    outputs: Tensor
+
+
+class Captures:
+    """Graphs by what is built into them: the shape of their inputs, and where the weights lie."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured: dict[tuple[Hashable, _Weights], Captured] = {}
+        self._pool: Any = None
+        self._merged_key: _Weights | None = None
+
+    def weights_moved(self) -> None:
+        """A policy was merged: its weights may lie where those before it did not."""
+        self._merged_key = None
+
+    def has(self, shape: Hashable, route: Route) -> bool:
+        return (shape, self.weights_key(route)) in self._captured
+
+    def get(
+        self, shape: Hashable, route: Route, make_inputs: Callable[[], Tensor], step: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        """The graph of `step`, captured now when there is none; graphs whose weights are gone are dropped then."""
+        weights = self.weights_key(route)
+        if (shape, weights) not in self._captured:
+            self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[1], weights)}
+            self._captured[shape, weights] = self._capture(make_inputs(), step)
+        return self._captured[shape, weights]
+
+    def weights_key(self, route: Route) -> _Weights:
+        """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
+        if route.bank is not None:
+            return "bank", route.bank.generation, _num_tiles(route)
+        if route.merged is None:
+            return ("base",)
+        if self._merged_key is None:
+            # By name: two layers whose buffers changed places need another graph, though the addresses are the same.
+            places = (part for name in sorted(route.merged) for part in (name, route.merged[name].data_ptr()))
+            self._merged_key = ("merged", *places)
+        return self._merged_key
+
+    def _capture(self, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            step(inputs)  # what is set up at a first launch is not captured
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step(inputs)
+        self._pool = self._pool or graph.pool()
+        return Captured(graph, inputs, outputs)
+
+
+class StepGraphs:
+    """What the graphs of a sampler's steps read and write besides their inputs."""
+
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
+        self.model = model
+        self.cache = cache
+        self.scratch_slot = scratch_block * cache.block_size
+        self.last_tokens = last_tokens
+        """[lanes + 1] int64"""
+        self.captures = Captures(model.device)
+
+    @property
+    def scratch_lane(self) -> int:
+        """Where the tokens of padding go."""
+        return len(self.last_tokens) - 1
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows of the last step, as arrays that a step with the same rows only counts up."""
+
+    rows: list[Row]
+    bucket: int
+    width: int
+    lanes: np.ndarray
+    positions: np.ndarray
+    temperatures: np.ndarray
+    seeds: np.ndarray
+    samples: np.ndarray
+    num_sampled: np.ndarray
+    table: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> _Batch:
+        width = table_width(max(len(row.blocks) for row in rows))
+        return _Batch(
+            rows=list(rows),
+            bucket=row_bucket(len(rows)),
+            width=width,
+            lanes=np.array([row.lane for row in rows], dtype=np.int32),
+            positions=np.array([row.length - 1 for row in rows], dtype=np.int32),
+            temperatures=np.array([row.request.params.temperature for row in rows], dtype=np.float32),
+            seeds=np.array([row.request.seed for row in rows], dtype=np.uint64),
+            samples=np.array([row.index for row in rows], dtype=np.uint64),
+            num_sampled=np.array([row.num_sampled + row.num_pending for row in rows], dtype=np.uint64),
+            table=block_table([row.blocks for row in rows], width),
+        )
+
+    def advance(self, block_size: int) -> bool:
+        """One token further with the same rows; False when a table of this width does not hold it."""
+        self.positions += 1
+        self.num_sampled += np.uint64(1)
+        if self.positions.max() >= self.width * block_size:
+            return False
+        for i in np.nonzero(self.positions % block_size == 0)[0].tolist():
+            column = int(self.positions[i]) // block_size
+            self.table[i, column] = self.rows[i].blocks[column]
+        return True
+
+
+class DecodeGraphs(StepGraphs):
+    """Captured lazily, per bucket of rows, table width, and weights."""
+
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
+        super().__init__(model, cache, scratch_block, last_tokens)
+        self._batch: _Batch | None = None
+
+    def forget_rows(self) -> None:
+        """Rows moved on without a replay."""
+        self._batch = None
+
+    def decode(self, rows: Sequence[Row], route: Route) -> Tensor:
+        """Launch one step; [2, rows] token ids and logprobs, valid until the next replay of the same graph."""
+        batch = self._batch
+        if batch is None or batch.rows != rows or not batch.advance(self.cache.block_size):
+            batch = self._batch = _Batch.of(rows)
+        captured = self._get(batch.bucket, batch.width, route)
+        captured.inputs.copy_(self._pack(batch, route), non_blocking=True)
+        captured.graph.replay()
+        return captured.outputs[:, : len(rows)]
+
+    def _pack(self, batch: _Batch, route: Route) -> Tensor:
+        """The step's inputs in pinned memory."""
+        size, count, bucket = self.cache.block_size, len(batch.rows), batch.bucket
+        num_tiles = _num_tiles(route)
+        is_cuda = self.model.device.type == "cuda"
+        packed = torch.empty(_input_size(bucket, batch.width, num_tiles), dtype=torch.int32, pin_memory=is_cuda)
+        array = packed.numpy()
+        columns = array[: NUM_COLUMNS * bucket].reshape(NUM_COLUMNS, bucket)
+        columns[:, count:] = np.array(self._padding(), dtype=np.int32)[:, None]
+        columns[0, :count] = batch.lanes
+        columns[1, :count] = batch.positions
+        blocks = batch.table[np.arange(count), batch.positions // size]
+        columns[2, :count] = blocks * size + batch.positions % size
+        columns[3, :count] = batch.temperatures.view(np.int32)
+        columns[4, :count] = uniforms(batch.seeds, batch.samples, batch.num_sampled).view(np.int32)
+        table = array[NUM_COLUMNS * bucket :][: bucket * batch.width].reshape(bucket, batch.width)
+        table[:count] = batch.table
+        table[count:] = 0
+        if route.bank is not None:
+            array[-3 * num_tiles :] = make_tiles(route.bank.runs, num_tiles).ravel()
+        return packed
+
+    def _padding(self) -> list[int]:
+        """Columns of a row that nobody asked for."""
+        ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
+        return [self.scratch_lane, 0, self.scratch_slot, ones, halves]
+
+    def _get(self, bucket: int, width: int, route: Route) -> Captured:
+        def make_inputs() -> Tensor:
+            size = _input_size(bucket, width, _num_tiles(route))
+            inputs = torch.zeros(size, dtype=torch.int32, device=self.model.device)
+            columns, _, _ = _views(inputs, bucket, width, route)
+            columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
+            return inputs
+
+        return self.captures.get(
+            (bucket, width), route, make_inputs, lambda inputs: self._step(*_views(inputs, bucket, width, route))
+        )
+
+    def missing(self, max_rows: int, num_blocks: int, route: Route) -> list[tuple[int, int]]:
+        """(bucket, width) of the graphs that so many rows of so many blocks may need, and that are not there yet."""
+        widths = sorted({table_width(count) for count in range(1, num_blocks + 1)})
+        buckets = sorted({row_bucket(count) for count in range(1, max_rows + 1)})
+        return [(b, w) for w in widths for b in buckets if not self.captures.has((b, w), route)]
+
+    def capture(self, bucket: int, width: int, route: Route) -> None:
+        """Ahead of need; what is there already stays."""
+        with torch.inference_mode():
+            self._get(bucket, width, route)
+
+    def _step(self, columns: Tensor, table: Tensor, route: Route) -> Tensor:
+        """[2, rows] float32: token ids, logprobs."""
+        lanes = columns[0].long()
+        plan = PagedPlan(
+            cache=self.cache,
+            slots=columns[2].long(),
+            num_decode=len(table),
+            block_table=table,
+            context_lens=columns[1] + 1,
+            max_context=table.shape[1] * self.cache.block_size,
+            chunks=(),
+        )
+        hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
+        return draw_to_lanes(
+            self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes, self.last_tokens
+        )
+
+
+def draw_to_lanes(logits: Tensor, temperatures: Tensor, drawn: Tensor, lanes: Tensor, last_tokens: Tensor) -> Tensor:
+    """[2, rows] float32: token ids, which go to the rows' lanes too, and logprobs; settings are bits of a float32."""
+    tokens, logprobs = draw_whole(logits, temperatures.view(torch.float32), drawn.view(torch.float32))
+    last_tokens.index_copy_(0, lanes, tokens)
+    return torch.stack([tokens.float(), logprobs])
+
+
+def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
+    """What `_pack` laid out: columns [5, rows], block table [rows, width], and the route that reads its tiles there."""
+    columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
+    table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
+    if route.bank is not None:
+        num_tiles = _num_tiles(route)
+        route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
+    return columns, table, route
+
+
+def _is_given_up(old: _Weights, new: _Weights) -> bool:
+    """Whether a graph's weights are gone: a bank of an older generation, merged weights that lie elsewhere now."""
+    if old[0] != new[0]:
+        return False
+    return old[1] != new[1] if old[0] == "bank" else old != new
+
+
+def _num_tiles(route: Route) -> int:
+    """Tiles of the graph: few sizes, so that few graphs are captured, and few tiles that hold no rows."""
+    return 0 if route.bank is None else _power_of_two(count_tiles([count for _, count, _ in route.bank.runs]))
+
+
+def _input_size(bucket: int, width: int, num_tiles: int) -> int:
+    return bucket * (NUM_COLUMNS + width) + 3 * num_tiles
+
+
+def table_width(num_blocks: int) -> int:
+    """Columns of the block table of a graph: few sizes, and none so small that it is soon outgrown."""
+    return max(MIN_WIDTH, _power_of_two(num_blocks))
+
+
+def row_bucket(count: int) -> int:
+    """Rows of the graph that takes `count`: powers of two up to 16, from there at most a quarter more than asked."""
+    power = _power_of_two(count)
+    if power <= 16:
+        return power
+    step = power // 8
+    return -(-count // step) * step
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

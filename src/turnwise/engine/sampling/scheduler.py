@@ -1,0 +1,358 @@
+"""Which sequences run next: continuous batching over a fixed pool of KV blocks.
+
+Every step decodes one token for each running row and reads a bounded piece of waiting prompts. A request's
+prompt is read once, by its first row; its other samples then fork from it, sharing the full blocks. So do requests
+with a common beginning that come at once, as a group's attempts do: one reads it, the others wait a step. When blocks
+run out the youngest running row gives its blocks back and waits, with its tokens, to be read again: nothing is
+lost and nothing fails.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from turnwise.engine.model.lora import AnyPolicy
+from turnwise.engine.sampling.kvcache import NO_PREFIX, BlockPool, Prefix
+from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+
+WORTH_WAITING = 64
+"""Tokens in common for which a prompt waits a step, until its sibling has read them."""
+
+Beginning = tuple[int, bytes]
+"""The node of what is known of a sequence, and the tokens after it."""
+OnDone = Callable[[SampleResponse | BaseException], None]
+OnToken = Callable[[int, int, float], None]
+"""Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One call of `sample`."""
+
+    id: int
+    prompt: array[int]
+    """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
+    params: SamplingParams
+    policy: AnyPolicy
+    num_samples: int
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    stop_strings: list[str]
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    on_done: OnDone
+    on_token: OnToken | None = None
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    known_prompt_logprobs: list[float] = field(default_factory=list)
+    known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Logprobs of the prompt's own tokens are asked for."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One sample in the making."""
+
+    request: Request
+    index: int
+    tokens: array[int]
+    """Prompt and what was sampled so far."""
+    logprobs: list[float] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    prefix: Prefix = NO_PREFIX
+    lane: int = -1
+    """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
+    num_pending: int = 0
+    """Tokens that a step under way samples for it: the device knows them, the host not yet."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def length(self) -> int:
+        """Tokens, those that are on their way too."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_finishing(self) -> bool:
+        """What is on its way is its last token, whatever that is."""
+        return self.num_pending > 0 and len(self.logprobs) + self.num_pending >= self.request.max_tokens
+
+    @property
+    def is_leader(self) -> bool:
+        """The row that reads the prompt for all samples of its request."""
+        return self.index == 0 and self.num_sampled == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Every prompt position must be computed by it, so nothing may come from the cache."""
+        return self.is_leader and self.request.wants_prompt
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a row that one step reads."""
+
+    row: Row
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """After it, the row's next token can be sampled."""
+        return self.stop == len(self.row.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: decode rows, then pieces of prompts; each part sorted by policy."""
+
+    decode: Sequence[Row]
+    prefill: Sequence[Piece]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        copy_block: Callable[[int, int], None],
+        *,
+        max_num_seqs: int,
+        prefill_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.pool = pool
+        self.copy_block = copy_block
+        self.max_num_seqs = max_num_seqs
+        self.prefill_tokens = prefill_tokens
+        self.prefix_cache = prefix_cache
+        self.waiting: deque[Row] = deque()
+        self.reading: list[Row] = []
+        """Admitted, prompt not yet computed to its end."""
+        self.running: list[Row] = []
+        """Oldest first."""
+        self.num_preemptions = 0
+        self.settle: Callable[[], bool] = lambda: False
+        """Wait for tokens that are on their way and book them; False when there are none."""
+        self._lanes = list(range(max_num_seqs))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.reading or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(Row(request, 0, request.prompt[:]))
+
+    def remove(self, request: Request) -> None:
+        """Drop every row of a request and free its blocks."""
+        for group in (self.reading, self.running):
+            for row in [s for s in group if s.request is request]:
+                group.remove(row)
+                self._free(row)
+        self.waiting = deque(s for s in self.waiting if s.request is not request)
+
+    def next_decode(self) -> list[Row]:
+        """The running rows that sample a token now, with a place for it; they come before anything that waits."""
+        size = self.pool.block_size
+        growing = [r for r in self.running if len(r.blocks) * size < len(r.tokens) + r.num_pending]
+        for row in growing:
+            if row in self.running:
+                self._reserve_decode(row)
+        decode = [row for row in self.running if not row.is_finishing]
+        decode.sort(key=_policy_version)
+        return decode
+
+    def next_pieces(self) -> list[Piece]:
+        """What is read of prompts now; waiting rows are admitted as far as there is room."""
+        pieces = self._pieces()
+        # Every request was checked to fit an empty pool, so with nothing running the first waiting row is admitted.
+        assert self.running or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
+        pieces.sort(key=lambda piece: _policy_version(piece.row))
+        return pieces
+
+    def policies(self) -> set[int]:
+        """Versions of everything that runs or waits."""
+        return {s.request.policy.version for group in (self.running, self.reading, self.waiting) for s in group}
+
+    def finish_piece(self, piece: Piece) -> list[Row]:
+        """Book what a step computed; returns the sequences that may now sample their next token."""
+        row = piece.row
+        row.num_computed = piece.stop
+        self._register(row)
+        if not piece.is_last:
+            return []
+        self.reading.remove(row)
+        self._start_running(row)
+        if not row.is_leader:
+            return [row]
+        forked = [self._fork(row, i) for i in range(1, row.request.num_samples)]
+        self.waiting.extendleft(child for child in reversed(forked) if not child.blocks)
+        return [row, *(child for child in forked if child.blocks)]
+
+    def advance(self, row: Row, token: int, logprob: float) -> None:
+        """Append a sampled token; its key and value are computed by the next step."""
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+
+    def finish_decode(self, rows: Iterable[Row]) -> None:
+        """Book one more computed token for each; call it before the tokens that they sample count as pending."""
+        size = self.pool.block_size
+        for row in rows:
+            row.num_computed = computed = len(row.tokens) + row.num_pending
+            if computed % size == 0:
+                self._register(row)
+
+    def retire(self, row: Row) -> None:
+        """The row is complete: its blocks stay findable for the conversation's next turn."""
+        self.running.remove(row)
+        self._register(row)
+        self._free(row)
+
+    def _pieces(self) -> list[Piece]:
+        budget = self.prefill_tokens
+        pieces: list[Piece] = []
+        put_off: list[Row] = []
+        beginnings = {self._beginning(row, row.prefix) for row in self.reading}
+        for row in self.reading:
+            budget = self._take(row, budget, pieces)
+        while budget > 0 and self.waiting:
+            row = self.waiting[0]
+            admission = self._admit(row, beginnings)
+            if admission == "no room":
+                break
+            self.waiting.popleft()
+            if admission == "later":
+                put_off.append(row)
+                continue
+            self.reading.append(row)
+            budget = self._take(row, budget, pieces)
+        self.waiting.extendleft(reversed(put_off))
+        return pieces
+
+    def _beginning(self, row: Row, prefix: Prefix) -> Beginning | None:
+        """What a sequence reads next, for others that begin as it does to know it by; None: it is about to end."""
+        size = self.pool.block_size
+        start = prefix.num_blocks * size
+        stop = start + max(WORTH_WAITING, size)
+        if not self.prefix_cache or len(row.tokens) <= stop:
+            return None
+        return prefix.node, row.tokens[start:stop].tobytes()
+
+    def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
+        stop = min(len(row.tokens), row.num_computed + budget)
+        if stop > row.num_computed:
+            pieces.append(Piece(row, row.num_computed, stop))
+        return budget - (stop - row.num_computed)
+
+    def _admit(self, row: Row, beginnings: set[Beginning | None]) -> Literal["admitted", "later", "no room"]:
+        """Find cached blocks and reserve the rest, or leave everything as it is.
+
+        Later: a sibling reads the same tokens in this very pass, and the next one finds them in the cache. What is
+        read of an admitted row is added to `beginnings`.
+        """
+        request = row.request
+        if len(self.running) + len(self.reading) >= self.max_num_seqs:
+            return "no room"
+        blocks: list[int] = []
+        prefix = Prefix.root(request.policy.version)
+        if self.prefix_cache and not row.scores_prompt:
+            blocks, prefix = self.pool.match(request.policy.version, row.tokens, len(row.tokens) - 1)
+        beginning = self._beginning(row, prefix)
+        if beginning is not None and beginning in beginnings and not row.scores_prompt:
+            self.pool.release(blocks)
+            return "later"
+        missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
+        # Leave a block for each running row to grow into, so that admitting does not at once preempt.
+        headroom = len(self.running)
+        if self.pool.num_available < missing + headroom:
+            self.pool.release(blocks)
+            return "no room"
+        row.blocks = array("i", blocks + self.pool.allocate_many(missing))
+        row.prefix = prefix
+        row.num_computed = prefix.num_blocks * self.pool.block_size
+        if row.is_leader:
+            request.num_cached = row.num_computed
+            request.known_prompt_logprobs.clear()
+            request.known_topk.clear()
+        beginnings.add(beginning)
+        return "admitted"
+
+    def _is_full(self, row: Row) -> bool:
+        return not row.is_finishing and len(row.blocks) * self.pool.block_size < row.length
+
+    def _reserve_decode(self, row: Row) -> None:
+        """Make sure that the token about to be computed has a place; preempt the youngest if there is none."""
+        while self._is_full(row):
+            block = self.pool.allocate()
+            if block is not None:
+                row.blocks.append(block)
+                continue
+            if self.settle():  # a row that turns out to be complete gives its blocks back
+                if row not in self.running:
+                    return
+                continue
+            victim = self.reading[-1] if self.reading else self.running[-1]
+            self._preempt(victim)
+            if victim is row:
+                return
+
+    def _preempt(self, row: Row) -> None:
+        (self.reading if row in self.reading else self.running).remove(row)
+        self._register(row)
+        self._free(row)
+        self.waiting.appendleft(row)
+        self.num_preemptions += 1
+
+    def _fork(self, parent: Row, index: int) -> Row:
+        """A sibling that shares the parent's full blocks; where there is no room it has no blocks yet, and waits."""
+        child = Row(parent.request, index, parent.tokens[:])
+        num_full, tail = divmod(parent.num_computed, self.pool.block_size)
+        if len(self.running) + len(self.reading) >= self.max_num_seqs:
+            return child
+        own = array("i")
+        if tail:
+            block = self.pool.allocate()
+            if block is None:
+                return child
+            self.copy_block(parent.blocks[num_full], block)
+            own.append(block)
+        shared = parent.blocks[:num_full]
+        self.pool.share(shared)
+        child.blocks = shared + own
+        child.num_computed = parent.num_computed
+        child.prefix = parent.prefix
+        self._start_running(child)
+        return child
+
+    def _start_running(self, row: Row) -> None:
+        row.lane = self._lanes.pop()
+        self.running.append(row)
+
+    def _register(self, row: Row) -> None:
+        num_known = min(len(row.tokens), row.num_computed)
+        if self.prefix_cache and num_known // self.pool.block_size > row.prefix.num_blocks:
+            row.prefix = self.pool.register(row.tokens[:num_known], row.blocks, row.prefix)
+
+    def _free(self, row: Row) -> None:
+        self.pool.release(row.blocks)
+        if row.lane >= 0:
+            self._lanes.append(row.lane)
+            row.lane = -1
+        row.blocks = array("i")
+        row.num_computed = 0
+        row.prefix = Prefix.root(row.request.policy.version)
+
+
+def _policy_version(row: Row) -> int:
+    return row.request.policy.version

@@ -1,0 +1,1 @@
+"""Datums to gradients: packing, logprobs, losses, the optimizer, and adapters on disk."""

@@ -1,0 +1,221 @@
+"""Adapters on disk, in PEFT's file format, with the optimizer's state beside it.
+
+`adapter_config.json` and `adapter_model.safetensors` are what `peft.PeftModel.from_pretrained` reads; what PEFT wrote
+is read here too. `optimizer.safetensors` holds AdamW's moments in the order of the flat parameter tensor. A critic's
+head is `value_head.safetensors`; PEFT leaves that file alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from turnwise.engine.model.lora import LORA_ALPHA, Adapter, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.training.critic import CriticAdapter
+from turnwise.errors import CheckpointError
+from turnwise.models.linears import linear_kind
+from turnwise.types import LoraConfig
+
+CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"
+HEAD_FILE = "value_head.safetensors"
+_PREFIX = "base_model.model."
+_REFUSED = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "trainable_token_indices",
+)
+"""PEFT options that mean more than plain A and B."""
+
+
+def write_adapter(weights: LoraWeights, directory: Path, base_model: str, *, with_optimizer: bool) -> None:
+    """Write a complete directory or nothing: files are synced, then moved into place."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    try:
+        tensors: dict[str, Tensor] = {}
+        for name, (a, b) in split_pairs(weights.flat, weights.shapes, weights.lora.rank).items():
+            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+            tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+        save_tensors(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        if isinstance(weights, CriticAdapter):
+            head = weights.head_flat.detach().cpu()
+            save_tensors({"weight": head[:-1].clone(), "bias": head[-1:].clone()}, temporary / HEAD_FILE)
+        if with_optimizer and isinstance(weights, Adapter):
+            moments = {"exp_avg": weights.exp_avg.cpu(), "exp_avg_sq": weights.exp_avg_sq.cpu()}
+            save_tensors(moments, temporary / OPTIMIZER_FILE, metadata={"num_steps": str(weights.num_steps)})
+        config = json.dumps(_peft_config(weights, base_model), indent=2)
+        (temporary / CONFIG_FILE).write_text(config + "\n")
+        _sync(temporary)
+        _move(temporary, directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; a disk that is full is an `OSError` like everybody else's."""
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as cause:
+        number = re.search(r"\(os error (\d+)\)", str(cause))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from cause
+
+
+def _peft_config(weights: LoraWeights, base_model: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": weights.lora.rank,
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name in weights.shapes}),
+    }
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move(temporary: Path, directory: Path) -> None:
+    """Rename into place; an older checkpoint of that name stands until the new one is complete."""
+    if directory.exists():
+        old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
+        directory.rename(old / "old")
+        temporary.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(directory)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is not an adapter: it has no {CONFIG_FILE}") from None
+    except (OSError, json.JSONDecodeError) as cause:
+        raise CheckpointError(f"{path} cannot be read: {cause}") from cause
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} describes a {config.get('peft_type')} adapter; expected LORA")
+    for option in _REFUSED:
+        if config.get(option):
+            raise CheckpointError(f"{path} uses {option}={config[option]}, which is not supported")
+    return config
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The shape of a saved adapter, read from its config and the names of its tensors."""
+    rank = int(read_config(directory)["r"])
+    kinds = {linear_kind(name) for name in _read_pairs(directory)}
+    return LoraConfig(rank=rank, train_attn="attn" in kinds, train_mlp="mlp" in kinds, train_unembed="unembed" in kinds)
+
+
+def adapted_names(directory: Path) -> list[str]:
+    """The linears that a saved adapter changes, by their dotted names in the model."""
+    return list(_read_pairs(directory))
+
+
+def read_flat(directory: Path, shapes: Mapping[str, tuple[int, int]], rank: int, start: Tensor | None = None) -> Tensor:
+    """The saved A and B as one flat tensor in the order of `shapes`; linears without any keep `start` (or zeros)."""
+    config = read_config(directory)
+    saved = _read_pairs(directory)
+    unknown = sorted(set(saved) - set(shapes))
+    if unknown:
+        raise CheckpointError(f"{directory} adapts {unknown[0]}, which this adapter does not; is the base the same?")
+    if int(config["r"]) != rank:
+        raise CheckpointError(f"{directory} has rank {config['r']}; this adapter has rank {rank}")
+    flat = torch.zeros(num_parameters(shapes, rank)) if start is None else start.detach().cpu().clone()
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    fold = scale / (LORA_ALPHA / rank)
+    pairs = split_pairs(flat, shapes, rank)
+    for name, (a, b) in saved.items():
+        own_a, own_b = pairs[name]
+        if a.shape != own_a.shape or b.shape != own_b.shape:
+            raise CheckpointError(
+                f"{directory}: {name} has A {tuple(a.shape)}, B {tuple(b.shape)}; this base needs A "
+                f"{tuple(own_a.shape)}, B {tuple(own_b.shape)}"
+            )
+        own_a.copy_(a)
+        own_b.copy_(b if fold == 1 else b * fold)
+    return flat
+
+
+def is_critic(directory: Path) -> bool:
+    """There is a value head beside the adapter."""
+    return (directory / HEAD_FILE).is_file()
+
+
+def read_head(directory: Path, hidden_size: int) -> Tensor:
+    """[H + 1] the saved value head: weight, then bias."""
+    if not is_critic(directory):
+        raise CheckpointError(f"{directory} is a policy, not a critic: it has no {HEAD_FILE}")
+    tensors = _load(directory / HEAD_FILE)
+    if sorted(tensors) != ["bias", "weight"] or tensors["weight"].shape != (hidden_size,):
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        raise CheckpointError(f"{directory / HEAD_FILE} holds {shapes}; expected weight [{hidden_size}] and bias [1]")
+    return torch.cat([tensors["weight"].float(), tensors["bias"].float().reshape(1)])
+
+
+def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    tensors = _load(directory / WEIGHTS_FILE)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for key in tensors:
+        if key.endswith(".lora_A.weight"):
+            stem = key.removesuffix(".lora_A.weight")
+            other = tensors.get(f"{stem}.lora_B.weight")
+            if other is None:
+                raise CheckpointError(f"{directory}: {key} has no lora_B beside it")
+            pairs[stem.removeprefix(_PREFIX)] = (tensors[key].float(), other.float())
+        elif not key.endswith(".lora_B.weight"):
+            raise CheckpointError(f"{directory}: tensor {key} is not part of a plain LoRA adapter")
+    return pairs
+
+
+def read_optimizer(directory: Path, adapter: Adapter) -> None:
+    """Restore AdamW's moments and step count."""
+    path = directory / OPTIMIZER_FILE
+    if not path.exists():
+        raise CheckpointError(f"{directory} was saved without optimizer state; load it without the optimizer")
+    moments = _load(path)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if moments[name].shape != adapter.flat.shape:
+            raise CheckpointError(f"{path}: {name} has {moments[name].numel()} values; expected {adapter.flat.numel()}")
+    with safe_open(path, framework="pt") as file:
+        adapter.num_steps = int((file.metadata() or {})["num_steps"])
+    adapter.exp_avg.copy_(moments["exp_avg"])
+    adapter.exp_avg_sq.copy_(moments["exp_avg_sq"])
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, SafetensorError) as cause:
+        raise CheckpointError(f"{path} is damaged: {cause}") from cause

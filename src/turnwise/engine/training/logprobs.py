@@ -1,0 +1,224 @@
+"""Hidden states -> target logprobs, entropies, and their gradients, in chunks; never a full [N, V] tensor.
+
+Logits of a chunk of rows are formed once. When token i's loss needs only token i's logprob, the loss is evaluated
+right there and the chunk's gradient is formed from the same exponentials: no second head product, nothing kept.
+A loss that looks at whole sequences runs a first pass for the logprobs and a second one for the gradient.
+
+Shape legend: R rows of hidden states (one chunk at a time), E entries (targets read from those rows), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.engine.attention.cuda import has_triton
+from turnwise.engine.budget import LOGITS_CHUNK_BYTES
+from turnwise.engine.model.linear import frozen_linear, multiply
+from turnwise.engine.model.lora import LoraLinear, Route
+from turnwise.engine.training.pack import Entries
+
+TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
+"""(logprobs [E], entropies [E] or None, which entries they are) -> d loss / d logprob, d loss / d entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows [start, stop) of a chunk belong to one adapter's A and B (float32) and, in training, their gradients."""
+
+    start: int
+    stop: int
+    a: Tensor
+    b: Tensor
+    scale: float
+    grad_a: Tensor | None
+    grad_b: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Softmax of one chunk of rows, unnormalised: `exps` = exp(logit / T - max).
+
+    Where fused kernels run, `exps` still holds the logits and `sums` their log-sum-exp.
+    """
+
+    exps_RV: Tensor
+    sums_R: Tensor
+    logprobs_E: Tensor
+    entropies_R: Tensor | None
+
+
+def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """(rows, entries) slices that cover everything."""
+    num_rows = len(entries.row_tokens)
+    step = max(16, LOGITS_CHUNK_BYTES[device.type] // (vocab_size * 4))
+    bounds = np.searchsorted(entries.host_rows, np.arange(0, num_rows + step, step)).tolist()
+    for i, start in enumerate(range(0, num_rows, step)):
+        yield slice(start, min(start + step, num_rows)), slice(bounds[i], bounds[i + 1])
+
+
+def fused_head(weight: Tensor) -> Any:
+    """The module with fused softmax kernels for logits of this weight, or None where they do not run."""
+    if weight.is_cuda and has_triton():
+        from turnwise.engine.ops import triton_head
+
+        return triton_head
+    if weight.is_cpu and weight.dtype is torch.float32:
+        from turnwise.engine.ops import cpu_head
+
+        return cpu_head if cpu_head.is_built() else None
+    return None
+
+
+class TargetHead:
+    """The unembedding with its adapters, applied to the rows of one packed batch."""
+
+    def __init__(self, head: LoraLinear, route: Route, entries: Entries, *, with_entropy: bool) -> None:
+        self.head = head
+        self.entries = entries
+        self.with_entropy = with_entropy
+        self.spans = _row_spans(head, route, entries)
+        self._fused = fused_head(head.weight)
+
+    def logprobs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logprobs and entropies [E], no gradient."""
+        logprobs, entropies = [], []
+        for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
+            chunk = self._forward(hidden_RH[rows], rows, picked)
+            logprobs.append(chunk.logprobs_E)
+            if chunk.entropies_R is not None:
+                entropies.append(chunk.entropies_R[self.entries.rows[picked] - rows.start])
+        return _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
+
+    def backward(self, hidden_RH: Tensor, gradients: TokenGradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        """d loss / d hidden [R, H], logprobs and entropies [E]; adapter gradients are added in place."""
+        grad_hidden = torch.empty_like(hidden_RH)
+        logprobs, entropies = [], []
+        for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
+            chunk = self._forward(hidden_RH[rows], rows, picked)
+            local_E = self.entries.rows[picked] - rows.start
+            entropies_E = None if chunk.entropies_R is None else chunk.entropies_R[local_E]
+            grads = gradients(chunk.logprobs_E, entropies_E, picked)
+            grad_logits = self._grad_logits(chunk, rows, picked, local_E, *grads)
+            grad_hidden[rows] = self._grad_hidden(grad_logits, hidden_RH, rows)
+            logprobs.append(chunk.logprobs_E)
+            if entropies_E is not None:
+                entropies.append(entropies_E)
+            del chunk, grad_logits  # freed before the next chunk is formed
+        return grad_hidden, _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
+
+    def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:
+        logits = frozen_linear(hidden_RH, self.head.weight, self.head.bias)
+        for span in self._spans_in(rows):
+            low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
+            logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
+        if self._fused is not None:
+            return self._forward_fused(logits, rows, picked)
+        logits = logits.float()
+        logits /= self.entries.row_temperatures[rows, None]
+        logits -= logits.amax(dim=-1, keepdim=True)
+        local_E = self.entries.rows[picked] - rows.start
+        targets = logits[local_E, self.entries.targets[picked]]
+        if not self.with_entropy:
+            exps = logits.exp_()
+            sums = exps.sum(dim=-1)
+            return _Chunk(exps, sums, targets - sums.log()[local_E], None)
+        exps = logits.exp()
+        sums = exps.sum(dim=-1)
+        # H = log sum - E[logit]; an underflowed exp is 0 and its logit finite, so the product is 0.
+        entropies = sums.log() - (logits.mul_(exps).sum(dim=-1) / sums)
+        return _Chunk(exps, sums, targets - sums.log()[local_E], entropies)
+
+    def _forward_fused(self, logits: Tensor, rows: slice, picked: slice) -> _Chunk:
+        temperatures_R = self.entries.row_temperatures[rows]
+        logsumexps, means = self._fused.row_stats(logits, temperatures_R)
+        local_E = self.entries.rows[picked] - rows.start
+        targets_E = logits[local_E, self.entries.targets[picked]].float() / temperatures_R[local_E]
+        entropies = logsumexps - means if self.with_entropy else None
+        return _Chunk(logits, logsumexps, targets_E - logsumexps[local_E], entropies)
+
+    def _grad_logits(
+        self, chunk: _Chunk, rows: slice, picked: slice, local_E: Tensor, grad_E: Tensor, grad_entropy_E: Tensor | None
+    ) -> Tensor:
+        """d loss / d logits [R, V] (before the temperature), written over the chunk's exponentials."""
+        targets_E = self.entries.targets[picked]
+        sums_R = chunk.sums_R
+        total_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_E)
+        if self._fused is not None:
+            return self._grad_logits_fused(chunk, rows, picked, local_E, total_R, grad_E, grad_entropy_E)
+        if grad_entropy_E is None or chunk.entropies_R is None:
+            grad = chunk.exps_RV.mul_((-total_R / sums_R)[:, None])
+        else:
+            # d H / d logit_v = -p_v (log p_v + H)
+            entropy_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_entropy_E)
+            probs = chunk.exps_RV.div_(sums_R[:, None])
+            logprobs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log_()
+            logprobs.add_(chunk.entropies_R[:, None]).mul_(-entropy_R[:, None]).sub_(total_R[:, None])
+            grad = probs.mul_(logprobs)
+        grad.index_put_((local_E, targets_E), grad_E, accumulate=True)
+        return grad.div_(self.entries.row_temperatures[rows, None])
+
+    def _grad_logits_fused(
+        self,
+        chunk: _Chunk,
+        rows: slice,
+        picked: slice,
+        local_E: Tensor,
+        total_R: Tensor,
+        grad_E: Tensor,
+        grad_entropy_E: Tensor | None,
+    ) -> Tensor:
+        temperatures_R = self.entries.row_temperatures[rows]
+        entropy_R = None
+        if grad_entropy_E is not None:
+            entropy_R = torch.zeros_like(total_R).index_add_(0, local_E, grad_entropy_E)
+        grad = self._fused.row_gradients(
+            chunk.exps_RV, temperatures_R, chunk.sums_R, total_R, chunk.entropies_R, entropy_R
+        )
+        own_E = (grad_E / temperatures_R[local_E]).to(grad.dtype)
+        return grad.index_put_((local_E, self.entries.targets[picked]), own_E, accumulate=True)
+
+    def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
+        weight = self.head.weight
+        hidden = hidden_RH[rows]
+        grad_hidden = multiply(grad_logits.to(weight.dtype), weight)
+        for span in self._spans_in(rows):
+            own = slice(span.start, span.stop)
+            grad_low = (grad_logits[own] @ span.b.to(grad_logits.dtype)).float().mul_(span.scale)
+            grad_hidden[own] += (grad_low @ span.a).to(grad_hidden.dtype)
+            if span.grad_a is not None and span.grad_b is not None:
+                rows_f32 = hidden[own].float()
+                span.grad_a.addmm_(grad_low.t(), rows_f32)
+                low = (rows_f32 @ span.a.t()).to(grad_logits.dtype)
+                span.grad_b.add_(grad_logits[own].t() @ low, alpha=span.scale)
+        return grad_hidden
+
+    def _spans_in(self, rows: slice) -> Iterator[RowSpan]:
+        for span in self.spans:
+            start, stop = max(span.start, rows.start), min(span.stop, rows.stop)
+            if start < stop:
+                yield RowSpan(
+                    start - rows.start, stop - rows.start, span.a, span.b, span.scale, span.grad_a, span.grad_b
+                )
+
+
+def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan]:
+    """The route's spans over packed tokens, as spans over the rows that the head reads (rows are sorted by token)."""
+    spans: list[RowSpan] = []
+    for span in route.spans:
+        if head.name not in span.weights.pairs:
+            continue
+        start, stop = np.searchsorted(entries.host_tokens, [span.start, span.stop]).tolist()
+        a, b = span.weights.pairs[head.name]
+        grads = getattr(span.weights, "grad_pairs", {}).get(head.name, (None, None))
+        spans.append(RowSpan(start, stop, a.detach().float(), b.detach().float(), span.weights.scale, *grads))
+    return spans
+
+
+def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, device=like.device)

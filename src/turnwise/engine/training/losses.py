@@ -1,0 +1,440 @@
+"""Losses as pure functions of the trainer's target log-probabilities, looked up by Tinker's names.
+
+A loss is a sum over tokens; every normaliser is folded into the weights, so micro-batches, packing and data parallelism
+leave the gradient alone. Up to three policies meet in it: the sampler that drew the tokens, the old policy (trainer
+weights frozen when the batch began, optional) and the trainer, the only one that is differentiated.
+
+    anchor   = old where it is given, else the sampler ("bypass": no third policy)
+    old_i    = sampler_i^(1 - share_i) * trainer_i^share_i, a constant, where a share is given in its place
+    ratio_i  = trainer_i / anchor_i
+    factor_i = old_i / sampler_i, reshaped by the correction; 1 in bypass, where the ratio already holds it
+    loss_i   = weight_i * (factor_i * policy_i + kl_coef * kl_i - entropy_coef * entropy_i)
+    loss_i   = 0 where untrained, and where the correction rejects the token; weights are never renormalised
+
+To ignore the sampler's distribution and anchor at the old policy alone, send the old log-probs as `logprobs`.
+Axes: `_T` target position, `_D` datum (one sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from turnwise.engine.training.loss_config import (
+    CHOICES,
+    FLAGS,
+    OUTLIER_BOUNDS,
+    TRUNCATIONS,
+    LossConfig,
+    check_ranges,
+    check_value,
+    correction_bounds,
+)
+from turnwise.engine.training.loss_config import did_you_mean as did_you_mean  # noqa: PLC0414 - for its other users
+from turnwise.errors import ConfigError, DataError
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to plus or minus this before exp."""
+
+_Index = slice | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossColumns:
+    """Per-token columns of a batch of datums laid end to end; every tensor is [T]."""
+
+    mask_T: Tensor
+    """bool; the trained positions. What the other columns hold elsewhere is never read."""
+    weights_T: Tensor
+    """float32; normalisers are folded in here."""
+    advantages_T: Tensor
+    sampler_logprobs_T: Tensor
+    datum_T: Tensor
+    """int64; which datum a token belongs to, 0 to num_datums - 1."""
+    num_datums: int
+    old_logprobs_T: Tensor | None = None
+    old_share_T: Tensor | None = None
+    """In place of `old_logprobs_T`: where the old policy lies from the sampler (0) to the trainer (1), in logprobs."""
+    ref_logprobs_T: Tensor | None = None
+    clip_low_T: Tensor | None = None
+    """Absolute ratio bounds per token; they take the place of the config's."""
+    clip_high_T: Tensor | None = None
+    sequence_ratio_mask_T: Tensor | None = None
+    """bool; the trained tokens that enter a sequence-level ratio. None: all of them."""
+    pair_T: Tensor | None = None
+    """Losses over pairs: +n on the chosen side of pair n, -n on the rejected one. None: datums in turn."""
+    turn_weights_T: Tensor | None = None
+    """Losses over pairs: the weight of each token's log-ratio within its dialogue. None: 1."""
+
+    def __post_init__(self) -> None:
+        for name, column in self._tensors().items():
+            assert column.shape == self.mask_T.shape, f"{name} is {tuple(column.shape)}, mask is {self.mask_T.shape}"
+
+    def slice(self, index: _Index) -> LossColumns:
+        """The same columns at fewer positions; a loss that is not separable needs whole datums."""
+        return LossColumns(num_datums=self.num_datums, **{k: v[index] for k, v in self._tensors().items()})
+
+    def to(self, device: str | torch.device) -> LossColumns:
+        return LossColumns(num_datums=self.num_datums, **{k: v.to(device) for k, v in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in columns.items() if isinstance(column, Tensor)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One loss with its settings; built by `make_loss`."""
+
+    name: str
+    config: LossConfig
+
+    @property
+    def is_separable(self) -> bool:
+        """Token i's loss depends on token i alone, so any slice of the columns may be evaluated by itself."""
+        config = self.config
+        has_sequence_rule = config.outlier_rejection or config.opsm_threshold != 0
+        is_by_token = not config.correction.startswith("sequence") and not has_sequence_rule
+        return self.name != "gspo" and is_by_token
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.config.entropy_coef != 0
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.kl_coef != 0
+
+    @property
+    def needs_old(self) -> bool:
+        """A truncation acts on old / sampler; without the old policy it would correct the ratio a second time."""
+        return self.config.correction in TRUNCATIONS
+
+    @property
+    def is_clipped(self) -> bool:
+        return "clip_low_threshold" in _KINDS[self.name].keys
+
+    @property
+    def required_inputs(self) -> tuple[str, ...]:
+        """The `loss_fn_inputs` that a datum must bring besides `target_tokens`; the engine can compute a reference."""
+        if self.name == "cross_entropy":
+            return ()
+        return ("logprobs", "advantages", "old_logprobs") if self.needs_old else ("logprobs", "advantages")
+
+    def __call__(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> Tensor:
+        """[T] the loss of each token; its sum is the loss. Exactly 0, gradient included, where untrained."""
+        return self._evaluate(logprobs_T, entropies_T, columns).loss_T
+
+    def _evaluate(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> _Evaluation:
+        config = self.config
+        if self.name == "cross_entropy":  # it knows no other policy
+            columns = replace(columns, old_logprobs_T=None, ref_logprobs_T=None)
+        if self.needs_reference and columns.ref_logprobs_T is None:
+            raise DataError(f"kl_coef={config.kl_coef} but no ref_logprobs; send them with every datum, or set it to 0")
+        tokens = _mask_tokens(logprobs_T, columns, config)
+        policy = _KINDS[self.name].policy(tokens, config)
+        factor_T, is_kept_T = _correct(tokens, config)
+        loss_T = factor_T * policy.loss_T
+        kl_T = None
+        if columns.ref_logprobs_T is not None:
+            kl_T = _kl_to_reference(tokens, columns.ref_logprobs_T, config)
+        if self.needs_reference and kl_T is not None:
+            loss_T = loss_T + config.kl_coef * kl_T
+        if self.needs_entropy:
+            assert entropies_T is not None, "entropy_coef is set, but no entropies were computed"
+            loss_T = loss_T - config.entropy_coef * torch.where(tokens.mask_T, entropies_T, 0.0)
+        loss_T = torch.where(is_kept_T, columns.weights_T * loss_T, 0.0)
+        return _Evaluation(
+            loss_T=loss_T, tokens=tokens, policy=policy, factor_T=factor_T, is_kept_T=is_kept_T, kl_T=kl_T
+        )
+
+    @torch.no_grad()
+    def metrics(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> dict[str, float]:
+        """Diagnostics under `name:reduction` keys; a mean is over trained tokens, and 0 where there are none.
+
+        A separable loss may be asked slice by slice: sums add, means combine by `num_trained_tokens:sum`. Only
+        `ess_fraction:mean` is not a mean of tokens, so it wants the whole batch.
+        """
+        evaluation = self._evaluate(logprobs_T, entropies_T, columns)
+        found = {"loss:sum": evaluation.loss_T.sum(), "num_trained_tokens:sum": columns.mask_T.sum()}
+        if entropies_T is not None:
+            found["entropy:mean"] = _mean(entropies_T, columns.mask_T)
+        if self.name != "cross_entropy":
+            found |= _ratio_metrics(evaluation)
+        values = torch.stack([value.to(logprobs_T.dtype) for value in found.values()]).tolist()  # one device read
+        return dict(zip(found, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """The columns as the formulas read them: 0 wherever a token is untrained, whatever filler came there."""
+
+    mask_T: Tensor
+    logprobs_T: Tensor
+    advantages_T: Tensor
+    log_ratio_T: Tensor
+    """log(trainer / anchor), differentiable, not clamped."""
+    log_sampler_ratio_T: Tensor
+    """log(trainer / sampler), a constant."""
+    log_rho_T: Tensor | None
+    """log(old / sampler), a constant; None in bypass."""
+    clip_low_T: Tensor
+    clip_high_T: Tensor
+    sequence_mask_T: Tensor
+    datum_T: Tensor
+    num_datums: int
+
+    def datum_sum(self, values_T: Tensor) -> Tensor:
+        """[T] the sum over the datum that each token belongs to."""
+        sums_D = values_T.new_zeros(self.num_datums).index_add(0, self.datum_T, values_T)
+        return sums_D[self.datum_T]
+
+    def sequence_sum(self, values_T: Tensor) -> Tensor:
+        """[T] the same over the tokens that enter a sequence-level ratio."""
+        return self.datum_sum(torch.where(self.sequence_mask_T, values_T, 0.0))
+
+    def sequence_mean(self, values_T: Tensor) -> Tensor:
+        return self.sequence_sum(values_T) / self.sequence_sum(torch.ones_like(values_T)).clamp(min=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PolicyTerm:
+    """[T] a loss before factor and weight, and what its ratio met."""
+
+    loss_T: Tensor
+    ratio_T: Tensor
+    clipped: Mapping[str, Tensor]
+    """bool by side: low, high, dual; only the sides that the loss has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evaluation:
+    loss_T: Tensor
+    tokens: _Tokens
+    policy: _PolicyTerm
+    factor_T: Tensor
+    is_kept_T: Tensor
+    kl_T: Tensor | None
+
+
+def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossConfig) -> _Tokens:
+    # Mask before any arithmetic: an untrained token may hold a huge gap, and inf * 0 is nan in the gradient.
+    def masked(column_T: Tensor) -> Tensor:
+        return torch.where(columns.mask_T, column_T, 0.0)
+
+    def bound(column_T: Tensor | None, default: float) -> Tensor:
+        return torch.full_like(logprobs_T, default) if column_T is None else masked(column_T)
+
+    p_T, sampler_T = masked(logprobs_T), masked(columns.sampler_logprobs_T)
+    old_T = None if columns.old_logprobs_T is None else masked(columns.old_logprobs_T)
+    if columns.old_share_T is not None:
+        old_T = sampler_T + masked(columns.old_share_T) * (p_T.detach() - sampler_T)
+    sequence_mask_T = columns.sequence_ratio_mask_T
+    return _Tokens(
+        mask_T=columns.mask_T,
+        logprobs_T=p_T,
+        advantages_T=masked(columns.advantages_T),
+        log_ratio_T=p_T - (sampler_T if old_T is None else old_T),
+        log_sampler_ratio_T=p_T.detach() - sampler_T,
+        log_rho_T=None if old_T is None else old_T - sampler_T,
+        clip_low_T=bound(columns.clip_low_T, config.clip_low_threshold),
+        clip_high_T=bound(columns.clip_high_T, config.clip_high_threshold),
+        sequence_mask_T=columns.mask_T if sequence_mask_T is None else columns.mask_T & sequence_mask_T,
+        datum_T=columns.datum_T,
+        num_datums=columns.num_datums,
+    )
+
+
+def _ratio(log_ratio_T: Tensor) -> Tensor:
+    return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _correct(tokens: _Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """[T] the constant factor on each token's policy term, and whether the token is kept at all."""
+    if tokens.log_rho_T is None and config.correction in TRUNCATIONS:
+        raise ConfigError(
+            f"correction={config.correction!r} without old_logprobs: the ratio is already taken against the sampler, "
+            "and would be corrected twice; send old_logprobs with every datum, or use a mask or correction='none'"
+        )
+    log_gap_T = tokens.log_sampler_ratio_T if tokens.log_rho_T is None else tokens.log_rho_T
+    gap_T = _ratio(log_gap_T)
+    factor_T = torch.ones_like(gap_T) if tokens.log_rho_T is None else gap_T
+    judged_T = None
+    match config.correction:
+        case "token_tis":
+            factor_T = gap_T.clamp(max=config.correction_high)
+        case "sequence_tis":
+            factor_T = _ratio(tokens.sequence_sum(log_gap_T)).clamp(max=config.correction_high)
+        case "token_mask":
+            judged_T = gap_T
+        case "sequence_mask":
+            judged_T = _ratio(tokens.sequence_sum(log_gap_T))
+        case "sequence_geo_mask":
+            judged_T = _ratio(tokens.sequence_mean(log_gap_T))
+        case "none":
+            pass
+    is_kept_T = tokens.mask_T
+    if judged_T is not None:
+        is_kept_T = is_kept_T & _is_within(judged_T, config.correction_low, config.correction_high)
+    if config.outlier_rejection:
+        is_outlier_T = ~_is_within(gap_T, *OUTLIER_BOUNDS)
+        is_kept_T = is_kept_T & (tokens.datum_sum(is_outlier_T.to(gap_T.dtype)) == 0)
+    if config.opsm_threshold:
+        drift_T = tokens.sequence_mean(-tokens.log_ratio_T.detach())
+        is_kept_T = is_kept_T & ~((tokens.advantages_T < 0) & (drift_T > config.opsm_threshold))
+    return factor_T, is_kept_T
+
+
+def _is_within(values_T: Tensor, low: float, high: float) -> Tensor:
+    return (values_T >= low) & (values_T <= high)
+
+
+def _kl_to_reference(tokens: _Tokens, ref_logprobs_T: Tensor, config: LossConfig) -> Tensor:
+    """[T] the estimate of KL(trainer || reference) at the drawn token (joschu.net/blog/kl-approx.html)."""
+    gap_T = tokens.logprobs_T - torch.where(tokens.mask_T, ref_logprobs_T, 0.0)
+    match config.kl_estimator:
+        case "k1":
+            kl_T = gap_T
+        case "k2":
+            kl_T = gap_T.square() / 2
+        case "k3":
+            kl_T = _ratio(-gap_T) - 1 + gap_T
+    return kl_T * _ratio(tokens.log_sampler_ratio_T) if config.kl_importance else kl_T
+
+
+def _cross_entropy(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+    return _PolicyTerm(loss_T=-tokens.logprobs_T, ratio_T=torch.ones_like(tokens.logprobs_T), clipped={})
+
+
+def _importance_sampling(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+    """-ratio * A; on-policy its gradient is REINFORCE."""
+    ratio_T = _ratio(tokens.log_ratio_T)
+    return _PolicyTerm(loss_T=-ratio_T * tokens.advantages_T, ratio_T=ratio_T, clipped={})
+
+
+def _ppo(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    return _clipped_surrogate(_ratio(tokens.log_ratio_T), tokens, config)
+
+
+def _clipped_surrogate(ratio_T: Tensor, tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    """-min(ratio A, clip(ratio) A) (arXiv:1707.06347 eq. 7), with the dual clip of arXiv:1912.09729 where A < 0."""
+    advantages_T, low_T, high_T = tokens.advantages_T, tokens.clip_low_T, tokens.clip_high_T
+    objective_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low_T, high_T) * advantages_T)
+    clipped = {
+        "low": (advantages_T < 0) & (ratio_T < low_T),
+        "high": (advantages_T > 0) & (ratio_T > high_T),
+    }
+    if config.dual_clip > 0:
+        floor_T = config.dual_clip * advantages_T
+        clipped["dual"] = (advantages_T < 0) & (objective_T < floor_T)
+        objective_T = torch.where(clipped["dual"], floor_T, objective_T)
+    return _PolicyTerm(loss_T=-objective_T, ratio_T=ratio_T, clipped=clipped)
+
+
+def _cispo(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+    """-sg[clip(ratio)] log p A (arXiv:2506.13585); the value holds log p and does not compare with PPO's."""
+    ratio_T = _ratio(tokens.log_ratio_T.detach())
+    loss_T = -ratio_T.clamp(tokens.clip_low_T, tokens.clip_high_T) * tokens.logprobs_T * tokens.advantages_T
+    clipped = {"low": ratio_T < tokens.clip_low_T, "high": ratio_T > tokens.clip_high_T}
+    return _PolicyTerm(loss_T=loss_T, ratio_T=ratio_T, clipped=clipped)
+
+
+def _dro(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    """-(A log p - beta/2 log(ratio)^2) (arXiv:2405.19107)."""
+    objective_T = tokens.advantages_T * tokens.logprobs_T - config.beta / 2 * tokens.log_ratio_T.square()
+    return _PolicyTerm(loss_T=-objective_T, ratio_T=_ratio(tokens.log_ratio_T), clipped={})
+
+
+def _dppo_tv(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    """-keep ratio A + penalty log(ratio)^2 (arXiv:2602.04879): a token whose probability, not ratio, has moved too far
+    the way its advantage pushes it is dropped."""
+    ratio_T = _ratio(tokens.log_ratio_T)
+    moved_T = (tokens.logprobs_T.exp() - (tokens.logprobs_T - tokens.log_ratio_T).exp()).detach()
+    clipped = {
+        "low": (tokens.advantages_T < 0) & (moved_T < -config.tv_threshold),
+        "high": (tokens.advantages_T > 0) & (moved_T > config.tv_threshold),
+    }
+    objective_T = torch.where(clipped["low"] | clipped["high"], 0.0, ratio_T * tokens.advantages_T)
+    loss_T = config.tv_penalty * tokens.log_ratio_T.square() - objective_T
+    return _PolicyTerm(loss_T=loss_T, ratio_T=ratio_T, clipped=clipped)
+
+
+def _gspo(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+    """PPO's surrogate on the geometric mean ratio of the sequence, s_i = sg[s] p_i / sg[p_i] (arXiv:2507.18071)."""
+    log_s_T = tokens.sequence_mean(tokens.log_ratio_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_T = (log_s_T + tokens.logprobs_T - tokens.logprobs_T.detach()).exp()
+    return _clipped_surrogate(ratio_T, tokens, config)
+
+
+def _ratio_metrics(evaluation: _Evaluation) -> dict[str, Tensor]:
+    tokens, policy, mask_T = evaluation.tokens, evaluation.policy, evaluation.tokens.mask_T
+    sampler_ratio_T = torch.where(mask_T, _ratio(tokens.log_sampler_ratio_T), 0.0)
+    found = {"ratio:mean": _mean(policy.ratio_T, mask_T), "ratio:max": _max(policy.ratio_T, mask_T)}
+    found |= {f"clip_fraction_{side}:mean": _mean(clipped_T, mask_T) for side, clipped_T in policy.clipped.items()}
+    # Tokens were drawn by the sampler, so these estimate KL(sampler || trainer); below 0.01 is healthy.
+    found["kl_sampler_trainer_k1:mean"] = _mean(-tokens.log_sampler_ratio_T, mask_T)
+    found["kl_sampler_trainer_k2:mean"] = _mean(tokens.log_sampler_ratio_T.square() / 2, mask_T)
+    square_sum = (mask_T.sum() * sampler_ratio_T.square().sum()).clamp(min=torch.finfo(sampler_ratio_T.dtype).tiny)
+    found["ess_fraction:mean"] = sampler_ratio_T.sum().square() / square_sum
+    found["rejected_fraction:mean"] = _mean(~evaluation.is_kept_T, mask_T)
+    if tokens.log_rho_T is not None:
+        found["correction_factor:mean"] = _mean(evaluation.factor_T, mask_T)
+        found["correction_factor:max"] = _max(evaluation.factor_T, mask_T)
+    if evaluation.kl_T is not None:
+        found["kl_reference:mean"] = _mean(evaluation.kl_T, mask_T)
+    return found
+
+
+def _mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    return torch.where(mask_T, values_T, 0.0).sum() / mask_T.sum().clamp(min=1)
+
+
+def _max(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The largest of values that are not negative; 0 where nothing is trained."""
+    masked_T = torch.where(mask_T, values_T, 0.0)
+    return masked_T.amax() if masked_T.numel() else masked_T.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    policy: Callable[[_Tokens, LossConfig], _PolicyTerm]
+    keys: frozenset[str]
+    """The config keys that the loss may be given."""
+    defaults: Mapping[str, float]
+    """Where they differ from `LossConfig`'s."""
+
+
+def _rl_kind(policy: Callable[[_Tokens, LossConfig], _PolicyTerm], **defaults: float) -> _Kind:
+    return _Kind(policy, _RL_KEYS | defaults.keys(), defaults)
+
+
+_RL_KEYS = FLAGS | CHOICES.keys() | {"kl_coef", "entropy_coef", "correction_low", "correction_high", "opsm_threshold"}
+_KINDS: Mapping[str, _Kind] = {
+    "cross_entropy": _Kind(_cross_entropy, frozenset(), {}),
+    "importance_sampling": _rl_kind(_importance_sampling),
+    "ppo": _rl_kind(_ppo, clip_low_threshold=0.8, clip_high_threshold=1.2, dual_clip=0.0),
+    "cispo": _rl_kind(_cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
+    "dro": _rl_kind(_dro, beta=0.05),
+    "dppo_tv": _rl_kind(_dppo_tv, tv_threshold=0.2, tv_penalty=1e-3),
+    "gspo": _rl_kind(_gspo, clip_low_threshold=1 - 3e-4, clip_high_threshold=1 + 4e-4),
+}
+
+
+def make_loss(name: str, config: Mapping[str, float | str] | None = None) -> Loss:
+    """The loss of that name with the given settings; the rest take that loss's defaults."""
+    if name not in _KINDS:
+        raise ConfigError(f"loss {name!r} is unknown{did_you_mean(name, _KINDS)}; expected one of {', '.join(_KINDS)}")
+    kind, given = _KINDS[name], dict(config or {})
+    for key, value in given.items():
+        if key not in kind.keys:
+            expected = f"expected one of {', '.join(sorted(kind.keys))}" if kind.keys else "it takes no config"
+            raise ConfigError(f"{name} has no config key {key!r}{did_you_mean(key, kind.keys)}; {expected}")
+        check_value(key, value)
+    settings = {**kind.defaults, **correction_bounds(given), **given}
+    settings |= {key: bool(settings[key]) for key in FLAGS & settings.keys()}
+    resolved = LossConfig(**settings)  # pyright: ignore[reportArgumentType] - each value was checked above
+    check_ranges(resolved)
+    return Loss(name=name, config=resolved)

@@ -1,0 +1,279 @@
+"""Datums -> packed prefix-tree batches, and results back to datums.
+
+Datums that share leading tokens run the shared part once: a radix tree over their input ids, laid out in preorder as
+one packed sequence without padding. Position ids continue along each path; attention sees ancestors only
+(`attention.TreePlan`). A position that several datums use for their targets is computed once and read by each.
+
+Shape legend: N packed tokens, R rows of hidden states that the head reads, E entries (one per datum and target).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from turnwise.engine.attention.plans import Pair, TreePlan, upload_all
+from turnwise.engine.budget import PassLimit
+
+MIN_SHARED = 16
+"""Sharing fewer tokens than this is not worth a node of its own."""
+NO_SHARING = 1 << 30
+"""As `min_shared`: every datum on its own."""
+
+Array = np.ndarray
+
+
+@dataclass(slots=True)
+class _Node:
+    start: int
+    """Offset in the packed sequence."""
+    depth: int
+    """Position id of its first token."""
+    tokens: Array
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    def subtree_stop(self) -> int:
+        return self.children[-1].subtree_stop() if self.children else self.stop
+
+
+class _Forest:
+    """Builds the preorder layout of sorted sequences."""
+
+    def __init__(self, sequences: Sequence[Array], shared: Sequence[int], min_shared: int) -> None:
+        self.sequences = sequences
+        self.shared = shared
+        """[i] leading tokens that sequences i - 1 and i have in common."""
+        self.min_shared = min_shared
+        self.size = 0
+        self.nodes: list[_Node] = []
+        self.paths: list[list[_Node]] = [[] for _ in sequences]
+        self.roots = self._build(0, len(sequences), 0, [])
+
+    def _joins(self, i: int, depth: int) -> bool:
+        """Sequences i - 1 and i share enough beyond `depth`, or one is the whole start of the other."""
+        return self.shared[i] > depth and is_worth_sharing(
+            self.sequences[i - 1], self.sequences[i], self.shared[i], depth + self.min_shared
+        )
+
+    def _build(self, low: int, high: int, depth: int, path: list[_Node]) -> list[_Node]:
+        """Nodes for sequences [low, high), which all share their first `depth` tokens along `path`."""
+        cuts = [i for i in range(low + 1, high) if not self._joins(i, depth)]
+        nodes: list[_Node] = []
+        for a, b in zip([low, *cuts], [*cuts, high], strict=True):
+            common = len(self.sequences[a]) if b - a == 1 else min(self.shared[a + 1 : b])
+            node = None
+            if common > depth:
+                node = _Node(start=self.size, depth=depth, tokens=self.sequences[a][depth:common])
+                self.size += common - depth
+                self.nodes.append(node)
+                nodes.append(node)
+            here = path if node is None else [*path, node]
+            if b - a == 1:
+                self.paths[a] = here
+            else:
+                ends = sum(len(self.sequences[i]) == common for i in range(a, b))
+                for i in range(a, a + ends):
+                    self.paths[i] = here  # sorted first: it ends where the others go on
+                if a + ends < b:
+                    children = self._build(a + ends, b, common, here)
+                    (node.children if node is not None else nodes).extend(children)
+        return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One forward pass."""
+
+    input_ids: Array
+    """[N]"""
+    position_ids: Array
+    """[N]"""
+    plan: TreePlan
+    members: list[int]
+    """Which of the caller's sequences are in it."""
+    packed_index: list[Array]
+    """Per member: [its length], the packed token that holds each of its positions."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @classmethod
+    def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Several forests one after the other; none sees another's tokens."""
+        if len(batches) == 1:
+            return batches[0]
+        starts = np.cumsum([0, *(b.num_tokens for b in batches)]).tolist()
+        levels = [
+            [pair.shifted(start) for b, start in zip(batches, starts, strict=False) for pair in _level(b, depth)]
+            for depth in range(max(len(b.plan.levels) for b in batches))
+        ]
+        bounds = [start + bound for b, start in zip(batches, starts, strict=False) for bound in b.plan.bounds[:-1]]
+        return cls(
+            input_ids=np.concatenate([b.input_ids for b in batches]),
+            position_ids=np.concatenate([b.position_ids for b in batches]),
+            plan=TreePlan([*bounds, starts[-1]], levels),
+            members=[],
+            packed_index=[],
+        )
+
+
+def _level(batch: PackedBatch, depth: int) -> Sequence[Pair]:
+    return batch.plan.levels[depth] if depth < len(batch.plan.levels) else ()
+
+
+def sort_key(sequence: Array) -> bytes:
+    """Bytes that sort like the token ids do."""
+    return sequence.astype(">u4").tobytes()
+
+
+def num_shared(a: Array, b: Array) -> int:
+    """Leading tokens in common."""
+    length = min(len(a), len(b))
+    differ = np.nonzero(a[:length] != b[:length])[0]
+    return int(differ[0]) if len(differ) else length
+
+
+def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
+    """Enough tokens for a node of its own, or a sequence that needs no token of its own."""
+    return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
+
+
+def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
+    """Indices of `sequences`, sorted and cut into as few passes of about `limit` tokens, as even as they can be.
+
+    A last pass of a few tokens costs almost as much as a full one where launching a pass is what takes its time.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
+    shared = [0] * len(order)
+    for place, (previous, index) in enumerate(itertools.pairwise(order), start=1):
+        common = num_shared(sequences[previous], sequences[index])
+        if is_worth_sharing(sequences[previous], sequences[index], common, min_shared):
+            shared[place] = common
+    lengths = [len(sequences[index]) for index in order]
+    cuts, largest = _cut(lengths, shared, limit)
+    low, high = 0, limit.alone if len(cuts) > 1 else 0
+    while high - low > max(1, limit.alone // 64):
+        middle = (low + high) // 2
+        others, other_largest = _cut(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
+        if len(others) > len(cuts):
+            low = middle
+            continue
+        high = middle
+        if other_largest <= largest:
+            cuts, largest = others, other_largest
+    for start, stop in itertools.pairwise([*cuts, len(order)]):
+        yield order[start:stop]
+
+
+def _cut(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
+    """Where passes begin when each takes what it can, and the tokens of the largest.
+
+    What a sequence shares with the one before it costs nothing.
+    """
+    cuts: list[int] = []
+    used = largest = 0
+    for place, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if not cuts or used + length - common > (limit.sharing if common else limit.alone):
+            cuts.append(place)
+            used, common = 0, 0
+        used += length - common
+        largest = max(largest, used)
+    return cuts, largest
+
+
+def pack(sequences: Sequence[Array], members: Sequence[int], *, min_shared: int = MIN_SHARED) -> PackedBatch:
+    """Lay out `sequences[i] for i in members` as one packed forest."""
+    order = sorted(members, key=lambda i: sort_key(sequences[i]))
+    chosen = [sequences[i] for i in order]
+    shared = [0, *(num_shared(a, b) for a, b in itertools.pairwise(chosen))]
+    forest = _Forest(chosen, shared, min_shared)
+    input_ids = np.empty(forest.size, dtype=np.int64)
+    position_ids = np.empty(forest.size, dtype=np.int64)
+    for node in forest.nodes:
+        input_ids[node.start : node.stop] = node.tokens
+        position_ids[node.start : node.stop] = np.arange(node.depth, node.depth + len(node.tokens))
+    index = [np.concatenate([np.arange(n.start, n.stop) for n in path])[: len(s)] for path, s in _zip(forest, chosen)]
+    levels: list[list[Pair]] = []
+    _collect_pairs(forest.roots, 0, levels)
+    bounds = [*(node.start for node in forest.nodes), forest.size]
+    return PackedBatch(input_ids, position_ids, TreePlan(bounds, levels), order, index)
+
+
+def _zip(forest: _Forest, chosen: Sequence[Array]) -> Iterator[tuple[list[_Node], Array]]:
+    return zip(forest.paths, chosen, strict=True)
+
+
+def _collect_pairs(nodes: Sequence[_Node], depth: int, levels: list[list[Pair]]) -> None:
+    for node in nodes:
+        if node.children:
+            while len(levels) <= depth:
+                levels.append([])
+            levels[depth].append(Pair(node.stop, node.subtree_stop(), node.start, node.stop))
+            _collect_pairs(node.children, depth + 1, levels)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Which hidden states the head reads, and which target of which datum each serves; sorted by row."""
+
+    host_tokens: Array
+    """[R] packed token of each row, ascending; a token appears once per temperature asked of it."""
+    host_rows: Array
+    """[E] the row of each entry, ascending"""
+    row_tokens: torch.Tensor
+    """[R] the same on the device"""
+    row_temperatures: torch.Tensor
+    """[R]"""
+    rows: torch.Tensor
+    """[E]"""
+    targets: torch.Tensor
+    """[E]"""
+    columns: torch.Tensor
+    """[E] where the entry stands in its job's loss columns."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Entries]) -> Entries:
+        """Entries of several forests, in the order of their packed tokens."""
+        if len(parts) == 1:
+            return parts[0]
+        starts = np.cumsum([0, *(len(p.row_tokens) for p in parts)]).tolist()
+        return cls(
+            host_tokens=np.concatenate([p.host_tokens for p in parts]),
+            host_rows=np.concatenate([p.host_rows + start for p, start in zip(parts, starts, strict=False)]),
+            row_tokens=torch.cat([p.row_tokens for p in parts]),
+            row_temperatures=torch.cat([p.row_temperatures for p in parts]),
+            rows=torch.cat([p.rows + start for p, start in zip(parts, starts, strict=False)]),
+            targets=torch.cat([p.targets for p in parts]),
+            columns=torch.cat([p.columns for p in parts]),
+        )
+
+
+def make_entries(tokens: Array, temperatures: Array, targets: Array, columns: Array, device: torch.device) -> Entries:
+    """Join entries that read the same hidden state at the same temperature into one row."""
+    levels, level = _levels(temperatures)
+    keys = tokens * len(levels) + level
+    # Tokens come almost sorted, datum by datum, and a stable sort of runs is far quicker than one that knows nothing.
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    is_first = np.diff(ordered, prepend=-1) != 0
+    unique, host_rows = ordered[is_first], np.cumsum(is_first) - 1
+    host_tokens = unique // len(levels)
+    row_temperatures = levels[unique % len(levels)].astype(np.float32)
+    own = targets[order].astype(np.int64), columns[order].astype(np.int64)
+    return Entries(host_tokens, host_rows, *upload_all([host_tokens, row_temperatures, host_rows, *own], device))
+
+
+def _levels(temperatures: Array) -> tuple[Array, Array | int]:
+    """The different temperatures, and which of them each entry has."""
+    if len(temperatures) and (temperatures == temperatures[0]).all():
+        return temperatures[:1], 0
+    return np.unique(temperatures, return_inverse=True)

@@ -1,0 +1,85 @@
+"""A training adapter on disk, whole: weights, optimizer and the gradient collected so far; and sums of adapters.
+
+A snapshot is an adapter directory with `gradient.safetensors` beside it when there is a gradient, so that training
+goes on from it at any point, not only between optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+
+from turnwise.engine.model.lora import LORA_ALPHA, Adapter, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.training import adapter_files
+from turnwise.errors import CheckpointError
+from turnwise.types import LoraConfig
+
+if TYPE_CHECKING:
+    from turnwise.engine.engine import Engine
+
+GRADIENT_FILE = "gradient.safetensors"
+MAX_SUMMED_RANK = 1024
+
+
+def write_snapshot(engine: Engine, adapter: Adapter, directory: Path) -> None:
+    """Fill `directory` with everything that training on needs; the caller syncs it and puts it in place."""
+    engine.save_adapter(adapter, directory, with_optimizer=True)
+    if bool(adapter.grad.any()):
+        adapter_files.save_tensors({"grad": adapter.grad.cpu()}, directory / GRADIENT_FILE)
+
+
+def read_snapshot(engine: Engine, lora: LoraConfig, directory: Path) -> Adapter:
+    """The adapter exactly as `write_snapshot` found it."""
+    adapter = engine.create_critic(lora) if adapter_files.is_critic(directory) else engine.create_adapter(lora)
+    engine.load_adapter(adapter, directory, with_optimizer=True)
+    gradient = directory / GRADIENT_FILE
+    if gradient.exists():
+        adapter.grad.copy_(load_file(gradient)["grad"])
+    return adapter
+
+
+def write_sum(
+    engine: Engine, directories: Sequence[Path], coefficients: Sequence[float], directory: Path
+) -> LoraConfig:
+    """Write an adapter whose change of every weight is the weighted sum of the others' changes; returns its shape.
+
+    Exact, not fitted: A matrices are stacked, and each B carries its coefficient and scale, so ranks add up.
+    """
+    loras = [adapter_files.read_lora_config(source) for source in directories]
+    rank = sum(lora.rank for lora in loras)
+    if rank > MAX_SUMMED_RANK:
+        raise CheckpointError(f"the ranks add up to {rank}; expected at most {MAX_SUMMED_RANK}")
+    own = [engine.load_policy(source) for source in directories]
+    shapes: dict[str, tuple[int, int]] = {}
+    for policy in own:
+        shapes.update(policy.shapes)
+    summed = LoraConfig(
+        rank=rank,
+        train_unembed=any(lora.train_unembed for lora in loras),
+        train_mlp=any(lora.train_mlp for lora in loras),
+        train_attn=any(lora.train_attn for lora in loras),
+    )
+    flat = torch.zeros(num_parameters(shapes, rank))
+    _fill_sum(split_pairs(flat, shapes, rank), own, coefficients, LORA_ALPHA / rank)
+    weights = LoraWeights(summed, shapes, flat)
+    adapter_files.write_adapter(weights, directory, str(engine.model_dir), with_optimizer=False)
+    return summed
+
+
+def _fill_sum(
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    sources: Sequence[LoraWeights],
+    coefficients: Sequence[float],
+    scale: float,
+) -> None:
+    row = 0
+    for source, coefficient in zip(sources, coefficients, strict=True):
+        rank = source.lora.rank
+        for name, (a, b) in split_pairs(source.flat, source.shapes, rank).items():
+            pairs[name][0][row : row + rank] = a.cpu()
+            pairs[name][1][:, row : row + rank] = b.cpu() * (coefficient * source.scale / scale)
+        row += rank

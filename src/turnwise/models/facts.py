@@ -1,0 +1,106 @@
+"""What a model directory says about itself without loading a weight: sizes from config and safetensors headers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ModelError
+from turnwise.models.families import check_supported
+from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
+from turnwise.models.sizes import ModelSizes
+
+DEFAULT_CONTEXT = 4096
+"""Of a model whose config does not say."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
+"""The head's matrix too, where the two are tied."""
+_FROZEN = (
+    ("routed experts", re.compile(r"\.experts\.")),
+    ("routers", re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.|\.router\.")),
+)
+"""Matrices of a layer that transformers keeps outside linear layers, so that no adapter lies on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts(ModelSizes):
+    """A model's sizes; matrices are (outputs, inputs) by name."""
+
+    directory: Path
+    num_parameters: int
+    context_length: int
+    linears: dict[str, Shape]
+    frozen: dict[str, int]
+    """Parameters in matrices that no adapter can lie on, by what they are."""
+
+    def num_adapter_parameters(self, model: LoraTargets, rank: int = 0) -> int:
+        """Of an adapter of `rank`; 0: of the model's own."""
+        return sum((rank or model.rank) * (o + i) for o, i in self.adapted(model).values())
+
+    def num_adapted_parameters(self, model: LoraTargets) -> int:
+        """Weights of the base that the adapter lies on."""
+        return sum(o * i for o, i in self.adapted(model).values())
+
+    def adapted(self, model: LoraTargets) -> dict[str, Shape]:
+        """The linears that the adapter lies on."""
+        return adapted_linears(self.linears, _wanted(model))
+
+    def check_trained(self, model: LoraTargets) -> None:
+        """Refuse to train kinds of layers that the model does not have."""
+        check_kinds(self.linears, _wanted(model))
+
+
+def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
+    """Of the model in `directory`; where our own engine is going to run it, one that it cannot run is refused."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in _shapes(file).items()}
+    except (OSError, ValueError, KeyError) as cause:
+        raise ModelError(f"{directory} cannot be read as a model: {cause}") from cause
+    if runs_here:
+        check_supported(config)
+    config = config.get("text_config", config)
+    frozen = {what: _count(shapes, pattern) for what, pattern in _FROZEN}
+    linears = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
+    head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
+    if head is not None:
+        linears["lm_head"] = (shapes[head][0], shapes[head][1])
+    heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
+    return ModelFacts(
+        directory=directory,
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+        context_length=config.get("max_position_embeddings") or DEFAULT_CONTEXT,
+        num_layers=config.get("num_hidden_layers", 0),
+        hidden_size=hidden_size,
+        inner_size=config.get("intermediate_size", 4 * hidden_size),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or hidden_size // heads,
+        vocab_size=shapes[head][0] if head is not None else 0,
+        linears=linears,
+        frozen={what: count for what, count in frozen.items() if count},
+    )
+
+
+def _wanted(model: LoraTargets) -> dict[str, bool]:
+    return {"attn": model.train_attn, "mlp": model.train_mlp, "unembed": model.train_unembed}
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _is_linear(name: str, shape: list[int]) -> bool:
+    is_matrix = len(shape) == 2 and name.endswith(".weight") and ".layers." in name and "norm" not in name
+    return is_matrix and not any(pattern.search(name) for _, pattern in _FROZEN)
+
+
+def _count(shapes: Mapping[str, list[int]], pattern: re.Pattern[str]) -> int:
+    return sum(math.prod(shape) for name, shape in shapes.items() if pattern.search(name))

@@ -1,0 +1,1 @@
+"""Sampling for HTTP clients."""

@@ -1,0 +1,1 @@
+"""What the service remembers, in one SQLite file."""

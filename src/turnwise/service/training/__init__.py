@@ -1,0 +1,1 @@
+"""Training for HTTP clients: the operations on one model, in order."""

@@ -1,0 +1,165 @@
+"""Where adapters and published weights are: on the device, or parked on disk until somebody needs them.
+
+Fields of both classes change on the engine's thread only; the event loop reads them to choose what to park.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from turnwise.service.training.checkpoints import put_in_place, verify
+from turnwise.types import LoraConfig
+
+if TYPE_CHECKING:
+    from turnwise.engine.engine import Engine
+    from turnwise.engine.model.lora import Adapter, AnyPolicy, Policy
+
+
+Resident = TypeVar("Resident")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much may be on the device, in pieces and in bytes."""
+
+    max_count: int
+    max_bytes: int
+
+    def to_leave(
+        self, resident: Sequence[Resident], idle: Sequence[Resident], size_of: Callable[[Resident], int]
+    ) -> list[Resident]:
+        """Which of `idle`, first ones first, must go until the rest fits; what is in use may stay beyond the bounds."""
+        count, size = len(resident), sum(map(size_of, resident))
+        leaving: list[Resident] = []
+        for each in idle:
+            if count <= self.max_count and size <= self.max_bytes:
+                break
+            leaving.append(each)
+            count, size = count - 1, size - size_of(each)
+        return leaving
+
+
+class AdapterPlace:
+    """One training adapter."""
+
+    def __init__(self, lora: LoraConfig, root: Path, snapshot: str | None, *, is_critic: bool) -> None:
+        """The snapshot under `root`, or a new adapter where there is none; made when it is first needed."""
+        self.lora = lora
+        self.is_critic = is_critic
+        self.root = root
+        self.snapshot = snapshot
+        self._adapter: Adapter | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the device: weights, gradient and the optimizer's moments."""
+        adapter = self._adapter
+        if adapter is None:
+            return 0
+        return sum(tensor.nbytes for tensor in (adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq))
+
+    def bring(self, engine: Engine) -> Adapter:
+        """The adapter, on the device."""
+        if self._adapter is None:
+            if self.snapshot is None:
+                create = engine.create_critic if self.is_critic else engine.create_adapter
+                self._adapter = create(self.lora)
+            else:
+                from turnwise.engine.training.snapshots import read_snapshot  # torch
+
+                verify(self.root / self.snapshot)
+                self._adapter = read_snapshot(engine, self.lora, self.root / self.snapshot)
+        return self._adapter
+
+    def save(self, engine: Engine) -> str:
+        """Write a snapshot; returns its name."""
+        from turnwise.engine.training.snapshots import write_snapshot  # torch
+
+        adapter = self.bring(engine)
+        name = uuid.uuid4().hex[:16]
+        self.root.mkdir(parents=True, exist_ok=True)
+        staged = self.root / f".{name}"
+        try:
+            write_snapshot(engine, adapter, staged)
+            put_in_place(staged, self.root / name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        self.snapshot = name
+        return name
+
+    def park(self, engine: Engine) -> str:
+        """Write a snapshot and free the device."""
+        name = self.save(engine)
+        if self._adapter is not None:
+            engine.drop_adapter(self._adapter)
+            self._adapter = None
+        return name
+
+    def drop(self, engine: Engine) -> None:
+        if self._adapter is not None:
+            engine.drop_adapter(self._adapter)
+            self._adapter = None
+
+
+class PolicyPlace:
+    """Weights to sample from: the base model's, a checkpoint's, or a copy published from training."""
+
+    def __init__(self, directory: Path | None, *, policy: Policy | None = None, is_base: bool = False) -> None:
+        self._directory = directory
+        self._policy: Policy | None = policy
+        self._is_base = is_base
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it takes room that could be freed."""
+        return self._policy is not None
+
+    @property
+    def num_bytes(self) -> int:
+        policy = self._policy
+        return 0 if policy is None else policy.flat.nbytes
+
+    @property
+    def is_written(self) -> bool:
+        return self._is_base or self._directory is not None
+
+    def resident(self, engine: Engine) -> AnyPolicy | None:
+        """The weights, if they are there already."""
+        return engine.base_policy if self._is_base else self._policy
+
+    def bring(self, engine: Engine) -> AnyPolicy:
+        """The weights, loaded if need be; on the engine's thread."""
+        if self._is_base:
+            return engine.base_policy
+        if self._policy is None:
+            assert self._directory is not None
+            verify(self._directory)
+            self._policy = engine.load_policy(self._directory)
+        return self._policy
+
+    def write(self, engine: Engine, directory: Path) -> None:
+        """Keep a copy on disk, so that the device's can be let go."""
+        if self.is_written or self._policy is None:
+            return
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staged = directory.with_name(f".{directory.name}")
+        try:
+            engine.save_policy(self._policy, staged)
+            put_in_place(staged, directory)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        self._directory = directory
+
+    def release(self) -> None:
+        """Let the device's copy go; requests that run with it keep it until they are done."""
+        if self._directory is not None:
+            self._policy = None

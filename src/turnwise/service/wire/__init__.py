@@ -1,0 +1,1 @@
+"""JSON and protobuf bodies to our own types and back."""

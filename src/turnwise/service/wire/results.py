@@ -1,0 +1,144 @@
+"""Results out: training outputs and samples as protobuf or JSON, and back from the journal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.service.wire import proto as pb
+from turnwise.service.wire.types import JSON, PROTOBUF, JsonObject, Result, SampleReply
+from turnwise.types import ForwardBackwardOutput, TensorData
+
+MISSING_TOPK_LOGPROB = -99999.0
+"""Fills the cells of a top-k table that has no entry."""
+
+_PROTO_OUTPUT = pb.message_class("ForwardBackwardOutput")
+_PROTO_SAMPLE = pb.message_class("SampleResponse")
+
+
+def encode(result: Result, accept: Literal["protobuf", "json"]) -> tuple[bytes | JsonObject, str]:
+    """The body of a finished request and its content type; only two kinds of result have a protobuf form."""
+    if isinstance(result, ForwardBackwardOutput):
+        if accept == "protobuf":
+            return output_to_proto(result), PROTOBUF
+        return output_to_json(result), JSON
+    if isinstance(result, SampleReply):
+        if accept == "protobuf":
+            return sample_to_proto(result), PROTOBUF
+        return sample_to_json(result), JSON
+    return result, JSON
+
+
+def output_to_proto(output: ForwardBackwardOutput) -> bytes:
+    message = _PROTO_OUTPUT(loss_fn_output_type=output.loss_fn_output_type)
+    for key, value in output.metrics.items():
+        message.metrics[key] = value
+    arrays = [
+        {key: tensor.to_numpy().astype("<f4") for key, tensor in entry.items()} for entry in output.loss_fn_outputs
+    ]
+    for kind, group in itertools.groupby(arrays, key=_record_kind):  # a record is rectangular behind its first axis
+        members = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
+        for key, trailing in kind:
+            parts = [member[key].tobytes() for member in members]
+            tensor = record.fields[key]
+            tensor.data = b"".join(parts)
+            tensor.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
+            tensor.dtype = pb.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(trailing)
+    return message.SerializeToString()
+
+
+def _record_kind(arrays: Mapping[str, NDArray[np.float32]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((key, array.shape[1:]) for key, array in sorted(arrays.items()))
+
+
+def output_from_proto(data: bytes) -> ForwardBackwardOutput:
+    """The inverse of `output_to_proto`: how finished results are kept over a restart."""
+    message = _PROTO_OUTPUT()
+    message.ParseFromString(data)
+    outputs: list[dict[str, TensorData]] = []
+    for record in message.loss_fn_outputs:
+        entries: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
+        for key, tensor in record.fields.items():
+            offsets = np.frombuffer(tensor.offsets, dtype="<i8")
+            for entry, (start, stop) in zip(entries, itertools.pairwise(offsets), strict=True):
+                array = np.frombuffer(tensor.data[int(start) : int(stop)], dtype="<f4")
+                entry[key] = TensorData.from_numpy(array.reshape(-1, *tensor.trailing_shape))
+        outputs += entries
+    return ForwardBackwardOutput(message.loss_fn_output_type, outputs, dict(message.metrics))
+
+
+def output_to_json(output: ForwardBackwardOutput) -> JsonObject:
+    outputs = [{key: tensor_to_json(tensor) for key, tensor in entry.items()} for entry in output.loss_fn_outputs]
+    return {
+        "loss_fn_output_type": output.loss_fn_output_type,
+        "loss_fn_outputs": outputs,
+        "metrics": dict(output.metrics),
+    }
+
+
+def tensor_to_json(tensor: TensorData) -> JsonObject:
+    array = tensor.to_numpy()
+    return {"data": array.ravel().tolist(), "dtype": tensor.dtype, "shape": list(array.shape)}
+
+
+def sample_to_proto(reply: SampleReply) -> bytes:
+    response, message = reply.response, _PROTO_SAMPLE()
+    for index, sequence in enumerate(response.sequences):
+        row = message.sequences.add()
+        row.stop_reason = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+        row.tokens = np.asarray(sequence.tokens, dtype="<i4").tobytes()
+        row.logprobs = np.asarray(sequence.logprobs or [], dtype="<f4").tobytes()
+        if reply.topk_sampled is not None:
+            _fill_topk(row.topk_sampled_logprobs, reply.topk_sampled[index])
+    if response.prompt_logprobs is not None:
+        numbers = [math.nan if value is None else value for value in response.prompt_logprobs]
+        message.prompt_logprobs = np.asarray(numbers, dtype="<f4").tobytes()
+    if response.topk_prompt_logprobs is not None:
+        _fill_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    message.prompt_cache_hit_tokens = response.num_cached_prompt_tokens
+    if reply.target_logprobs is not None:
+        array = reply.target_logprobs.to_numpy()
+        message.target_prompt_logprobs.dtype = pb.DTYPE_FLOAT32
+        message.target_prompt_logprobs.shape.extend(array.shape)
+        message.target_prompt_logprobs.dense = array.astype("<f4").tobytes()
+    return message.SerializeToString()
+
+
+def _fill_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+    width = max((len(row) for row in rows if row is not None), default=0)
+    ids = np.zeros((len(rows), width), dtype="<i4")
+    logprobs = np.full((len(rows), width), MISSING_TOPK_LOGPROB, dtype="<f4")
+    for index, row in enumerate(rows):
+        for k, (token, logprob) in enumerate(row or ()):
+            ids[index, k], logprobs[index, k] = token, logprob
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
+    message.k, message.length = width, len(rows)
+
+
+def sample_to_json(reply: SampleReply) -> JsonObject:
+    response = reply.response
+    body: JsonObject = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": sequence.stop_reason,
+                "tokens": [int(token) for token in sequence.tokens],
+                "logprobs": list(sequence.logprobs or []),
+            }
+            for sequence in response.sequences
+        ],
+    }
+    if response.prompt_logprobs is not None:
+        body["prompt_logprobs"] = list(response.prompt_logprobs)
+    if response.topk_prompt_logprobs is not None:
+        body["topk_prompt_logprobs"] = [
+            None if row is None else [list(pair) for pair in row] for row in response.topk_prompt_logprobs
+        ]
+    return body

@@ -1,0 +1,1 @@
+"""What a run shows and obeys: status, deadlines, steering, alarms, metrics, loggers, the terminal."""

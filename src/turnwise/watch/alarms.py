@@ -1,0 +1,235 @@
+"""Numbers that left their bands, in words: what is wrong, why it matters, what to change.
+
+The gap between the weights that sampled and those that learn (KL), how much of a batch still counts (ESS), how much
+was too old to use, and the policy's entropy. An alarm is told when a number leaves its band and again when it is back,
+not at every step between.
+
+Entropy that rises is no alarm by itself: policies that learn long tasks explore more, and do better (UI-TARS-2,
+arXiv:2509.02544). It is one where the reward falls meanwhile; each turn and each kind of reply is watched for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, variance
+from typing import NotRequired, TypedDict
+
+from pydantic import Field
+
+from turnwise.errors import TurnwiseError
+from turnwise.runtime.section import Section
+from turnwise.train.entropy import ENTROPY, WHOLE, entropy_place
+
+BASELINE_STEPS = 3
+"""The entropy of so many steps is what later ones are held against."""
+MIN_RISE = 0.05
+"""Nats per token: a rise by less is none, however many times a small number it is."""
+REWARD_STEPS = 5
+"""The reward of so many steps is held against the best such stretch before."""
+REWARD_ERRORS = 3.0
+"""By how many standard errors of their difference it must be lower to have fallen."""
+
+
+class AlarmError(TurnwiseError):
+    """A number stayed out of its band for as long as the config allows."""
+
+
+class AlarmConfig(Section):
+    """Bands whose crossing is told, and ends a run where it says so."""
+
+    max_kl: float = Field(
+        default=0.01, gt=0, description="Of KL(sampler || trainer) per token (k2), on what a step learns from."
+    )
+    min_ess: float = Field(
+        default=0.5, ge=0, lt=1, description="Of the effective share of a step's tokens once their ratios count."
+    )
+    max_stale_share: float = Field(
+        default=0.1, ge=0, le=1, description="Of a step's groups that were dropped because they were too old."
+    )
+    entropy_fall: float = Field(
+        default=0.1, ge=0, lt=1, description="Lowest entropy, as a share of what the first steps had."
+    )
+    entropy_rise: float = Field(
+        default=3.0,
+        gt=1,
+        description="Highest entropy in the same unit, of all, a turn or a kind of reply, once the reward has fallen.",
+    )
+    stop_after: int = Field(
+        default=0, ge=0, description="End the run after so many steps in a row with the same alarm; 0 never does."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A number that is out of its band, or (`is_over`) back in it."""
+
+    name: str
+    value: float
+    bound: float
+    is_over: bool = False
+    place: str = ""
+    """Of an entropy: the turn or the kind of reply, as the end of a phrase."""
+
+    def __str__(self) -> str:
+        what, why, remedy = _WORDS[self.name]
+        what = what.format(place=self.place)
+        if self.is_over and self.name == "entropy_high":
+            return f"alarm over: {what} is {self.value:.3g}, and the reward has not fallen"
+        if self.is_over:
+            return f"alarm over: {what} is {self.value:.3g} again (band ends at {self.bound:.3g})"
+        side = "under" if self.value < self.bound else "over"
+        return f"alarm: {what} is {self.value:.3g}, {side} {self.bound:.3g}: {why}. {remedy}"
+
+
+_WORDS: Mapping[str, tuple[str, str, str]] = {
+    "kl": (
+        "KL(sampler || trainer)",
+        "the weights moved away from those that sampled, so ratios do not correct the gradient well any more",
+        "Lower train.learning_rate or train.max_staleness, or set method.old_policy=true with method.loss_fn=ppo",
+    ),
+    "ess": (
+        "the effective share of the batch",
+        "a few tokens with large ratios make most of the gradient, which is how lagging runs begin to diverge",
+        "Lower train.max_staleness or train.learning_rate, or reject with method.correction=token_mask",
+    ),
+    "stale": (
+        "the share of groups that were too old",
+        "what was played is thrown away, and long dialogues go first",
+        "Lower train.max_wait to train.max_staleness, raise train.max_staleness, or play fewer tasks per step",
+    ),
+    "entropy_low": (
+        "the entropy per token, as a share of what it was,",
+        "the policy says almost the same every time, and its groups stop to differ",
+        "Lower train.learning_rate, set method.entropy_coef=0.001, or add method.kl_coef",
+    ),
+    "entropy_high": (
+        "the entropy per token{place}, as a share of what it was,",
+        "the reward has fallen, too: the policy is coming apart and says anything",
+        "Lower train.learning_rate, add method.kl_coef, or look at the rewards",
+    ),
+}
+
+
+class AlarmState(TypedDict):
+    """What `Alarms` knows, ready for JSON."""
+
+    active: dict[str, int]
+    entropies: list[float]
+    """Of everything, in the first steps."""
+    entropies_by_place: NotRequired[dict[str, list[float]]]
+    """The same of turns and kinds of replies, by metric."""
+    rewards: NotRequired[list[float]]
+    """Of the last steps."""
+    best_rewards: NotRequired[list[float]]
+    """Of the best stretch of steps so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One number of a step, and whether it is out of its band."""
+
+    name: str
+    value: float
+    bound: float
+    is_out: bool
+    place: str = ""
+
+
+@dataclass(slots=True)
+class Alarms:
+    """Watches the metrics of a run, step by step."""
+
+    config: AlarmConfig
+    active: dict[str, int] = field(default_factory=dict[str, int])
+    """By name: for how many steps in a row."""
+    _entropies: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By metric: of the first steps."""
+    _rewards: list[float] = field(default_factory=list[float])
+    _best_rewards: list[float] = field(default_factory=list[float])
+
+    def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        """What changed with this step; raises when an alarm has lasted as long as it may."""
+        changes: list[Alarm] = []
+        for one in self._readings(metrics):
+            alarm = Alarm(name=one.name, value=one.value, bound=one.bound, place=one.place, is_over=not one.is_out)
+            if one.is_out:
+                self.active[one.name] = self.active.get(one.name, 0) + 1
+                if self.active[one.name] == 1:
+                    changes.append(alarm)
+            elif self.active.pop(one.name, 0):
+                changes.append(alarm)
+        return changes
+
+    def stop_if_lasting(self) -> None:
+        limit = self.config.stop_after
+        lasting = [name for name, count in self.active.items() if limit and count >= limit]
+        if lasting:
+            what, why, remedy = _WORDS[lasting[0]]
+            what = what.format(place="")
+            raise AlarmError(f"{what} was out of its band for {limit} steps in a row: {why}. {remedy}")
+
+    def to_state(self) -> AlarmState:
+        return AlarmState(
+            active=dict(self.active),
+            entropies=self._entropies.get(WHOLE, []),
+            entropies_by_place={name: first for name, first in self._entropies.items() if name != WHOLE},
+            rewards=list(self._rewards),
+            best_rewards=list(self._best_rewards),
+        )
+
+    def restore(self, state: AlarmState) -> None:
+        self.active = dict(state["active"])
+        places = state.get("entropies_by_place", {})
+        self._entropies = {name: list(first) for name, first in {WHOLE: state["entropies"], **places}.items()}
+        self._rewards = list(state.get("rewards", []))
+        self._best_rewards = list(state.get("best_rewards", []))
+
+    def _readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
+        """Everything that this step measured."""
+        config = self.config
+        readings: list[_Reading] = []
+        kl, ess = metrics.get("train/kl_sampler_trainer_k2"), metrics.get("train/ess_fraction")
+        if kl is not None:
+            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is out, too
+        if ess is not None:
+            readings.append(_Reading("ess", ess, config.min_ess, not ess >= config.min_ess))
+        stale = metrics.get("pool/stale_share")
+        if stale is not None:
+            readings.append(_Reading("stale", stale, config.max_stale_share, stale > config.max_stale_share))
+        return readings + self._entropy_readings(metrics)
+
+    def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
+        """Of the whole whether it is low; of the place where it rose most whether that is high."""
+        has_fallen = self._has_reward_fallen(metrics.get("rollout/reward_mean"))
+        low, high = self.config.entropy_fall, self.config.entropy_rise
+        readings: list[_Reading] = []
+        risen: list[_Reading] = []
+        for name, entropy in metrics.items():
+            if not name.startswith(ENTROPY) or not math.isfinite(entropy):
+                continue
+            first = self._entropies.setdefault(name, [])
+            if len(first) < BASELINE_STEPS:
+                first.append(entropy)
+                continue
+            usual = sum(first) / len(first)
+            share = entropy / max(usual, 1e-9)
+            if name == WHOLE:
+                readings.append(_Reading("entropy_low", share, low, share < low))
+            is_high = share > high and entropy - usual > MIN_RISE and has_fallen
+            risen.append(_Reading("entropy_high", share, high, is_high, entropy_place(name)))
+        worst = sorted(risen, key=lambda one: (one.is_out, one.value))[-1:]
+        return readings + worst
+
+    def _has_reward_fallen(self, reward: float | None) -> bool:
+        """The last steps were worth less than the best ones before, by more than the luck of a few steps."""
+        if reward is not None and math.isfinite(reward):
+            self._rewards = [*self._rewards, reward][-REWARD_STEPS:]
+        if len(self._rewards) < REWARD_STEPS:
+            return False
+        if not self._best_rewards or fmean(self._rewards) > fmean(self._best_rewards):
+            self._best_rewards = list(self._rewards)
+            return False
+        error = math.sqrt((variance(self._rewards) + variance(self._best_rewards)) / REWARD_STEPS)
+        return fmean(self._best_rewards) - fmean(self._rewards) > REWARD_ERRORS * error

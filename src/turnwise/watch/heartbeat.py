@@ -1,0 +1,161 @@
+"""The pulse of a run: a thread beside the event loop that writes the status, takes orders, and notices when the loop
+itself no longer comes round (code that blocks it, or a disk that does not answer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from turnwise.runlog import writer
+from turnwise.runlog.schema import DATABASE
+from turnwise.runtime.pending_calls import WAITS
+from turnwise.train.loop import Loop
+from turnwise.train.record import Recorder
+from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.status import SHOWN_WAITS, ShownWait, Status, memory_mb, write_status
+from turnwise.watch.steer import Order, Steering, take_orders
+from turnwise.watch.watchdog import EXIT_STALLED, Watchdog
+
+BEAT_S = 0.25
+STATUS_EVERY_S = 1.0
+BLOCKED_TOLD_S = 10.0
+"""An event loop that did not come round for so long is told about."""
+WRITER_FILE = Path(writer.__file__)
+HARD_STOP_S = 10.0
+"""A hard stop that has not ended the process by then ends it without asking."""
+
+
+class Pulse:
+    """Use it as an async context manager around the run of one loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        loop: Loop,
+        recorder: Recorder,
+        interrupt: Interrupt,
+        watchdog: Watchdog,
+        steering: Steering,
+        *,
+        block_deadline_s: float,
+    ) -> None:
+        self._directory = directory
+        self._loop = loop
+        self._recorder = recorder
+        self._interrupt = interrupt
+        self._watchdog = watchdog
+        self._steering = steering
+        self._block_deadline_s = block_deadline_s
+        self._is_over = threading.Event()
+        self._beat_s = time.monotonic()
+        self._told_s = BLOCKED_TOLD_S
+        self._exit_at_s = float("inf")
+
+    async def __aenter__(self) -> Pulse:
+        take_orders(self._directory)  # what was meant for a process that is gone
+        self._event_loop = asyncio.get_running_loop()
+        self._main_id = threading.get_ident()
+        self._ticker = asyncio.create_task(self._tick())
+        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._ticker.cancel()
+        self._thread.join(timeout=STATUS_EVERY_S)
+        is_stopped = kind is not None and issubclass(kind, Interrupted | asyncio.CancelledError | KeyboardInterrupt)
+        phase = "finished" if kind is None else "stopped" if is_stopped else "failed"
+        write_status(self._directory, self._status(phase))
+
+    async def _tick(self) -> None:
+        """On the event loop: it comes round, and the view is told what is waited for."""
+        while True:
+            self._beat_s = time.monotonic()
+            oldest = WAITS.oldest()
+            text = f"{self._watchdog.reason}; longest: {oldest[0]}" if self._watchdog.reason and oldest else ""
+            self._recorder.view.waiting(text or str(oldest[0] if oldest else ""), oldest[0].waited_s if oldest else 0)
+            await asyncio.sleep(BEAT_S)
+
+    def _watch(self) -> None:
+        """In the thread."""
+        written_s = 0.0
+        while not self._is_over.wait(BEAT_S):
+            for order in take_orders(self._directory):
+                self._obey(order)
+            now_s = time.monotonic()
+            if now_s - written_s >= STATUS_EVERY_S:
+                written_s = now_s
+                write_status(self._directory, self._status(self._recorder.phase_name))
+            self._look_at_the_loop(now_s)
+
+    def _obey(self, order: Order) -> None:
+        self._steering.put(order.settings)
+        if order.stop == "graceful":
+            self._on_loop(self._stop_gracefully)
+        elif order.stop == "hard":
+            self._exit_at_s = time.monotonic() + HARD_STOP_S
+            self._on_loop(self._interrupt.stop_now)
+
+    def _stop_gracefully(self) -> None:
+        self._recorder.view.say("asked to stop: after this step")
+        self._interrupt.ask()
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        self._event_loop.call_soon_threadsafe(work)
+
+    def _look_at_the_loop(self, now_s: float) -> None:
+        blocked_s = now_s - self._beat_s
+        if blocked_s < BLOCKED_TOLD_S:
+            self._told_s = BLOCKED_TOLD_S
+        if blocked_s >= min(self._told_s, self._block_deadline_s):
+            self._told_s *= 2
+            self._say(f"the event loop has not come round for {blocked_s:.0f} s: {self._where()}")
+        if blocked_s >= self._block_deadline_s:
+            self._say("stopped; go on with: turnwise train --resume " + str(self._directory))
+            os._exit(EXIT_STALLED)
+        if now_s >= self._exit_at_s:
+            self._say("stopped at once")
+            os._exit(EXIT_STALLED)
+
+    def _where(self) -> str:
+        """What blocks the event loop: the disk, where the run is being written down, and the innermost lines."""
+        frame = sys._current_frames().get(self._main_id)  # there is no other way to ask
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack[-3:])
+        is_writing = any(Path(line.filename) == WRITER_FILE for line in stack)
+        return f"disk: {self._directory / DATABASE} does not take what is written; in {lines}" if is_writing else lines
+
+    def _say(self, line: str) -> None:
+        print(f"turnwise: {line}", file=sys.stderr, flush=True)
+
+    def _status(self, phase: str) -> Status:
+        loop, stream = self._loop, self._loop.supply.stream
+        pool: dict[str, int] = {}
+        if stream is not None:
+            pool = {**stream.pool.counts(), "attempts playing": stream.num_attempts_playing}
+        return Status(
+            pid=os.getpid(),
+            time=time.time(),
+            phase=phase,
+            step=loop.done_step,
+            num_steps=loop.num_steps,
+            version=loop.version,
+            reason=self._watchdog.reason,
+            waits=tuple(ShownWait.of(wait) for wait in WAITS.oldest(SHOWN_WAITS)),
+            num_waits=len(WAITS),
+            pool=pool,
+            alarms=tuple(loop.alarms.active),
+            blocked_s=round(max(0.0, time.monotonic() - self._beat_s - 2 * BEAT_S), 2),
+            memory_mb=round(memory_mb(), 1),
+        )

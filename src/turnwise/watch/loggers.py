@@ -1,0 +1,81 @@
+"""Metrics to other tools: TensorBoard, Weights & Biases, trackio. None is needed; the run directory has everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from turnwise.config.config import Config
+from turnwise.errors import ConfigError
+
+EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+"""By logger: the extra of this package that brings it."""
+
+
+class MetricLogger(Protocol):
+    """Somebody who is told each step's metrics."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_loggers(config: Config, directory: Path, run_name: str, settings: Mapping[str, Any]) -> list[MetricLogger]:
+    """Start the loggers that `run.loggers` names; `settings` is the whole config, for their pages."""
+    loggers: list[MetricLogger] = []
+    for name in config.run.loggers:
+        if name == "tensorboard":
+            loggers.append(_TensorBoard(_module(name, "tensorboard.summary"), directory / "tensorboard"))
+        else:
+            module = _module(name, name)
+            try:
+                module.init(project=config.run.project, name=run_name, config=dict(settings))
+            except getattr(module, "Error", ()) as cause:  # wandb's, of somebody who is not logged in above all
+                raise ConfigError(
+                    f"{name} does not start: {cause} Log in, set WANDB_MODE=offline, or leave it out of run.loggers"
+                ) from cause
+            loggers.append(_Hosted(module))
+    return loggers
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Say what is missing before anything is spent."""
+    for name in names:
+        _module(name, name)
+
+
+class _TensorBoard:
+    def __init__(self, module: Any, directory: Path) -> None:
+        self._writer = module.Writer(str(directory))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Hosted:
+    """wandb and trackio share their calls."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def _module(logger: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as cause:
+        raise ConfigError(
+            f"run.loggers names {logger}, which is not installed; install it with: pip install "
+            f"'turnwise[{EXTRAS[logger]}]', or leave it out of run.loggers"
+        ) from cause

@@ -1,0 +1,117 @@
+"""What a finished run prints: before and after with intervals, the curve, the certificate, and a few dialogues."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import AttemptRow, EvaluationRow
+from turnwise.train.checkpoint import best_evaluation
+from turnwise.train.intervals import Interval
+from turnwise.trajectory import Message
+from turnwise.watch.curve import write_curve
+
+LABEL_WIDTH = 14
+
+
+def report_lines(run: RunReader, *, title: str, num_dialogues: int) -> list[str]:
+    """Everything, from what the run directory holds."""
+    evaluations = run.evaluations()
+    best = best_evaluation(run)
+    lines = [*_before_and_after(evaluations, best), *_ended_early(run), *_dropped(run), *_not_kept(run)]
+    lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title)}")
+    lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
+    which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
+    lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")
+    for row in _chosen(run, evaluations, num_dialogues):
+        lines += ["", *dialogue_lines(run, row)]
+    return lines
+
+
+def _before_and_after(evaluations: Sequence[EvaluationRow], best: EvaluationRow | None) -> list[str]:
+    shown = [row for row in evaluations if row.label in ("start", "warm-up", "end")] or list(evaluations)
+    shown += [best] if best is not None and best not in shown else []
+    lines = []
+    for row in shown:
+        success = Interval(row.success, row.success_low, row.success_high).percent()
+        reward = Interval(row.reward, row.reward_low, row.reward_high).number()
+        is_best = row is best and row.label == "step"
+        name = "best" if is_best else row.label
+        name = f"{name} (step {row.step})" if name in ("best", "end") else name
+        chosen = f"  chosen out of {len(evaluations)} evaluations on these tasks" if is_best else ""
+        lines.append(f"{name:<{LABEL_WIDTH}}success {success:<24}  reward {reward}{chosen}")
+    by_label = {row.label: row for row in shown}
+    before, after = by_label.get("warm-up", by_label.get("start")), by_label.get("end")
+    if before is not None and after is not None and math.isfinite(after.success - before.success):
+        gain = 100 * (after.success - before.success)
+        lines.append(f"{'by training':<{LABEL_WIDTH}}{gain:+.1f} points of held-out success since {before.label}")
+    return lines
+
+
+def _ended_early(run: RunReader) -> list[str]:
+    """Why a run made fewer steps than it was asked for."""
+    ends = [event for event in run.events() if event.kind in ("resumed", "solved", "tokens_spent")]
+    if not ends or ends[-1].kind == "resumed":
+        return []
+    step, detail = ends[-1].step, ends[-1].detail
+    if ends[-1].kind == "solved":
+        why = f"after step {step}: every attempt of the last {detail['steps']} steps succeeded"
+    else:
+        sampled = f"{detail['sampled_tokens']:,} tokens are sampled"
+        why = f"after step {step} of {detail['steps']}: {sampled}, train.max_sampled_tokens={detail['bound']}"
+    return [f"{'ended early':<{LABEL_WIDTH}}{why}"]
+
+
+def _dropped(run: RunReader) -> list[str]:
+    """What was not trained on, over the whole run, by reason."""
+    totals = {name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "dropped_" in name}
+    parts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "method/" in name]
+    attempts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "rollout/" in name]
+    lines = [f"{'groups out':<{LABEL_WIDTH}}{', '.join(parts)}"] if parts else []
+    return lines + ([f"{'attempts out':<{LABEL_WIDTH}}{', '.join(attempts)}"] if attempts else [])
+
+
+def _not_kept(run: RunReader) -> list[str]:
+    """What the size rule removed from run.db."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for event in run.events("dropped"):
+        counts[event.detail["what"], event.detail["phase"]] += event.detail["num_trajectories"]
+    said = ", ".join(f"{what} of {count} {phase} attempts" for (what, phase), count in counts.items())
+    return [f"{'not kept':<{LABEL_WIDTH}}{said}, the oldest: run.max_size_mb bounds run.db"] if said else []
+
+
+def _certificate(run: RunReader) -> str:
+    rows = run.certificates()
+    if not rows:
+        return "none: no step learned from attempts of its own"
+    bad = [row.step for row in rows if not row.is_exact]
+    steps = ", ".join(str(row.step) for row in rows)
+    verdict = f"NOT exact at step {bad[0]}" if bad else "every trained token is a sampled token"
+    return f"{verdict} (checked every step, kept of {steps}); turnwise certify {run.directory}"
+
+
+def _chosen(run: RunReader, evaluations: Sequence[EvaluationRow], count: int) -> list[AttemptRow]:
+    """A success, a failure, and more successes, of the last evaluation; of the last steps where there was none."""
+    step = evaluations[-1].step if evaluations else None
+    rows = [row for row in run.attempts(phase="eval", step=step) if row.num_turns] if evaluations else []
+    rows = rows or [row for row in run.attempts(phase="train") if row.num_turns][-count:]
+    good = [row for row in rows if row.is_success]
+    bad = [row for row in rows if not row.is_success]
+    return [*good[:1], *bad[:1], *good[1:], *bad[1:]][:count]
+
+
+def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
+    """One attempt as a conversation, each reply with its reward."""
+    verdict = {True: "success", False: "no success", None: row.stop_reason}[row.is_success]
+    lines = [f"--- attempt {row.id}: {row.task_id}, {verdict}, reward {row.reward:g}"]
+    for message, reward in run.dialogue(row.id):
+        lines.append(message_line(message, reward))
+    return lines
+
+
+def message_line(message: Message, reward: float | None) -> str:
+    content = message.content.strip().replace("\n", "\n" + " " * 11)
+    calls = "".join(f" [calls {call.name}({dict(call.arguments)})]" for call in message.tool_calls)
+    return f"{message.role:>9}  {content}{calls}" + (f"   ({reward:+g})" if reward else "")

@@ -1,0 +1,133 @@
+"""What a run is doing at this moment, in a small file of its directory that is written about once a second.
+
+The process that trains holds a lock on `run.lock`, which ends with the process however it ends: so there is one trainer
+at a time, and anybody can tell a run that goes on from one that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from turnwise.errors import ConfigError
+from turnwise.runtime.pending_calls import Wait
+
+STATUS_FILE = "status.json"
+LOCK_FILE = "run.lock"
+SHOWN_WAITS = 20
+"""How many of the longest waits are written down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownWait:
+    """A wait as another process can read it."""
+
+    party: str
+    what: str
+    who: str
+    waited_s: float
+    deadline_s: float
+
+    @classmethod
+    def of(cls, wait: Wait) -> ShownWait:
+        return cls(
+            party=wait.party,
+            what=wait.what,
+            who=wait.who,
+            waited_s=round(wait.waited_s, 2),
+            deadline_s=wait.deadline_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One look at a run."""
+
+    pid: int
+    time: float
+    """When it was written, in seconds since 1970."""
+    phase: str
+    step: int
+    num_steps: int
+    version: int
+    """Updates of the weights."""
+    reason: str
+    """What the loop waits for, in words; empty while it computes."""
+    waits: tuple[ShownWait, ...] = ()
+    """Calls that have not come back, the longest first."""
+    num_waits: int = 0
+    pool: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups by state, and attempts that are being played."""
+    alarms: tuple[str, ...] = ()
+    blocked_s: float = 0.0
+    """How long the event loop has not come round: something in it computes, or blocks."""
+    memory_mb: float = 0.0
+
+
+def write_status(directory: Path, status: Status) -> None:
+    """Complete or not at all; a disk that is full costs the status, not the run."""
+    unfinished = directory / f".{STATUS_FILE}"
+    with contextlib.suppress(OSError):
+        unfinished.write_text(json.dumps(asdict(status)), encoding="utf-8")
+        unfinished.replace(directory / STATUS_FILE)
+
+
+def read_status(directory: Path) -> Status | None:
+    """The latest look; None where nobody has written one."""
+    try:
+        fields: dict[str, Any] = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+        waits = tuple(ShownWait(**wait) for wait in fields.pop("waits"))
+        return Status(**{**fields, "alarms": tuple(fields["alarms"])}, waits=waits)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Be the only one who trains in a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a") as file:
+        if not _lock(file):
+            raise ConfigError(
+                f"a process is training in {directory} already: turnwise status {directory} shows it, turnwise stop "
+                f"{directory} ends it"
+            )
+        yield
+
+
+def is_training(directory: Path) -> bool:
+    """Some process trains in the directory right now."""
+    try:
+        with (directory / LOCK_FILE).open("r") as file:
+            return not _lock(file)
+    except OSError:
+        return False
+
+
+def memory_mb() -> float:
+    """What this process holds in memory now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def seconds_ago(status: Status) -> float:
+    return max(0.0, time.time() - status.time)
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
