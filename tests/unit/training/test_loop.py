@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from unit.train.conftest import MakeRig
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow
@@ -12,7 +13,6 @@ from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.training.progress import NothingToLearnError
 from turnwise.training.run_state import read_state
 from turnwise.watch.interrupt import Interrupted
-from unit.train.conftest import MakeRig
 
 PUBLISH = "save_weights_and_get_sampling_client"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from unit.train.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.config import Config
@@ -18,7 +19,6 @@ from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
-from unit.train.conftest import MakeRig
 
 
 class GateWorld:

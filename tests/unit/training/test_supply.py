@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from unit.train.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user
@@ -24,7 +25,6 @@ from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from turnwise.watch.watchdog import Watchdog
-from unit.train.conftest import MakeRig
 
 BARGAIN = get_world("bargain")
 
