@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.cli import main
 from turnwise.config.config import Config

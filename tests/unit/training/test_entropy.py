@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.training.checkpoint import NOTHING_DONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow

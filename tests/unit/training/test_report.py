@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate

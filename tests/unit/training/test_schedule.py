@@ -6,7 +6,7 @@ import math
 
 import pytest
 from pydantic import ValidationError
-from unit.train.conftest import MakeRig, Rig
+from unit.training.conftest import MakeRig, Rig
 
 from turnwise.config.config import TrainConfig
 from turnwise.runlog.schema import CheckpointRow

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.config import Config

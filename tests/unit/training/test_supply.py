@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from unit.train.conftest import MakeRig
+from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user

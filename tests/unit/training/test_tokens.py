@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from unit.train.conftest import CoinEnv, CoinWorld, MakeRig
+from unit.training.conftest import CoinEnv, CoinWorld, MakeRig
 
 from turnwise.envs.base import EnvStep, Task
 from turnwise.rollout.stats import RolloutStats
