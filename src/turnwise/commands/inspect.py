@@ -94,7 +94,7 @@ def _list_attempts(run: RunReader) -> None:
     print(f"{len(rows)} attempts; the last {min(NUM_LISTED, len(rows))}, for --attempt ID:")
     for row in rows[-NUM_LISTED:]:
         print(
-            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.stop_reason:<11} "
+            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.end_reason:<11} "
             f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
         )
 

@@ -17,7 +17,7 @@ import torch
 
 from turnwise.engine.budget import MemorySplit, split_memory
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import choose_device, find_place
+from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
@@ -249,7 +249,7 @@ class Engine:
     def _split_memory(self) -> MemorySplit:
         split = split_memory(
             self.config,
-            find_place(self.config),
+            find_device(self.config),
             self.model.sizes,
             adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
             context_length=self.max_context_length,

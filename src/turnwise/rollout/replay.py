@@ -18,11 +18,8 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import StopReason, Trajectory, Turn
+from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import SampledSequence
-
-_UNREPEATABLE = (StopReason.TIME_LIMIT, StopReason.FAILED)
-"""Ends that depend on the hour; only the turns before them are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class Replay:
         name = f"attempt {self.recorded.attempt} at {self.recorded.task_id} (seed {self.recorded.seed})"
         if self.difference is None:
             turns = len(self.recorded.turns)
-            return [f"{name}: {turns} turns replayed exactly, stop reason {self.recorded.stop_reason}"]
+            return [f"{name}: {turns} turns replayed exactly, end reason {self.recorded.end_reason}"]
         place = "before any turn" if self.difference.turn is None else f"at turn {self.difference.turn}"
         return [
             f"{name}: {self.difference.what} differs {place}",
@@ -108,13 +105,13 @@ def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection
         if "mask" not in altered:
             yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
-        failure = replayed.failure.detail if replayed.failure is not None else str(replayed.stop_reason)
+        failure = replayed.failure.detail if replayed.failure is not None else str(replayed.end_reason)
         yield Difference(
             turn=len(replayed.turns), what="the end", recorded="the attempt went on", replayed=f"it ended: {failure}"
         )
-    if recorded.stop_reason not in _UNREPEATABLE:
+    if recorded.end_reason.is_repeatable:  # of other ends only the turns before them are compared
         last = len(recorded.turns) - 1
-        yield from _compare(last, "stop reason", str(recorded.stop_reason), str(replayed.stop_reason))
+        yield from _compare(last, "end reason", str(recorded.end_reason), str(replayed.end_reason))
         yield from _compare(last, "is_success", recorded.is_success, replayed.is_success)
 
 

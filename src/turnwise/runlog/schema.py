@@ -170,7 +170,7 @@ class AttemptRow:
     outcome: str
     task_id: str
     attempt: int
-    stop_reason: str
+    end_reason: str
     is_success: bool | None
     reward: float
     num_turns: int

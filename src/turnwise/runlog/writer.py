@@ -195,7 +195,7 @@ class RunWriter:
             "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
-                str(trajectory.stop_reason),
+                str(trajectory.end_reason),
                 *((None, None) if failure is None else (str(failure.party), failure.detail)),
                 *(trajectory.is_success, trajectory.total_reward, len(trajectory.turns)),
                 *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),

@@ -13,7 +13,7 @@ from turnwise.engine.budget import (
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import Place
+from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.facts import ModelFacts
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.train.critic_config import CRITIC_METHODS
@@ -26,7 +26,7 @@ ADAPTER_COPIES = 6
 class Memory:
     """Bytes by purpose."""
 
-    place: Place
+    device: DeviceInfo
     weights: int
     merged: int
     """The adapted weights once more, with the adapter added in: what the sampler reads."""
@@ -49,36 +49,41 @@ class Memory:
             "KV cache": self.kv_cache,
             f"training pass of up to {self.num_pass_tokens:,} tokens": self.training_pass,
         }
-        is_gpu = self.place.device == "cuda"
-        where = f"of {format_bytes(self.place.total_bytes)} on the GPU" if is_gpu else "on the CPU"
+        is_gpu = self.device.kind == "cuda"
+        where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
         spelled = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
-        return f"about {format_bytes(self.total)} {where} in {self.place.dtype}: {spelled}"
+        return f"about {format_bytes(self.total)} {where} in {self.device.dtype}: {spelled}"
 
 
 def estimate_memory(
-    config: Config, engine: EngineConfig, place: Place, facts: ModelFacts, limits: RolloutLimits, num_attempts: int
+    config: Config,
+    engine: EngineConfig,
+    device: DeviceInfo,
+    facts: ModelFacts,
+    limits: RolloutLimits,
+    num_attempts: int,
 ) -> Memory:
     """Of a run with this config.
 
     Args:
         num_attempts: dialogues that one optimizer step learns from, at most.
     """
-    model, size = config.model, place.dtype_bytes
+    model, size = config.model, device.dtype_bytes
     weights = facts.num_parameters * size
     split = split_memory(
         engine,
-        replace(place, free_bytes=max(0, place.free_bytes - weights)),
+        replace(device, free_bytes=max(0, device.free_bytes - weights)),
         facts,
         adapted_parameters=sum(outputs * inputs for outputs, inputs in facts.linears.values()),
         context_length=facts.context_length,
     )
     num_tokens = pass_tokens(split, limits, num_attempts)
-    kept = training_pass_bytes(facts, place, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
+    kept = training_pass_bytes(facts, device, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
     return Memory(
-        place=place,
+        device=device,
         weights=weights,
         merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
-        adapter=_adapter_bytes(config, place, facts),
+        adapter=_adapter_bytes(config, device, facts),
         kv_cache=split.kv_bytes,
         training_pass=min(kept, split.training_bytes),
         num_pass_tokens=num_tokens,
@@ -94,10 +99,10 @@ def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) ->
     return min(max(split.limit.sharing, said), max(1, num_attempts) * limits.max_trajectory_tokens)
 
 
-def _adapter_bytes(config: Config, place: Place, facts: ModelFacts) -> int:
+def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:
     """The policy's adapter with its state, and the critic's where the method has one."""
     model = config.model
-    cast = place.dtype_bytes if place.dtype_bytes < FLOAT32_BYTES else 0
+    cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
     total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
     if config.method.name in CRITIC_METHODS:
         without_head = model.model_copy(update={"train_unembed": False})

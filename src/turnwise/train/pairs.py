@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from turnwise.credit.preferences import Pair
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.arrays import messages_from_json, messages_to_json
-from turnwise.trajectory import Branch, Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import Branch, EndReason, Message, Trajectory, Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -183,7 +183,7 @@ def _side_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "seed": trajectory.seed,
         "branch": None if branch is None else json.dumps(asdict(branch)),
         "reward": trajectory.total_reward,
-        "stop_reason": str(trajectory.stop_reason),
+        "stop_reason": str(trajectory.end_reason),
         "is_success": trajectory.is_success,
         "turns": [_turn_to_row(turn) for turn in trajectory.turns],
     }
@@ -233,7 +233,7 @@ def _side_from_row(task_id: str, start: tuple[Message, ...], row: Mapping[str, A
         seed=row["seed"],
         start=start,
         turns=tuple(_turn_from_row(turn) for turn in row["turns"]),
-        stop_reason=StopReason(row["stop_reason"]),
+        end_reason=EndReason(row["stop_reason"]),
         is_success=row["is_success"],
         branch=None if row["branch"] is None else Branch(**json.loads(row["branch"])),
     )

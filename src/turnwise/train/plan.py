@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from turnwise.config.checks import changed_options, unread_of_stored
 from turnwise.config.config import Config, GeneratorConfig, ModelConfig, TrainConfig
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import Place
+from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
 from turnwise.methods.config import BRANCHING_METHODS
 from turnwise.models.facts import ModelFacts
@@ -47,11 +47,11 @@ def make_plan(
     limits: RolloutLimits,
     *,
     engine: EngineConfig,
-    place: Place | None,
+    device: DeviceInfo | None,
     num_train_tasks: int,
     num_test_tasks: int,
 ) -> Plan:
-    if place is not None:
+    if device is not None:
         facts.check_trained(config.model)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
@@ -76,7 +76,7 @@ def make_plan(
         num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
         num_adapter_parameters=facts.num_adapter_parameters(config.model),
-        memory=None if place is None else estimate_memory(config, engine, place, facts, limits, num_learned),
+        memory=None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned),
     )
 
 
@@ -183,7 +183,7 @@ def _warmup(config: Config) -> str:
 
 def _threads(plan: Plan) -> dict[str, str]:
     """The line about the CPU's threads, where the model runs on one in this process."""
-    if plan.memory is None or plan.memory.place.device != "cpu":
+    if plan.memory is None or plan.memory.device.kind != "cpu":
         return {}
     threads = find_threads()
     return {"threads": f"{threads.count}: {threads.why}"}
@@ -220,7 +220,7 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("fewer train tasks than tasks per step: some are played twice in a step")
     share, default = config.generator.gpu_memory_utilization, GeneratorConfig().gpu_memory_utilization
-    if plan.memory is not None and plan.memory.place.device == "cpu" and share != default:
+    if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
         notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
     notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
     unread = [name for name in changed_options(config.warmup) if name in ("batch_size", "learning_rate")]

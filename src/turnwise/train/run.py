@@ -22,7 +22,7 @@ from turnwise.config.files import (
     override_config,
 )
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import find_place
+from turnwise.engine.device_info import find_device
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.judges import attach_judge
 from turnwise.methods.ppo import make_gae
@@ -216,7 +216,7 @@ def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
         facts,
         parts.rollout.limits,
         engine=engine,
-        place=None if start.config.model.base_url else find_place(engine),
+        device=None if start.config.model.base_url else find_device(engine),
         num_train_tasks=len(parts.tasks),
         num_test_tasks=len(parts.held_out),
     )

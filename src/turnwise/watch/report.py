@@ -104,7 +104,7 @@ def _chosen(run: RunReader, evaluations: Sequence[EvaluationRow], count: int) ->
 
 def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
     """One attempt as a conversation, each reply with its reward."""
-    verdict = {True: "success", False: "no success", None: row.stop_reason}[row.is_success]
+    verdict = {True: "success", False: "no success", None: row.end_reason}[row.is_success]
     lines = [f"--- attempt {row.id}: {row.task_id}, {verdict}, reward {row.reward:g}"]
     for message, reward in run.dialogue(row.id):
         lines.append(message_line(message, reward))

@@ -171,7 +171,7 @@ def test_the_oldest_train_tokens_go_first_and_are_counted(tmp_path: Path, make_t
             sampler_logprobs=logprobs,
         )
         return Attempt(
-            trajectory=Trajectory(task_id="t", attempt=step, seed=0, turns=(turn,), stop_reason=trajectory.stop_reason),
+            trajectory=Trajectory(task_id="t", attempt=step, seed=0, turns=(turn,), end_reason=trajectory.end_reason),
             outcome="trained",
         )
 

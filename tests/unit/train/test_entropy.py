@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.train.checkpoint import NOTHING_DONE
 from turnwise.train.entropy import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
-from turnwise.trajectory import Branch, Message, StopReason, ToolCall, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import Branch, EndReason, Message, ToolCall, Trajectory, TrajectoryGroup, Turn
 from unit.train.conftest import MakeRig
 
 CALL = (ToolCall(name="add", arguments={}),)
@@ -32,7 +32,7 @@ def _group(*attempts: tuple[Turn, ...], branch: Branch | None = None) -> Traject
     return TrajectoryGroup(
         task_id="t",
         trajectories=tuple(
-            Trajectory(task_id="t", attempt=i, seed=0, turns=turns, stop_reason=StopReason.TERMINATED, branch=branch)
+            Trajectory(task_id="t", attempt=i, seed=0, turns=turns, end_reason=EndReason.TERMINATED, branch=branch)
             for i, turns in enumerate(attempts)
         ),
     )

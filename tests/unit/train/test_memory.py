@@ -18,7 +18,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import load_config
 from turnwise.engine.budget import GIB, split_memory, training_pass_bytes
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import Place, find_place
+from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.pack import pack, split_batches
 from turnwise.models.facts import read_facts
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.model
 
 FACTOR = 1.3
 """How far an estimate may be from what was measured, either way."""
-CPU = Place(device="cpu", dtype="float32")
+CPU = DeviceInfo(kind="cpu", dtype="float32")
 QWEN = ModelSizes(
     num_layers=28, hidden_size=1024, inner_size=3072, num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936
 )
@@ -110,15 +110,15 @@ def test_a_training_pass_takes_what_was_estimated(
 
     step()  # kernels are built, angles are read
     measured = _peak_bytes(step, tmp_path / "trace.json")
-    place = find_place(engine.config)
+    device = find_device(engine.config)
     facts = read_facts(directory)
-    estimated = training_pass_bytes(facts, place, sum(lengths), rank=rank, train_unembed=train_unembed)
+    estimated = training_pass_bytes(facts, device, sum(lengths), rank=rank, train_unembed=train_unembed)
     estimated += adapter.flat.numel() * 4  # the copy of the gradient, which the plan counts with the adapter
     assert measured / FACTOR < estimated < measured * FACTOR, (measured / 2**20, estimated / 2**20)
 
 
-def _estimate(config: Config, directory: Path, engine: EngineConfig, place: Place = CPU) -> Memory:
-    return estimate_memory(config, engine, place, read_facts(directory), LIMITS, num_attempts=64)
+def _estimate(config: Config, directory: Path, engine: EngineConfig, device: DeviceInfo = CPU) -> Memory:
+    return estimate_memory(config, engine, device, read_facts(directory), LIMITS, num_attempts=64)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -140,7 +140,7 @@ def test_weights_their_merged_copy_adapter_and_cache_are_counted_as_they_lie_in_
     while not done:
         engine.sampler.step()
     config = load_config("guess_number", ["model=tiny", "model.rank=4"])
-    estimated = _estimate(config, tiny_dir, settings, find_place(settings))
+    estimated = _estimate(config, tiny_dir, settings, find_device(settings))
     assert estimated.weights == _num_bytes([*engine.model.body.parameters(), engine.model.head.weight])
     assert estimated.merged == _num_bytes(list(engine.sampler._merged.values()))
     layers = [engine.sampler.cache.layer(index) for index in range(2)]
@@ -175,10 +175,10 @@ def test_no_pass_holds_more_tokens_than_the_plan_says() -> None:
 
 
 def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weights_leave(wide_dir: Path) -> None:
-    card = Place(device="cuda", dtype="bfloat16", free_bytes=3 * GIB // 2, total_bytes=2 * GIB)
+    card = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=3 * GIB // 2, total_bytes=2 * GIB)
     settings = EngineConfig(gpu_memory_utilization=0.9)
     config = load_config("guess_number", ["model=x", "train.micro_batch_tokens=1024"])
-    on_card, on_cpu = (_estimate(config, wide_dir, settings, place) for place in (card, CPU))
+    on_card, on_cpu = (_estimate(config, wide_dir, settings, device) for device in (card, CPU))
     assert on_card.weights * 2 == on_cpu.weights
     left = card.free_bytes - on_card.weights - on_card.merged - 0.1 * card.total_bytes
     assert on_card.kv_cache == pytest.approx(left / 2, rel=1e-3)

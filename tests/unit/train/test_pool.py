@@ -17,9 +17,9 @@ from turnwise.train.pool import Deal, LengthBias, Place, Pool, State, num_admiss
 from turnwise.train.pool_rows import places_to_rows, rows_to_places
 from turnwise.trajectory import (
     Branch,
+    EndReason,
     Failure,
     Message,
-    StopReason,
     ToolCall,
     Trajectory,
     TrajectoryGroup,
@@ -44,7 +44,7 @@ def _turn(version: int, **fields: object) -> Turn:
 
 def _trajectory(*versions: int) -> Trajectory:
     turns = tuple(_turn(version) for version in versions)
-    return Trajectory(task_id="t", attempt=0, seed=1, turns=turns, stop_reason=StopReason.TERMINATED)
+    return Trajectory(task_id="t", attempt=0, seed=1, turns=turns, end_reason=EndReason.TERMINATED)
 
 
 def _group(*versions: int) -> TrajectoryGroup:
@@ -207,14 +207,14 @@ def test_what_is_done_comes_back_bit_for_bit_and_the_rest_is_queued() -> None:
         seed=5,
         start=(Message(role="user", content="?"),),
         turns=(rich,),
-        stop_reason=StopReason.MAX_TURNS,
+        end_reason=EndReason.MAX_TURNS,
         is_success=False,
         metrics={"steps": 3.0},
         duration_s=0.123456789,
         branch=Branch(turn=0, seed=3),
     )
     failure = Failure(party=Party.ENV, detail="gone")
-    failed = Trajectory(task_id="t", attempt=2, seed=6, turns=(), stop_reason=StopReason.FAILED, failure=failure)
+    failed = Trajectory(task_id="t", attempt=2, seed=6, turns=(), end_reason=EndReason.FAILED, failure=failure)
     group = TrajectoryGroup(
         task_id="t", trajectories=(trajectory,), failed=(failed,), branch_turn=1, branch_probability=0.25
     )

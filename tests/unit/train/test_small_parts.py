@@ -299,6 +299,6 @@ async def test_work_that_is_not_interrupted_gives_its_value() -> None:
 
 
 def test_presets_are_inside_the_package() -> None:
-    import turnwise.train
+    import turnwise.config
 
-    assert (Path(turnwise.train.__file__).parent / "presets" / "guess_number.yaml").is_file()
+    assert (Path(turnwise.config.__file__).parent / "presets" / "guess_number.yaml").is_file()

@@ -312,7 +312,7 @@ async def test_tokens_steps_and_calls_are_counted(serve: Serve) -> None:
 
 
 def test_every_endpoint_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "service_openai.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "service_openai.md").read_text(encoding="utf-8")
     routes = [route for one in (openai.router, metrics.router) for route in one.routes]
     for route in routes:
         assert isinstance(route, APIRoute)
