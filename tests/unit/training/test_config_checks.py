@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
-from unit.training.conftest import MakeRig
 
 from turnwise.cli import main
 from turnwise.config.config import Config
@@ -21,6 +20,7 @@ from turnwise.methods.ppo import PPO_LOSS
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import make_method
 from turnwise.training.checkpoint import NOTHING_DONE
+from unit.training.conftest import MakeRig
 
 LIMITS = RolloutLimits(max_turns=3, max_tokens_per_turn=5, max_trajectory_tokens=64)
 COMPANIONS: tuple[dict[str, Any], ...] = (

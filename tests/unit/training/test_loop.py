@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow
@@ -13,6 +12,7 @@ from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.training.progress import NothingToLearnError
 from turnwise.training.run_state import read_state
 from turnwise.watch.interrupt import Interrupted
+from unit.training.conftest import MakeRig
 
 PUBLISH = "save_weights_and_get_sampling_client"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from unit.training.conftest import MakeRig
 
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.watch.report import report_lines
+from unit.training.conftest import MakeRig
 
 
 async def test_a_report_has_before_and_after_the_curve_and_the_dialogues(make_rig: MakeRig) -> None:

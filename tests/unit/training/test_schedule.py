@@ -6,12 +6,12 @@ import math
 
 import pytest
 from pydantic import ValidationError
-from unit.training.conftest import MakeRig, Rig
 
 from turnwise.config.config import TrainConfig
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.training.schedule import rate_factor
+from unit.training.conftest import MakeRig, Rig
 
 
 def test_schedules_follow_their_formulas() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.config import Config
@@ -19,6 +18,7 @@ from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
+from unit.training.conftest import MakeRig
 
 
 class GateWorld:

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from unit.training.conftest import MakeRig
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user
@@ -25,6 +24,7 @@ from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from turnwise.watch.watchdog import Watchdog
+from unit.training.conftest import MakeRig
 
 BARGAIN = get_world("bargain")
 

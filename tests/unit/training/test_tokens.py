@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from unit.training.conftest import CoinEnv, CoinWorld, MakeRig
 
 from turnwise.envs.base import EnvStep, Task
 from turnwise.rollout.stats import RolloutStats
@@ -22,6 +21,7 @@ from turnwise.training.tokens import num_drawn_tokens, num_taken_tokens
 from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.watch.report import report_lines
+from unit.training.conftest import CoinEnv, CoinWorld, MakeRig
 
 TOKENS_PER_STEP = 2 * 12 * 3
 """Groups, attempts and tokens of the rig's steps."""
