@@ -37,12 +37,12 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.critic_config import CriticConfig
-from turnwise.training.run import EXIT_INTERRUPTED, find_model
+from turnwise.training.setup import find_model
 from turnwise.watch.alarms import AlarmConfig
 from turnwise.watch.status import LOCK_FILE, STATUS_FILE
 
-EXIT_FAILED = 1
 AFTER_WARMUP = (
     *("steps", "max_sampled_tokens", "max_empty_steps", "learning_rate", "tasks_per_step", "substeps", "max_staleness"),
     *("min_batch", "max_wait", "save_every", "keep_checkpoints", "accumulate", "lr_schedule", "lr_warmup", "lr_floor"),
@@ -76,10 +76,10 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
         print(f"failed: {line}")
     if not is_whole:
         print("stopped; the same command goes on from there")
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     if not results:
         raise ConfigError("no run came to its end; there is nothing to compare")
-    return EXIT_FAILED if failures else 0
+    return ExitCode.FAILED if failures else ExitCode.OK
 
 
 @contextmanager

@@ -24,13 +24,13 @@ from typing import Any, Literal, Protocol, Self
 
 from turnwise.engine.device_info import GPU_SHARE_VARIABLE
 from turnwise.errors import TurnwiseError
+from turnwise.runtime.exit_codes import ExitCode
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 NO_CUDA_AT_IMPORT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """A library that asks torch for a GPU while it is loaded would start CUDA, and no fork survives that."""
 POLL_S = 1.0
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def _take(jobs: Sequence[Job], ended: tuple[str, int] | None, progress: Progress
         return
     name, code = ended
     job = next(job for job in jobs if job.name == name)
-    job.state = {0: "done", EXIT_INTERRUPTED: "stopped"}.get(code, "failed")  # pyright: ignore[reportAttributeAccessIssue]
+    job.state = "done" if code == ExitCode.OK else "stopped" if code == ExitCode.INTERRUPTED else "failed"
     if job.state == "failed":
         job.why = f"exit code {code}: {last_line(job.log)}"
     if job.state == "done" and job.finish is not None:
