@@ -29,7 +29,7 @@ from turnwise.types import SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.model.lora import Policy
     from turnwise.engine.sampling.scheduler import OnToken
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class _Sample:
 
     prompt: Sequence[int]
     params: SamplingParams
-    policy: AnyPolicy
+    policy: Policy
     num_samples: int
     prompt_logprobs: bool
     topk_prompt_logprobs: int
@@ -145,7 +145,7 @@ class EngineWorker:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        policy: AnyPolicy,
+        policy: Policy,
         *,
         num_samples: int = 1,
         prompt_logprobs: bool = False,
@@ -167,7 +167,7 @@ class EngineWorker:
         )
         return future
 
-    def compute_logprobs(self, prompt: Sequence[int], policy: AnyPolicy) -> Future[list[float | None]]:
+    def compute_logprobs(self, prompt: Sequence[int], policy: Policy) -> Future[list[float | None]]:
         """Queue the scoring of a prompt: the logprob of each of its tokens, None for the first."""
         future: Future[list[float | None]] = _WorkerFuture(self._thread)
         self._post_sample(_Sample(prompt, SamplingParams(max_tokens=1), policy, 1, True, 0, future, _prompt_logprobs))
