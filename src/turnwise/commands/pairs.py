@@ -35,10 +35,10 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
-from turnwise.train.assemble import Parts, assemble, distinct_tasks, make_renderer
-from turnwise.train.pairs import PairKind, StoredPair, check_can_write, write_pairs
-from turnwise.train.run import find_facts, make_service
-from turnwise.train.stored import Origin, check_origin, check_pairable, origin_of, train_rows
+from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
+from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
+from turnwise.training.run import find_facts, make_service
+from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}

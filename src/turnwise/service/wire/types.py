@@ -26,6 +26,7 @@ from turnwise.types import (
     ForwardBackwardOutput,
     LoraConfig,
     ModelInput,
+    SampleRequest,
     SampleResponse,
     SamplingParams,
     TensorData,
@@ -106,14 +107,13 @@ class SampleReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequest:
-    prompt: ModelInput
-    num_samples: int
-    params: SamplingParams
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
-    topk_sample_logprobs: int
-    last_n: int | None
+class ServedSample:
+    """A sample request, and the extras that only the wire has."""
+
+    sample: SampleRequest
+    topk_sample_logprobs: int = 0
+    last_n: int | None = None
+    """Return scores of this many tokens at the prompt's end; None returns all."""
     targets: NDArray[np.int64] | None = field(default=None, compare=False)
     """[prompt - 1, K] ids to score; -1 asks for nothing."""
 
@@ -334,7 +334,7 @@ def read_adam(body: schemas.OptimStepBody) -> AdamParams:
     return AdamParams(**(body.adam_params or schemas.AdamBody()).model_dump())
 
 
-def read_sample(body: schemas.SampleBody) -> SampleRequest:
+def read_sample(body: schemas.SampleBody) -> ServedSample:
     if body.prompt_alt_tokens_k:
         raise DataError("prompt_alt_tokens_k is not supported by this service; leave it 0")
     prompt = read_model_input(body.prompt)
@@ -346,10 +346,9 @@ def read_sample(body: schemas.SampleBody) -> SampleRequest:
             raise DataError(
                 f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{prompt.length - 1}, K]"
             )
-    return SampleRequest(
-        prompt=prompt,
-        num_samples=body.num_samples,
-        params=SamplingParams(
+    sample = SampleRequest(
+        prompt.to_ints(),
+        SamplingParams(
             max_tokens=params.max_tokens,
             seed=params.seed,
             stop=params.stop,
@@ -357,8 +356,12 @@ def read_sample(body: schemas.SampleBody) -> SampleRequest:
             top_k=params.top_k,
             top_p=params.top_p,
         ),
-        prompt_logprobs=bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0,
+        num_samples=body.num_samples,
+        include_prompt_logprobs=bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    return ServedSample(
+        sample=sample,
         topk_sample_logprobs=body.topk_sample_logprobs,
         last_n=body.prompt_logprobs_last_n,
         targets=targets,
