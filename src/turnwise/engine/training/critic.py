@@ -29,11 +29,11 @@ from turnwise.engine.model.lora import Policy, Route, target_shapes
 from turnwise.engine.training import adapter_files
 from turnwise.engine.training.columns import Asked
 from turnwise.engine.training.logprobs import TokenGradients
-from turnwise.engine.training.losses import did_you_mean
 from turnwise.engine.training.objective import LossSettings, Objective
 from turnwise.engine.training.pack import Entries
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import did_you_mean
 from turnwise.models.linears import Shape
 from turnwise.types import Datum, LoraConfig, TensorData
 

@@ -25,9 +25,9 @@ from turnwise.engine.training.columns import Asked, DatumColumns, collate_column
 from turnwise.engine.training.logprobs import TargetHead, TokenGradients
 from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.pack import Entries
-from turnwise.engine.training.preference_losses import DEFAULTS as PREFERENCE_LOSSES
 from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.errors import DataError
+from turnwise.losses.table import find_loss
 from turnwise.types import Datum
 
 LossSettings = Mapping[str, float | str] | None
@@ -129,7 +129,7 @@ class TokenLogprobs:
     def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> PassLoss:  # noqa: ARG002
         # The engine reads `kl_reference`; the loss sees the logprobs that come from it.
         own = {key: value for key, value in (settings or {}).items() if key != "kl_reference"}
-        return make_preference_loss(name, own) if name in PREFERENCE_LOSSES else make_loss(name, own)
+        return make_preference_loss(name, own) if find_loss(name).needs_pairs else make_loss(name, own)
 
     def read_datums(
         self, datums: Sequence[Datum], loss: Any, model: CausalModel, *, is_learning: bool
