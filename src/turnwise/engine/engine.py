@@ -36,10 +36,10 @@ from turnwise.engine.training.critic import (
 )
 from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.optim import adamw_step
-from turnwise.engine.training.preference_losses import DEFAULTS as PREFERENCE_LOSSES
 from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.training.trainer import Job, Trainer, outputs_of
 from turnwise.errors import CheckpointError, ConfigError, DataError
+from turnwise.losses.table import find_loss
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Engine:
 
 def _make_loss(name: str, config: LossConfig) -> AnyLoss:
     settings = _without_reference(config)
-    return make_preference_loss(name, settings) if name in PREFERENCE_LOSSES else make_loss(name, settings)
+    return make_preference_loss(name, settings) if find_loss(name).needs_pairs else make_loss(name, settings)
 
 
 def _without_reference(config: LossConfig) -> dict[str, Any]:

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from turnwise.engine.training.losses import Loss, LossColumns, did_you_mean, make_loss
+from turnwise.engine.training.losses import Loss, LossColumns, make_loss
 from turnwise.engine.training.preference_losses import PreferenceLoss
 from turnwise.errors import DataError
+from turnwise.losses.table import ClippedOptions, did_you_mean
 from turnwise.types import Datum, ModelInput, TensorData
 
 AnyLoss = Loss | PreferenceLoss
@@ -209,7 +210,7 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
         if key not in inputs and not (key == "old_logprobs" and "old_share" in inputs):
             who = loss.name
             if key == "old_logprobs" and isinstance(loss, Loss):
-                who = f"{who} with correction={loss.config.correction!r}"
+                who = f"{who} with correction={loss.terms.correction!r}"
             raise DataError(f"{who} needs {key} in loss_fn_inputs, and {came} came; send {KNOWN_INPUTS[key]}")
     if loss.name == "cross_entropy" and not inputs.keys() & {"weights", "mask"}:
         hint = KNOWN_INPUTS["weights"]
@@ -319,7 +320,7 @@ def _check_clip(
         reader.refuse("clip_low_threshold", low < 0, "expected an absolute ratio bound, such as 0.8")
     if high is not None:
         reader.refuse("clip_high_threshold", high < 0, "expected an absolute ratio bound, such as 1.2")
-    if isinstance(loss, PreferenceLoss) or not loss.is_clipped or (low is None and high is None):
+    if not isinstance(loss.config, ClippedOptions) or (low is None and high is None):
         return
     lows = np.broadcast_to(loss.config.clip_low_threshold if low is None else low, mask.shape)
     highs = np.broadcast_to(loss.config.clip_high_threshold if high is None else high, mask.shape)

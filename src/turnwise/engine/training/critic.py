@@ -25,9 +25,9 @@ from torch import Tensor
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Adapter, Route, Span, leaf, target_shapes
-from turnwise.engine.training.losses import did_you_mean
 from turnwise.engine.training.pack import MIN_SHARED, NO_SHARING, pack, split_batches
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import did_you_mean
 from turnwise.types import Datum, ForwardBackwardOutput, LoraConfig, TensorData
 
 VALUE_LOSS = "value"
