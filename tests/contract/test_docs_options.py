@@ -14,7 +14,7 @@ from turnwise.training.run import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECTIONS = "|".join((*Config.model_fields, "generator"))
+SECTIONS = "|".join((*Config.model_fields, "rollout"))
 NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\['\"`;,])((?:{SECTIONS})\.[a-z_.]+)=")
 """`train.steps` in backticks, or train.steps=5 anywhere."""
 COMMAND = re.compile(
