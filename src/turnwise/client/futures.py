@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
 from turnwise.errors import ServiceError
-from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.cross_thread_results import until_done
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class _Request(Generic[T]):
         if not self._future.done():
             try:
                 async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
-                    await arrival(self._future)  # a deadline that passes does not cancel the request
+                    await until_done(self._future)  # a deadline that passes does not cancel the request
             except TimeoutError:
                 return self._late_result(timeout)
             except asyncio.CancelledError:
