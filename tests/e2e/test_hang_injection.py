@@ -33,14 +33,14 @@ from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.pending_calls import WAITS
-from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
-from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints
-from turnwise.train.critic import Critic
-from turnwise.train.critic_config import CriticConfig
-from turnwise.train.loop import Loop
-from turnwise.train.pretrain import pretrain
-from turnwise.train.record import Recorder
-from turnwise.train.task_order import Deck
+from turnwise.training.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
+from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
+from turnwise.training.critic import Critic
+from turnwise.training.critic_config import CriticConfig
+from turnwise.training.loop import Loop
+from turnwise.training.pretrain import pretrain
+from turnwise.training.record import Recorder
+from turnwise.training.task_order import Deck
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
 from turnwise.watch.interrupt import Interrupt

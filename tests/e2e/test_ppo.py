@@ -16,10 +16,10 @@ from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.runlog.reader import RunReader
-from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
-from turnwise.train.checkpoint import checkpoint_directory, saved_critic
-from turnwise.train.critic import Critic
-from turnwise.train.pretrain import Batches, pretrain
+from turnwise.training.assemble import Parts, assemble, make_optim, make_renderer
+from turnwise.training.checkpoint import checkpoint_directory, saved_critic
+from turnwise.training.critic import Critic
+from turnwise.training.pretrain import Batches, pretrain
 from turnwise.types import AdamParams, Datum, ModelInput, TensorData
 from turnwise.watch.interrupt import Interrupt
 

@@ -92,7 +92,7 @@ def _take_turns(
     return {name: statistics.median(seconds[name] for seconds in rounds) for name in works}
 
 
-class Dialogue:
+class PlayedDialogue:
     """Token ids of one attempt, with the sampler's logprobs where it sampled."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -143,10 +143,10 @@ class RlStep:
         period = max(1, args.warmups) + 1
         return {name: statistics.median(seconds[period - 1 :: period]) for name, seconds in self.seconds.items()}
 
-    def play(self, policy: Policy) -> list[Dialogue]:
+    def play(self, policy: Policy) -> list[PlayedDialogue]:
         """Every dialogue to its last turn; the first is sampled as a group of each prompt."""
         args = self._args
-        dialogues = [Dialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
+        dialogues = [PlayedDialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
         for turn in range(args.turns):
             replies: list[SampledSequence]
             if turn == 0:
@@ -163,7 +163,7 @@ class RlStep:
                 dialogue.add(reply.tokens, reply.logprobs)
         return dialogues
 
-    def train(self, played: Sequence[Dialogue]) -> None:
+    def train(self, played: Sequence[PlayedDialogue]) -> None:
         """One update; half of the dialogues are better than the others."""
         datums = [dialogue.to_datum(1.0 if index % 2 else -1.0) for index, dialogue in enumerate(played)]
         finish(self._engine.forward_backward(self.adapter, datums, "importance_sampling", None))

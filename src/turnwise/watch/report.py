@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow, EvaluationRow
-from turnwise.train.checkpoint import best_evaluation
-from turnwise.train.intervals import Interval
+from turnwise.training.checkpoint import best_evaluation
+from turnwise.training.intervals import Interval
 from turnwise.trajectory import Message
 from turnwise.watch.curve import write_curve
 

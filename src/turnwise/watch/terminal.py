@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.train.intervals import Interval
+from turnwise.training.intervals import Interval
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48

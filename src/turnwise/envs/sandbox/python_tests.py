@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from turnwise.envs.sandbox.limits import SIGNALLED, Limits, RunResult
+from turnwise.envs.sandbox.limits import SIGNALLED, Limits, SandboxResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind
 from turnwise.errors import CodeRunnerError
 
@@ -129,7 +129,7 @@ def _request(sandbox: Sandbox, code: str, tests: Sequence[PythonTest]) -> str:
     return json.dumps({"code": code, "tests": pairs, "become_nobody": sandbox.kind == "subprocess"})
 
 
-def _read_outcome(result: RunResult, tests: Sequence[PythonTest]) -> TestsOutcome:
+def _read_outcome(result: SandboxResult, tests: Sequence[PythonTest]) -> TestsOutcome:
     ready, *lines = _parse_lines(result.stdout) or [{}]
     if "ready" not in ready and result.ending == "finished":
         raise CodeRunnerError(
