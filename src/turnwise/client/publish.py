@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
@@ -75,3 +76,12 @@ class Publisher(ABC):
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
