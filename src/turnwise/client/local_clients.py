@@ -41,7 +41,8 @@ from turnwise.types import (
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import Adapter, AnyPolicy
+    from turnwise.engine.model.lora import Policy
+    from turnwise.engine.training.trainable import Trainable
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class LocalSamplingClient(SamplingClient):
     >>> client.sample(types.ModelInput.from_ints(ids), 8, types.SamplingParams(max_tokens=64)).result().sequences
     """
 
-    def __init__(self, model: LoadedModel, policy: AnyPolicy) -> None:
+    def __init__(self, model: LoadedModel, policy: Policy) -> None:
         """Clients create these: `save_weights_and_get_sampling_client`, `create_sampling_client`."""
         self._model = model
         self._policy = policy
@@ -106,7 +107,7 @@ class LocalTrainingClient(TrainingClient):
     def __init__(
         self,
         model: LoadedModel,
-        adapter: Adapter,
+        adapter: Trainable,
         store: CheckpointStore,
         *,
         model_id: str,
@@ -347,6 +348,6 @@ def check_loadable(checkpoint: Checkpoint, model: LoadedModel, *, with_optimizer
         raise CheckpointError(f"{checkpoint.path} has no optimizer state; load it without, or save with save_state")
 
 
-def _drop_adapter(worker: EngineWorker, model_id: str, adapter: Adapter) -> None:
+def _drop_adapter(worker: EngineWorker, model_id: str, adapter: Trainable) -> None:
     if not worker.is_stopped:
         worker.run(model_id, lambda engine: engine.drop_adapter(adapter))
