@@ -31,7 +31,7 @@ from turnwise.engine.engine import Engine
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.errors import ConfigError
 from turnwise.renderers import Renderer, get_renderer
-from turnwise.rollout import RolloutConfig, RolloutLimits, RolloutResult, play_groups
+from turnwise.rollout import RolloutConfig, RolloutResult, play_groups
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import SampleResponse
 
@@ -95,10 +95,14 @@ def measure(
 ) -> dict[str, float]:
     """One rollout of all conversations, cold: no prefix of an earlier one is kept."""
     world = LateWorld(args.turns, args.reply, latency_s, is_blocking=args.blocking)
-    limits = RolloutLimits(
-        max_turns=args.turns, max_tokens_per_turn=args.reply, max_trajectory_tokens=engine.max_context_length
+    config = RolloutConfig(
+        max_turns=args.turns,
+        max_tokens_per_turn=args.reply,
+        max_trajectory_tokens=engine.max_context_length,
+        group_size=1,
+        min_group_size=1,
+        max_concurrency=args.conversations,
     )
-    config = RolloutConfig(limits=limits, group_size=1, min_group_size=1, max_concurrency=args.conversations)
     client._model.worker.run("bench", lambda engine: engine.sampler.drop_cache()).result()
     watch = Watch()
     watched = WatchedClient(client, watch)

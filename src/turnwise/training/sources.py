@@ -110,7 +110,7 @@ class Supply:
         check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
-                await check_can_branch(self._parts.world, self._parts.rollout.limits)
+                await check_can_branch(self._parts.world, self._parts.rollout)
             case ReadDialogues() | ReadPairs():
                 self._read()
             case PlayGroups():

@@ -166,7 +166,7 @@ class Stream:
         else:
             assert isinstance(source, PlayGroups)
             rollout = Rollout(*arguments, parts.rollout, 0, None, self._quarantine)
-        if parts.config.generator.kv_across_updates == "keep":
+        if parts.config.rollout.kv_across_updates == "keep":
             pick: Callable[[], VersionedSampler] = self._newest.pinned
             rollout.pick_sampler = pick
         return rollout

@@ -17,7 +17,7 @@ from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.assemble import Parts, make_eval_rollout, make_limits, make_method, make_rollout
+from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
@@ -84,8 +84,7 @@ class Rig:
 
     def parts(self) -> Parts:
         config = self.config
-        limits = make_limits(config.generator, self.world, 512)
-        rollout = make_rollout(config.generator, limits)
+        rollout = config.rollout.for_world(self.world, 512)
         return Parts(
             config=config,
             world=self.world,
@@ -93,7 +92,7 @@ class Rig:
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
-            method=make_method(config, limits),
+            method=make_method(config, rollout),
         )
 
     def run(self) -> RunReader:
@@ -121,7 +120,7 @@ def make_rig(tmp_path: Path, renderer: Renderer) -> MakeRig:
     def make(sections: dict[str, dict[str, Any]], **world: Any) -> Rig:
         small: dict[str, dict[str, Any]] = {
             "train": {"steps": 2, "tasks_per_step": 2, "save_every": 0},
-            "generator": {"n_samples_per_prompt": 12, "same_start": False},  # the coin falls for each by itself
+            "rollout": {"group_size": 12, "same_start": False},  # the coin falls for each by itself
             "eval": {"tasks": 3, "every": 0},
         }
         merged = {name: {**small.get(name, {}), **sections.get(name, {})} for name in {*small, *sections}}

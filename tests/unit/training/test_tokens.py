@@ -118,7 +118,7 @@ class BrittleEnv(CoinEnv):
 
 
 async def test_the_critics_batches_count_the_tokens_of_attempts_that_fail(make_rig: MakeRig, drawn: list[int]) -> None:
-    rig = make_rig({"generator": {"max_retries": 0, "min_group_size": 2}})
+    rig = make_rig({"rollout": {"max_retries": 0, "min_group_size": 2}})
     rig.world = BrittleWorld()
     sampler = await rig.trainer.save_weights_and_get_sampling_client_async()
     batch = await Batches(rig.parts(), rig.renderer, "rollouts").batch(0, sampler)
