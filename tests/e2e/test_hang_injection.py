@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.config.config import Config
@@ -42,7 +43,7 @@ from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
 from turnwise.training.task_order import Deck
 from turnwise.trajectory import Message, ToolCall
-from turnwise.types import ModelInput, SampleResponse
+from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
 from turnwise.watch.watchdog import EXIT_STALLED, StalledError, Watchdog
@@ -109,11 +110,11 @@ async def _search() -> str:
 class HangingSampler(ScriptedSampler):
     """Every third sample never comes."""
 
-    async def sample_async(self, prompt: ModelInput, *arguments: Any, **options: Any) -> SampleResponse:
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         if len(self.prompts) % 3 == 2:
-            self.prompts.append(prompt.to_ints())
-            await _never()
-        return await super().sample_async(prompt, *arguments, **options)
+            self.prompts.append(list(request.prompt))
+            return _no_answer()
+        return super().submit(request)
 
 
 class HangingTrainer(RecordingTrainer):
@@ -168,7 +169,8 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, LineView(), [], num_steps=config.train.steps)
-    loop = Loop(parts, trainer, renderer, recorder, Checkpoints(trainer, writer, [], max_kept=2), Interrupt())
+    checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
+    loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from turnwise.backends import make_publisher
 from turnwise.client.local import ServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import (
@@ -288,8 +289,10 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
         watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
+        publisher = make_publisher(config.generator.backend)
         loop = Loop(
             *(parts, trainer, renderer, recorder, checkpoints, interrupt),
+            publisher=publisher,
             critic=critic,
             k2_tolerance=tolerance,
             watchdog=watchdog,
@@ -300,7 +303,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             block_deadline_s=train.call_deadline_s,
         )
         with settled_process():
-            async with pulse:
+            async with publisher, pulse:
                 await loop.run(
                     *(start.done, set(start.evaluated), start.num_drawn, start.state),
                     num_drawn_before=start.num_drawn_before,

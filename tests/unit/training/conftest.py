@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
@@ -78,7 +79,8 @@ class Rig:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
         recorder = Recorder(self.writer, LineView(), [], num_steps=self.config.train.steps)
         checkpoints = Checkpoints(self.trainer, self.writer, [], max_kept=2)
-        return Loop(self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
+        parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
+        return Loop(*parts, publisher=LocalPublisher())
 
     def parts(self) -> Parts:
         config = self.config

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
 from turnwise.training.run_state import RunState
 from turnwise.training.sources import Supply
-from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
@@ -160,7 +160,7 @@ async def test_responses_carry_the_runs_version_whatever_the_engine_calls_it() -
     prompt = ModelInput.from_ints([1])
     assert (await newest.sample_async(prompt)).policy_version == 0
     pinned = newest.pinned()
-    newest.publish(VersionedSampler(client, 3))
+    newest.follow(VersionedSampler(client, 3))
     assert (await newest.sample(prompt)).policy_version == 3
     assert (await pinned.sample_async(prompt)).policy_version == 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.publish import VersionedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.registry import get_world
 from turnwise.methods.base import datums_of
@@ -20,7 +21,6 @@ from turnwise.training.assemble import Parts
 from turnwise.training.evaluate import evaluate
 from turnwise.training.run_state import RunState
 from turnwise.training.sources import Batch, Supply
-from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from turnwise.watch.watchdog import Watchdog
