@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from turnwise.envs.schema import did_you_mean
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 
 
 def load_attribute(target: str) -> Any:

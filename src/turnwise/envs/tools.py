@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
-from turnwise.envs.schema import Json, Signature, did_you_mean, match_arguments, read_signature
+from turnwise.envs.schema import Json, Signature, match_arguments, read_signature
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
 from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message, ToolCall
 
 DEFAULT_TIMEOUT_S = 30.0
