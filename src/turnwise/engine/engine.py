@@ -34,11 +34,12 @@ from turnwise.engine.training.critic import (
     make_value_loss,
     value_columns,
 )
-from turnwise.engine.training.losses import make_loss
+from turnwise.engine.training.losses import make_loss, make_outside_loss
 from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.engine.training.trainer import Job, Trainer, outputs_of
 from turnwise.errors import CheckpointError, ConfigError, DataError
+from turnwise.losses.outside import LossFunction
 from turnwise.losses.table import find_loss
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
 
@@ -89,7 +90,7 @@ class Engine:
             tensor.resize_(0)
 
     def forward(
-        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossConfig
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Logprobs of every target, and the loss they give; no gradient. Of a critic: its values.
 
@@ -110,7 +111,7 @@ class Engine:
         return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)
 
     def forward_backward(
-        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossConfig
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
         if isinstance(adapter, CriticAdapter):
@@ -121,7 +122,10 @@ class Engine:
         return outputs[0]
 
     def forward_backward_many(
-        self, batches: Sequence[tuple[Adapter, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossConfig
+        self,
+        batches: Sequence[tuple[Adapter, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossConfig,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
         for adapter, _ in batches:
@@ -264,8 +268,10 @@ class Engine:
         return split
 
 
-def _make_loss(name: str, config: LossConfig) -> AnyLoss:
+def _make_loss(name: str | LossFunction, config: LossConfig) -> AnyLoss:
     settings = _without_reference(config)
+    if not isinstance(name, str):
+        return make_outside_loss(name, settings)
     return make_preference_loss(name, settings) if find_loss(name).needs_pairs else make_loss(name, settings)
 
 

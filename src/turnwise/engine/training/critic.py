@@ -92,7 +92,7 @@ def create_critic(model: CausalModel, lora: LoraConfig) -> CriticAdapter:
     return CriticAdapter(lora, shapes, model.head.in_features, model.device)
 
 
-def make_value_loss(loss_fn: str, config: Mapping[str, float | str] | None, *, is_learning: bool) -> ValueLoss:
+def make_value_loss(loss_fn: object, config: Mapping[str, float | str] | None, *, is_learning: bool) -> ValueLoss:
     if loss_fn != VALUE_LOSS:
         raise ConfigError(f"loss {loss_fn!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
     given = dict(config or {})

@@ -34,8 +34,8 @@ from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import did_you_mean
 from turnwise.envs.splits import random_for
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import load_attribute
 from turnwise.errors import ConfigError
+from turnwise.runtime.import_path import load_attribute
 from turnwise.trajectory import Message
 
 Opponent = Callable[[int, str, random.Random], str]

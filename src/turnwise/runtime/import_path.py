@@ -1,7 +1,8 @@
-"""What `module:Name` and `path/to/file.py:Name` stand for."""
+"""What `module:Name` and `path/to/file.py:Name` stand for: worlds, methods and losses from outside the package."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -10,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from turnwise.envs.schema import did_you_mean
 from turnwise.errors import ConfigError
 
 
@@ -20,8 +20,20 @@ def load_attribute(target: str) -> Any:
     module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
     if not attribute or not hasattr(module, attribute):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(f"{path} has no {attribute!r}{did_you_mean(attribute, own)}")
+        near = difflib.get_close_matches(attribute, own, n=1, cutoff=0.5)
+        raise ConfigError(f"{path} has no {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return getattr(module, attribute)
+
+
+def import_path(value: Any) -> str:
+    """`module:Name` of a class or function."""
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def is_importable(path: str) -> bool:
+    """Another process would find it: it was not defined in a function, a notebook or the script itself."""
+    module, _, name = path.rpartition(":")
+    return "<locals>" not in name and module not in ("__main__", "")
 
 
 def add_current_folder() -> str:
