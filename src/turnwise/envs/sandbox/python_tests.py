@@ -87,7 +87,7 @@ async def run_python_tests(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
     """Run `code`, then each test; code that hangs or crashes passes no test."""
-    files = {".run.py": _child_source()}
+    files = {".run.py": child_source()}
     result = await sandbox.run(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
     )
@@ -98,7 +98,7 @@ def run_python_tests_blocking(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
     """The same for code that is not async."""
-    files = {".run.py": _child_source()}
+    files = {".run.py": child_source()}
     result = sandbox.run_blocking(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
     )
@@ -112,7 +112,8 @@ def default_sandbox(kind: SandboxKind = "bubblewrap") -> Sandbox:
 
 
 @cache
-def _child_source() -> bytes:
+def child_source() -> bytes:
+    """The program that runs inside the sandbox."""
     return _CHILD.read_bytes()
 
 
