@@ -1,4 +1,4 @@
-"""The calls that this process waits for now: whom it called, for what, on whose behalf, since when, and how long at most.
+"""The calls that this process waits for now: whom it called, for what, on whose behalf, and for how long.
 
 Every await that leaves our code is listed here while it lasts (`rollout.call`, tools, the calls of the training loop),
 so that a run that makes no progress can say why.

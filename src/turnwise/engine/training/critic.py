@@ -204,7 +204,7 @@ class StateValues:
 
     output_name = "values"
 
-    def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
+    def make_loss(self, name: object, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
         if name != VALUE_LOSS:
             raise ConfigError(f"loss {name!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
         given = dict(settings or {})

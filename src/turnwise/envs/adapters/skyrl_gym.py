@@ -25,8 +25,8 @@ from turnwise.envs.library.gsm_problems import draw_problem
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, draw_tasks, random_for
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import load_attribute
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
