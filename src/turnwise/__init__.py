@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise import types as types
-    from turnwise.client.local import SamplingClient as SamplingClient
+    from turnwise.client.base import SamplingClient as SamplingClient
+    from turnwise.client.base import TrainingClient as TrainingClient
     from turnwise.client.local import ServiceClient as ServiceClient
-    from turnwise.client.local import TrainingClient as TrainingClient
     from turnwise.config.config import Config as Config
     from turnwise.envs.base import Env as Env
     from turnwise.envs.base import EnvStep as EnvStep
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "turnwise.client.local": ("ServiceClient", "TrainingClient", "SamplingClient"),
+    "turnwise.client.base": ("SamplingClient", "TrainingClient"),
+    "turnwise.client.local": ("ServiceClient",),
     "turnwise.config.config": ("Config",),
     "turnwise.envs.base": ("Env", "EnvStep", "Task", "World", "assistant", "system", "user"),
     "turnwise.envs.tools": ("tool",),

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from turnwise.config.config import Config
 from turnwise.config.files import SHORTHANDS, left_out, override_config
+from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, object_name
 from turnwise.training.setup import read_config
@@ -38,7 +39,7 @@ def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
             overrides.append(f"train.steps={_to_text(value)}")
         elif name == "directory":
             overrides.append(f"run.dir={_to_text(value)}")
-        elif name not in known:
+        elif name not in (*known, SKYRL_SECTION):
             near = difflib.get_close_matches(name, [*known, *KEYWORDS], n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name} is no keyword of turnwise.train{hint}; sections are {', '.join(known)}")

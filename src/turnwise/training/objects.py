@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.config.config import EnvConfig
 from turnwise.envs.base import World
+from turnwise.envs.config import EnvConfig
 from turnwise.envs.registry import PYTHON_PREFIX, load_target
 from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES
-from turnwise.config.config import Config, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import user
 from turnwise.errors import CheckpointError, ConfigError
@@ -110,7 +110,7 @@ class Policy:
     @property
     def renderer(self) -> Renderer:
         """Turns messages into token ids, as in training."""
-        return make_renderer(self.sampler.get_tokenizer(), self.config.generator)
+        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
 
     def sample(
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, seed: int | None = None
@@ -127,7 +127,7 @@ class Policy:
     def evaluate(self, *, label: str = "eval") -> Evaluation:
         """Play the held-out tasks of its config's world, as an evaluation of a run does."""
         config = self.config
-        check_backend(config.generator)
+        config.rollout.check_backend()
         parts = assemble(config, find_facts(config), self._objects)
         if not parts.held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+from turnwise.backends import make_publisher
 from turnwise.client.base import TrainingClient
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
-from turnwise.engine.config import EngineConfig
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
 from turnwise.methods.ppo import make_gae
@@ -134,7 +134,7 @@ class Session:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.generator)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = Checkpoints(
                 trainer,
@@ -148,6 +148,7 @@ class Session:
             watchdog = Watchdog(
                 call_deadline_s=config.train.call_deadline_s, stall_deadline_s=config.train.stall_deadline_s
             )
+            publisher = make_publisher(config.rollout.backend)
             loop = Loop(
                 setup.parts,
                 trainer,
@@ -155,6 +156,7 @@ class Session:
                 recorder,
                 checkpoints,
                 self.interrupt,
+                publisher=publisher,
                 critic=critic,
                 k2_tolerance=K2_TOLERANCE[_dtype_name(config)],
                 watchdog=watchdog,
@@ -171,7 +173,7 @@ class Session:
                 on_stuck=self._on_stuck,
             )
             with settled_process():
-                async with heartbeat:
+                async with publisher, heartbeat:
                     await loop.run(
                         start.done,
                         set(start.evaluated),
@@ -214,7 +216,7 @@ class Session:
             make_gae(config.method),
             make_optim(config, critic_rate(config)),
             renderer,
-            max_tokens=self.setup.parts.rollout.limits.max_trajectory_tokens,
+            max_tokens=self.setup.parts.rollout.max_trajectory_tokens,
             num_pretrained=saved.num_pretrained if saved is not None else 0,
         )
         if saved is not None and saved.plateau is not None:
@@ -224,8 +226,8 @@ class Session:
 
 def _dtype_name(config: Config) -> str:
     if config.model.base_url:  # it does not say; most train in bfloat16
-        return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+        return "bfloat16" if config.engine.dtype == "auto" else config.engine.dtype
     from turnwise.engine.engine import choose_device  # torch, which is loaded by now
 
-    _, dtype = choose_device(EngineConfig(device=config.model.device, dtype=config.model.dtype))
+    _, dtype = choose_device(config.engine)
     return str(dtype).removeprefix("torch.")

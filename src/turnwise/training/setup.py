@@ -15,9 +15,8 @@ from pathlib import Path
 
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
-from turnwise.config.config import Config, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
-from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import find_device
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.models import store as model_store
@@ -40,6 +39,8 @@ Report = Callable[[str], None]
 
 FIXED_SECTIONS = ("model", "env", "warmup")
 """A resumed run keeps them: its weights and its tasks depend on them."""
+FIXED_OPTIONS = ("engine.device", "engine.dtype")
+"""A resumed run keeps these too: its numbers depend on them."""
 
 
 def report_nothing(line: str) -> None:
@@ -82,18 +83,17 @@ class Setup:
 
     def plan_lines(self) -> list[str]:
         """What the run will do and cost, for a person."""
-        engine = make_engine_config(self.config)
-        limits = self.parts.rollout.limits
+        engine, rollout = self.config.engine_in_use, self.parts.rollout
         plan = make_plan(
             self.config,
             self.facts,
-            limits,
+            rollout,
             engine=engine,
             device=None if self.config.model.base_url else find_device(engine),
             num_train_tasks=len(self.parts.tasks),
             num_test_tasks=len(self.parts.held_out),
         )
-        lines = plan_lines(self.config, self.facts, plan, limits, str(self.directory))
+        lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines
@@ -155,7 +155,7 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
-    check_backend(config.generator)
+    config.rollout.check_backend()
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
     parts = assemble(config, facts, objects)
@@ -183,7 +183,7 @@ def check_overrides(stored: Config, overrides: Sequence[str]) -> None:
     """Refuse another model, world, warm-up or method for a run that is resumed."""
     for text in overrides:
         key, _, value = (part.strip() for part in text.partition("="))
-        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS:
+        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS or key in FIXED_OPTIONS:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
         if key in ("method", "method.name") and value != stored.method.name:
             raise ConfigError(
@@ -224,18 +224,6 @@ def find_facts(config: Config, report: Report = report_nothing) -> ModelFacts:
     return read_facts(find_model(config, report), runs_here=not config.model.base_url)
 
 
-def make_engine_config(config: Config) -> EngineConfig:
-    return EngineConfig(
-        device=config.model.device,
-        dtype=config.model.dtype,
-        max_num_seqs=1 if config.generator.deterministic else config.generator.max_num_seqs,
-        prefix_cache=not config.generator.deterministic,
-        gpu_memory_utilization=config.generator.gpu_memory_utilization,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        seed=config.train.seed,
-    )
-
-
 def make_service(config: Config, data_dir: Path | None) -> AnyService:
     """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
     if config.model.base_url:
@@ -246,7 +234,7 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             needs_critics=config.method.name in CRITIC_METHODS,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=make_engine_config(config), aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
 
 
 def delete_checkpoint(service: AnyService, path: str) -> None:

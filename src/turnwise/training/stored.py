@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
-from turnwise.credit.preferences import Pair
+from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.errors import ConfigError
 from turnwise.methods.sft import Dialogue
-from turnwise.models.places import find_local
+from turnwise.models.directories import find_local
 from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
@@ -92,11 +92,10 @@ def altered(row: AttemptRow, stored: Config) -> set[Altered]:
     """
     if row.is_as_played or row.phase == "eval":
         return set()
-    shaping = make_shaping(stored)
     found: set[Altered] = set()
-    if replace(shaping, masks_truncated=False) != NO_SHAPING:
+    if set(stored.reward.changed_options()) - {"on_truncated"}:
         found.add("rewards")
-    if shaping.masks_truncated or stored.method.name in PRIVATE_MASKS:
+    if stored.reward.on_truncated == "mask" or stored.method.name in PRIVATE_MASKS:
         found.add("mask")
     return found
 
@@ -115,7 +114,7 @@ def check_stored_data(parts: Parts) -> None:
             pass
 
 
-def read_training_pairs(source: ReadPairs, config: Config) -> list[Pair]:
+def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePair]:
     """The pairs of a file, each of which has something to train on both sides."""
     stored, option = read_stored_pairs(Path(source.path)), f"data.pairs={source.path}"
     for origin in dict.fromkeys(Origin(world=one.world, model=one.model) for one in stored):
@@ -173,7 +172,7 @@ def _shaping_left(row: AttemptRow, stored: Config, wanted: Shaping, option: str)
             f"{option} was written by an older turnwise, with its rewards shaped, and this run shapes them in another "
             "way; set the same reward section, or critic.pretrain_from=rollouts"
         )
-    if not row.is_as_played and wanted.potential_gamma is not None:
+    if not row.is_as_played and wanted.reward.potential:
         raise ConfigError(
             f"{option} was written by an older turnwise, without the potentials that reward.potential reads; set "
             "critic.pretrain_from=rollouts"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import TurnwiseError
-from turnwise.runlog.schema import Attempt, CheckpointRow, EvaluationRow, Phase
+from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, Phase
 
 
 class Observer:
@@ -57,7 +57,7 @@ class Observer:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step or of an evaluation, as a logger wants them. Comes once for each set of numbers."""
 
-    def attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
+    def attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         """An attempt was written down; `phase` is train or eval."""
 
     def evaluation(self, row: EvaluationRow) -> None:
@@ -110,7 +110,7 @@ class Observers(Observer):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._tell("metrics", step, values)
 
-    def attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
+    def attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         self._tell("attempt", step, phase, attempt)
 
     def evaluation(self, row: EvaluationRow) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,11 @@ from turnwise.client import remote_connection
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
+from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient
 from turnwise.client.remote import RemoteSamplingClient, RemoteServiceClient, RemoteTrainingClient
 from turnwise.client.remote_connection import Connection
-from turnwise.client.remote_wire import CLIP_BOUNDS, CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
+from turnwise.client.remote_wire import CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
-from turnwise.methods import config as method_config
 from turnwise.service.store import store
 from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
 
@@ -81,10 +82,6 @@ def test_a_service_of_ours_gets_every_column_and_our_own_bounds() -> None:
     (columns,), sent = to_columns([datum()], "cispo", {"kl_coef": 0.1}, "turnwise")
     assert set(columns) == {"target_tokens", "mask", "weights", "logprobs", "advantages", "temperature"}
     assert sent == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0, "kl_coef": 0.1}
-
-
-def test_the_bounds_that_are_sent_are_the_methods_own() -> None:
-    assert CLIP_BOUNDS == method_config.CLIP_BOUNDS
 
 
 def lesson() -> Datum:
@@ -198,9 +195,15 @@ async def test_an_awaited_request_ends_at_the_deadline_too() -> None:
         await future
 
 
-def test_the_clients_have_the_methods_of_the_protocols() -> None:
-    def names(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
-
-    assert names(TrainingClient) <= names(RemoteTrainingClient)
-    assert names(SamplingClient) <= names(RemoteSamplingClient)
+def test_every_client_has_the_methods_of_its_protocol_and_a_twin_with_the_same_arguments() -> None:
+    for client in (RemoteTrainingClient, RemoteSamplingClient, LocalTrainingClient, LocalSamplingClient):
+        assert not inspect.isabstract(client)
+    for client in (
+        ServiceClient,
+        RemoteServiceClient,
+        *SamplingClient.__subclasses__(),
+        *TrainingClient.__subclasses__(),
+    ):
+        for name in (name for name in dir(client) if name.endswith("_async")):
+            twin, plain = (inspect.signature(getattr(client, one)) for one in (name, name.removesuffix("_async")))
+            assert list(twin.parameters) == list(plain.parameters), f"{client.__name__}.{name}"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
 from turnwise.training.run_state import RunState
 from turnwise.training.sources import Supply
-from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
@@ -69,13 +69,14 @@ class GateEnv:
 @pytest.fixture
 def make_supply(make_rig: MakeRig, renderer: Renderer) -> Any:
     def make(world: GateWorld, **options: Any) -> tuple[Supply, VersionedSampler]:
-        generator = {"n_samples_per_prompt": 2, **options.pop("generator", {})}
-        rig = make_rig({"train": {"steps": 5, "max_staleness": 2, **options}, "generator": generator})
+        state = options.pop("state", RunState())
+        generator = {"group_size": 2, **options.pop("rollout", {})}
+        rig = make_rig({"train": {"steps": 5, "max_staleness": 2, **options}, "rollout": generator})
         rig.world = world  # pyright: ignore[reportAttributeAccessIssue]
         end_id = renderer.stop_ids[0]
         sampler = VersionedSampler(ScriptedSampler(lambda _: [7, end_id]), 0)
         supply = Supply(rig.parts(), renderer, Watchdog())
-        supply.open(sampler, 0, RunState(), 5)
+        supply.open(sampler, 0, state, 5)
         return supply, sampler
 
     return make
@@ -92,7 +93,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
     make_supply: Any, kv: str, expected: set[tuple[int, int]]
 ) -> None:
     world = GateWorld()
-    supply, sampler = make_supply(world, tasks_per_step=1, generator={"kv_across_updates": kv})
+    supply, sampler = make_supply(world, tasks_per_step=1, rollout={"kv_across_updates": kv})
     await _until(lambda: world.num_first_turns == 6)  # lag 2: three groups of two attempts
     first, second, third = list(world.gates)
     world.gates[second].set()
@@ -114,7 +115,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
 
 async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_task_and_seed(make_supply: Any) -> None:
     world = GateWorld()
-    supply, sampler = make_supply(world, tasks_per_step=1)
+    supply, _ = make_supply(world, tasks_per_step=1)
     await _until(lambda: world.num_first_turns == 6)
     world.gates[list(world.gates)[1]].set()
     await _until(lambda: supply.stream.pool.counts()["done"] == 1)
@@ -122,10 +123,7 @@ async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_tas
     state = supply.state(RunState(version=3))
     assert [(row.number, row.outcome is None) for row in state.pool] == [(0, True), (1, False), (2, True)]
     assert (state.num_dealt, state.version) == (3, 3)
-    again, _ = make_supply(GateWorld(), tasks_per_step=1)
-    await again.close()
-    resumed = Supply(again._parts, again._renderer, Watchdog())
-    resumed.open(sampler, 0, state, 5)
+    resumed, _ = make_supply(GateWorld(), tasks_per_step=1, state=state)
     assert resumed.stream is not None
     seeds = [place.deal.seed for place in resumed.stream.pool.places.values()]
     assert seeds == [place.deal.seed for place in supply.stream.pool.places.values()]
@@ -162,7 +160,7 @@ async def test_responses_carry_the_runs_version_whatever_the_engine_calls_it() -
     prompt = ModelInput.from_ints([1])
     assert (await newest.sample_async(prompt)).policy_version == 0
     pinned = newest.pinned()
-    newest.publish(VersionedSampler(client, 3))
+    newest.follow(VersionedSampler(client, 3))
     assert (await newest.sample(prompt)).policy_version == 3
     assert (await pinned.sample_async(prompt)).policy_version == 0
 
@@ -171,11 +169,11 @@ def test_stored_data_cannot_lag_and_the_config_says_so() -> None:
     with pytest.raises(ValueError, match="nothing is played that could lag"):
         Config.model_validate({"train": {"max_staleness": 1}, "method": {"name": "sft"}})
     with pytest.raises(ValueError, match="kv_across_updates=keep is not read"):
-        Config.model_validate({"generator": {"kv_across_updates": "keep"}})
+        Config.model_validate({"rollout": {"kv_across_updates": "keep"}})
     with pytest.raises(ValueError, match=r"deterministic is not read with train\.max_staleness=1: .* who is done"):
-        Config.model_validate({"generator": {"deterministic": True}, "train": {"max_staleness": 1}})
-    with pytest.raises(ValueError, match="max_num_seqs=8 is not read with deterministic"):
-        Config.model_validate({"generator": {"deterministic": True, "max_num_seqs": 8}})
+        Config.model_validate({"rollout": {"deterministic": True}, "train": {"max_staleness": 1}})
+    with pytest.raises(ValueError, match=r"engine\.max_num_seqs=8 is not read with rollout\.deterministic"):
+        Config.model_validate({"rollout": {"deterministic": True}, "engine": {"max_num_seqs": 8}})
     with pytest.raises(ValueError, match="min_batch=1 is not read while max_staleness is 0"):
         Config.model_validate({"train": {"min_batch": 1}})
 
