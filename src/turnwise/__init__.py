@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from turnwise.single_turn import RLAdapter as RLAdapter
     from turnwise.single_turn import RLConfig as RLConfig
     from turnwise.single_turn import run_grpo as run_grpo
-    from turnwise.training.policy import Policy as Policy
     from turnwise.training.run import Run as Run
     from turnwise.training.run import evaluate as eval  # noqa: A004 - the command's own word
     from turnwise.training.run import start as start
@@ -52,7 +51,6 @@ _HOMES = {
     "turnwise.envs.tools": ("tool",),
     "turnwise.methods.base": ("Method",),
     "turnwise.single_turn": ("RLAdapter", "RLConfig", "run_grpo"),
-    "turnwise.training.policy": ("Policy",),
     "turnwise.training.run": ("Run", "start", "train"),
     "turnwise.trajectory": ("Message", "Trajectory"),
     "turnwise.watch.observer": ("Observer",),
@@ -68,7 +66,6 @@ __all__ = [
     "Message",
     "Method",
     "Observer",
-    "Policy",
     "RLAdapter",
     "RLConfig",
     "Run",

@@ -35,7 +35,7 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
 from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
-from turnwise.training.policy import Policy
+from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import find_facts
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -156,12 +156,12 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     return found
 
 
-def _where(target: str, policy: Policy) -> str:
+def _where(target: str, policy: PolicySampler) -> str:
     return target if is_run(Path(target)) else policy.checkpoint or ""
 
 
 async def _play_tasks(
-    policy: Policy, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
+    policy: PolicySampler, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
 ) -> RolloutResult:
     renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
     samples = options.samples or DEFAULT_SAMPLES[options.kind]

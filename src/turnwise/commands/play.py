@@ -19,13 +19,13 @@ from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import is_run
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.policy import Policy, find_policy
+from turnwise.training.policy import PolicySampler, find_policy
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 from turnwise.watch.terminal import evaluation_line
 
 
-def open_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str] = ()) -> Policy:
+def open_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str] = ()) -> PolicySampler:
     """The policy that a command names; which checkpoint of a run that is, is told on stderr."""
     policy = find_policy(target, env, step, overrides, report=say)
     if policy.why:

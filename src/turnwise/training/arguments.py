@@ -6,7 +6,6 @@ are turned into such overrides, so that one parser checks both and a wrong name 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import SHORTHANDS, left_out, override_config
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, object_name
 from turnwise.training.setup import read_config
 
@@ -40,9 +40,8 @@ def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
         elif name == "directory":
             overrides.append(f"run.dir={_to_text(value)}")
         elif name not in (*known, SKYRL_SECTION):
-            near = difflib.get_close_matches(name, [*known, *KEYWORDS], n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name} is no keyword of turnwise.train{hint}; sections are {', '.join(known)}")
+            near = did_you_mean(name, [*known, *KEYWORDS])
+            raise ConfigError(f"{name} is no keyword of turnwise.train{near}; sections are {', '.join(known)}")
         elif name in SHORTHANDS and isinstance(value, str):
             overrides.append(f"{name}={value}")
         else:

@@ -48,7 +48,7 @@ Prompt = str | Sequence[Message | Mapping[str, str]]
 """What a user says, or a conversation so far as messages or dicts with role and content."""
 
 
-class Policy:
+class PolicySampler:
     """Weights that answer. Its model is loaded at the first question; `close`, or a with statement, frees it.
 
     >>> import turnwise as tw
@@ -159,7 +159,7 @@ class Policy:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Policy({self.checkpoint or self.config.model.name}, step {self.step})"
+        return f"PolicySampler({self.checkpoint or self.config.model.name}, step {self.step})"
 
 
 def find_policy(
@@ -168,7 +168,7 @@ def find_policy(
     step: str | int | None = None,
     overrides: Sequence[str] = (),
     report: Report = report_nothing,
-) -> Policy:
+) -> PolicySampler:
     """What a target means: a run directory, a checkpoint (a directory or a `tinker://` path), or a model.
 
     Args:
@@ -187,17 +187,17 @@ def find_policy(
             found = choose_checkpoint(run, str(step) if step is not None else "best")
         config = override_config(config, chosen)
         row = found.row
-        return Policy(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
+        return PolicySampler(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
     if step is not None:
         raise ConfigError(f"--step is for run directories; {target} is none")
     if target.startswith(SCHEMES):
         path = checkpoint_directory(model_store.home(), target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
         config = read_config(named or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
-        return Policy(config, checkpoint=target, objects=objects)
+        return PolicySampler(config, checkpoint=target, objects=objects)
     config = read_config(named or DEFAULT_WORLD, [f"model={target}", *overrides])
     find_model(config, report)  # a name that is neither is refused with what was tried
-    return Policy(config, objects=objects)
+    return PolicySampler(config, objects=objects)
 
 
 def _base_model(checkpoint: Path) -> str:

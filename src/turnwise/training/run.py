@@ -32,8 +32,8 @@ from turnwise.runtime.blocking import has_event_loop
 from turnwise.training.arguments import Target, read_arguments, to_overrides
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.policy import Policy, find_policy
-from turnwise.training.session import Session
+from turnwise.training.policy import PolicySampler, find_policy
+from turnwise.training.session import TrainingSession
 from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
 from turnwise.training.table import MetricTable
 from turnwise.watch.curve import run_svg
@@ -109,7 +109,7 @@ def start(target: Target, **arguments: Any) -> Run:
 
 
 def evaluate(
-    target: str | Path | Run | Policy,
+    target: str | Path | Run | PolicySampler,
     *,
     env: Any = None,
     step: str | int | None = None,
@@ -129,7 +129,7 @@ def evaluate(
     >>> tw.eval("tiny", env="guess_number", eval={"tasks": 2}).row.num_tasks
     2
     """
-    if isinstance(target, Policy):
+    if isinstance(target, PolicySampler):
         return target.evaluate()
     if isinstance(target, Run):
         env = target.objects.env if env is None else env
@@ -150,7 +150,7 @@ class Run:
     ('finished', True)
     """
 
-    def __init__(self, directory: Path, session: Session | None = None) -> None:
+    def __init__(self, directory: Path, session: TrainingSession | None = None) -> None:
         """`start`, `resume` and `open` make these."""
         self.directory = directory
         self._session = session
@@ -158,7 +158,7 @@ class Run:
         self._over = threading.Event()
         self._outcome: State = "running"
         self._error: BaseException | None = None
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[str, PolicySampler] = {}
 
     # --- ways to get one
 
@@ -185,7 +185,7 @@ class Run:
         check_free(setup)
         view = open_view(setup.config.train.steps) if observer is None else observer
         run = cls(setup.directory)
-        run._session = Session(setup, [view], service, on_stuck or run._give_up)
+        run._session = TrainingSession(setup, [view], service, on_stuck or run._give_up)
         if wait and threading.current_thread() is threading.main_thread() and not has_event_loop():
             run._train()
             return run.wait()
@@ -347,16 +347,16 @@ class Run:
             return "\n".join(dialogue_lines(run, row or run.attempt(attempt_id).row))
 
     @property
-    def best(self) -> Policy:
+    def best(self) -> PolicySampler:
         """The checkpoint with the best evaluation; the last one where nothing was evaluated."""
         return self.policy("best")
 
     @property
-    def last(self) -> Policy:
+    def last(self) -> PolicySampler:
         """The last checkpoint."""
         return self.policy("last")
 
-    def policy(self, step: int | str) -> Policy:
+    def policy(self, step: int | str) -> PolicySampler:
         """The checkpoint of a step, as something to talk to and to measure."""
         key = str(step)
         if key not in self._policies:

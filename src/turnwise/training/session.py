@@ -1,6 +1,7 @@
 """One process's part of a run: from the lock on its directory to the last row in it.
 
-`Session.run` makes what writes, watches and trains, hands it to the loop, and closes everything however the loop ends.
+`TrainingSession.run` makes what writes, watches and trains, hands it to the loop, and closes everything at the end,
+however the loop ends.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ENGINE_PARTIES = ("trainer", "critic")
 Outcome = Literal["finished", "stopped"]
 
 
-class Session:
+class TrainingSession:
     """Trains one run in this process. `interrupt` and `steering` may be used from any thread while it does."""
 
     def __init__(
