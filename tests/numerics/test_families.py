@@ -23,10 +23,10 @@ from transformers import (
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample
 from turnwise.cli import main
-from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ConfigError, ModelError
+from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
 from turnwise.models.families import FAMILIES, Family, add_family, check_supported, qwen3_block
 from turnwise.types import LoraConfig

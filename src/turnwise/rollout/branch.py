@@ -17,7 +17,6 @@ its share of the probability (reservoir sampling), so that no more than one spar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +86,7 @@ def branch_rollout(
     quarantine: Quarantine | None = None,
 ) -> Rollout:
     """What plays branched groups, for somebody who asks for them one by one."""
-    config = dataclasses.replace(config, group_size=plan.continuations)
+    config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
     return _BranchRollout(world, sampler, renderer, config, seed, on_event, quarantine, plan=plan)
 
 
@@ -125,7 +124,7 @@ class _BranchRollout(Rollout):
     ) -> None:
         super().__init__(world, sampler, renderer, config, seed, on_event, quarantine)
         self._plan = plan
-        self._probabilities_H = turn_probabilities(plan.turn, config.limits.max_turns, p=plan.p)
+        self._probabilities_H = turn_probabilities(plan.turn, config.max_turns, p=plan.p)
 
     async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
         reason = self.quarantine.reason(task.id)
