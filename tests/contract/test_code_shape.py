@@ -59,7 +59,6 @@ MANY_PARAMETERS = {
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
-    "rollout/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
     "watch/": ROOM,
@@ -67,7 +66,6 @@ MANY_PARAMETERS = {
 
 SPLATS = {
     "client/remote.py": ROOM,
-    "commands/play.py": ROOM,
     "service/openai/": ROOM,
     "training/": ROOM,
 }
