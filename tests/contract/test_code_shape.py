@@ -23,11 +23,8 @@ MAX_PARAMETERS = 6
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-TINKERS_NAME = "a protocol and the class of the public API, both named as Tinker names them"
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "SamplingClient": TINKERS_NAME,
-    "TrainingClient": TINKERS_NAME,
     "CheckpointRow": TO_DO,
     "Checkpoints": TO_DO,
     "Captures": TO_DO,

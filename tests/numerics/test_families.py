@@ -21,10 +21,10 @@ from transformers import (
 
 from naive import make_model, random_ids, rl_datum, run, sample
 from turnwise.cli import main
-from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
+from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
 from turnwise.models.families import FAMILIES, check_supported
 from turnwise.types import LoraConfig

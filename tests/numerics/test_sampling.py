@@ -13,7 +13,7 @@ import torch
 
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
 
 MakeEngine = Callable[..., Engine]
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def trainer_logprobs(
-    engine: Engine, adapter: Adapter, prompt: list[int], sequence: SampledSequence, temperature: float
+    engine: Engine, adapter: LoraAdapter, prompt: list[int], sequence: SampledSequence, temperature: float
 ) -> np.ndarray:
     full = prompt + list(sequence.tokens)
     columns = {"target_tokens": full[1:], "temperature": [temperature or 1.0] * (len(full) - 1)}
@@ -227,7 +227,7 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
 def test_one_sequence_at_a_time_without_prefixes_gives_each_prompt_the_same_bits_whatever_else_is_asked(
     make_engine: MakeEngine,
 ) -> None:
-    """What `generator.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
+    """What `rollout.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
     engine = make_engine(max_num_seqs=1, prefix_cache=False)
     policy = engine.publish(displaced_adapter(engine))
     prompts = [random_ids(40, 1) + random_ids(3 + 5 * index, 2 + index) for index in range(8)]

@@ -22,7 +22,8 @@ from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
 from turnwise.engine.budget import GIB
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter, Policy, merge_into
+from turnwise.engine.model.lora import Policy, merge_into
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
@@ -177,7 +178,7 @@ class RlStep:
         return result
 
 
-def memory_split(engine: Engine, adapter: Adapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
+def memory_split(engine: Engine, adapter: LoraAdapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
     """GiB by purpose; what a training pass takes on top is known of a GPU alone."""
     cache = [side for layer in range(engine.model.kv_shape.num_layers) for side in engine.sampler.cache.layer(layer)]
     frozen = [*engine.model.body.parameters(), engine.model.head.weight]
@@ -185,7 +186,7 @@ def memory_split(engine: Engine, adapter: Adapter, merged: dict[str, Tensor], pe
         "weights_gib": _gib([*frozen, *(group.weight for group in engine.model.groups)]),
         "merged_gib": _gib(merged.values()),
         "kv_cache_gib": _gib(cache),
-        "adapter_gib": _gib([adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq]),
+        "adapter_gib": adapter.num_bytes / GIB,
     }
     if engine.device.type == "cuda":
         split["pass_gib"] = peak - sum(split.values())

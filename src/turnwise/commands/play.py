@@ -15,7 +15,7 @@ from pathlib import Path
 
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES
-from turnwise.config.config import Config, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import system, user
 from turnwise.errors import CheckpointError, ConfigError
@@ -75,14 +75,14 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     policy.say_which()
     config = policy.config
-    check_backend(config.generator)
+    config.rollout.check_backend()
     parts = assemble(config, find_facts(config))
     if not parts.held_out:
         raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
     with make_service(config, policy.data_dir) as service:
         attach_judge(parts.world, service)
         sampler = policy.sampler(service)
-        renderer = make_renderer(sampler.get_tokenizer(), config.generator)
+        renderer = make_renderer(sampler.get_tokenizer(), config.rollout)
         evaluation = asyncio.run(
             evaluate(
                 Rollout(parts.world, sampler, renderer, parts.eval_rollout),
@@ -104,7 +104,7 @@ def run_sample(
     policy.say_which()
     with make_service(policy.config, policy.data_dir) as service:
         sampler = policy.sampler(service)
-        renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
+        renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
         )

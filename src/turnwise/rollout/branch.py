@@ -17,7 +17,6 @@ its share of the probability (reservoir sampling), so that no more than one spar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,10 +81,10 @@ class BranchRollout(Rollout):
         plan: PlayBranches,
         quarantine: Quarantine | None = None,
     ) -> None:
-        config = dataclasses.replace(config, group_size=plan.continuations)
+        config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
         super().__init__(world, sampler, renderer, config, quarantine=quarantine)
         self._plan = plan
-        self._probabilities_H = turn_probabilities(plan.turn, config.limits.max_turns, p=plan.p)
+        self._probabilities_H = turn_probabilities(plan.turn, config.max_turns, p=plan.p)
 
     async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
         reason = self.quarantine.reason(task.id)

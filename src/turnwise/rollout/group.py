@@ -194,7 +194,7 @@ class Rollout:
         self.pick_sampler: Callable[[], SamplingClient] = lambda: sampler
         """Gives each attempt its sampler when the attempt starts."""
         self.renderer = renderer
-        self.config = config
+        self.config = config.for_world(world)
         self.on_event: OnEvent | None = None
         """Called on the event loop as things happen."""
         self.quarantine = quarantine or Quarantine(
@@ -290,8 +290,8 @@ class Rollout:
         failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
         if self.quarantine.record_group(task.id, failures, len(kept)):
             self.stats.add_quarantined_task()
-        if len(kept) < self.config.min_group_size:
-            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self.config.min_group_size} are needed"
+        if len(kept) < self.config.smallest_group:
+            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self.config.smallest_group} are needed"
             return self.drop(task, "group_too_small", detail, lost=len(kept), kept=kept, failed=failed)
         self.stats.add_kept_group(kept, failed)
         self.emit("group_done", task)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.errors import TurnwiseError
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout
@@ -20,7 +21,6 @@ from turnwise.rollout.sources import PlayBranches, PlayGroups
 from turnwise.rollout.stats import RolloutStats
 from turnwise.training.assemble import Parts
 from turnwise.training.pool import Place, Pool, State, oldest_version
-from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.watch.watchdog import Watchdog
 
 
@@ -83,7 +83,7 @@ class Stream:
 
     def publish(self, sampler: VersionedSampler) -> None:
         """From now on these are the newest weights."""
-        self._newest.publish(sampler)
+        self._newest.follow(sampler)
 
     def learned(self, num_batches: int) -> None:
         """The last batch was learned from; other groups start in the room that it left."""
@@ -160,7 +160,7 @@ class Stream:
         else:
             assert isinstance(source, PlayGroups)
             rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
-        if parts.config.generator.kv_across_updates == "keep":
+        if parts.config.rollout.kv_across_updates == "keep":
             pick: Callable[[], VersionedSampler] = self._newest.pinned
             rollout.pick_sampler = pick
         return rollout

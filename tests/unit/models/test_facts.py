@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
+from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
 from turnwise.models.sizes import ModelSizes
 from turnwise.types import LoraConfig

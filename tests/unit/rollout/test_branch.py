@@ -29,7 +29,7 @@ from unit.rollout.worlds import World, make_tasks, quick
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-LIMITS = RolloutLimits()
+LIMITS = RolloutLimits(max_turns=8, max_tokens_per_turn=256, max_trajectory_tokens=4096)
 
 
 class NoisyEnv:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from array import array as number_array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,14 @@ KNOWN_INPUTS: Mapping[str, str] = {
 """`loss_fn_inputs` keys, with what to send."""
 
 
+class Asked(NamedTuple):
+    """The positions of one datum that a pass reads; all arrays have one entry per position."""
+
+    positions: NDArray[np.int64]
+    temperatures: FloatArray
+    targets: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatumColumns:
     """One checked datum. Positions before `target_start` have no target: id 0, untrained, weight 0."""
@@ -73,6 +82,31 @@ class DatumColumns:
     @property
     def num_targets(self) -> int:
         return len(self.input_ids) - self.target_start
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the caller sent a reference's logprobs."""
+        return self.ref_logprobs is not None
+
+    def asked(self, *, only_trained: bool) -> Asked:
+        """The trained positions, or every position that has a target."""
+        is_asked = self.mask if only_trained else np.arange(len(self.input_ids)) >= self.target_start
+        positions = np.nonzero(is_asked)[0]
+        return Asked(positions, self.temperature[positions], self.target_ids[positions])
+
+    def with_all_trained(self) -> DatumColumns:
+        """The same datum with every target trained, weight 1."""
+        mask = np.arange(len(self.input_ids)) >= self.target_start
+        return replace(self, mask=mask, weights=mask.astype(np.float32))
+
+
+def with_weights(datum: Datum) -> Datum:
+    """Reading logprobs needs no choice of what to train: a datum without weights or mask gets weights of one."""
+    inputs = datum.loss_fn_inputs
+    if "target_tokens" not in inputs or "weights" in inputs or "mask" in inputs:
+        return datum
+    ones = TensorData([1.0] * len(inputs["target_tokens"]))
+    return Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, "weights": ones})
 
 
 def datums_to_columns(
