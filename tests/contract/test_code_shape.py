@@ -50,7 +50,6 @@ MANY_PARAMETERS = {
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
-    "rollout/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
     "watch/": ROOM,

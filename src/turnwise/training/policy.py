@@ -23,6 +23,7 @@ from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
 from turnwise.training.assemble import assemble, make_renderer
@@ -133,11 +134,8 @@ class PolicySampler:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
         attach_judge(parts.world, self.service)
         work = evaluate(
-            parts.world,
+            Rollout(parts.world, self.sampler, self.renderer, parts.eval_rollout),
             parts.held_out,
-            self.sampler,
-            self.renderer,
-            parts.eval_rollout,
             seed=config.train.seed,
             label=label,
             step=self.step,
