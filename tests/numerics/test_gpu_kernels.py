@@ -15,8 +15,8 @@ from turnwise.engine.attention.cpu import merge
 from turnwise.engine.attention.plans import Pair, Saved, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.engine.ops import torch_layers
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 from turnwise.engine.ops import flash4
 from turnwise.engine.sampling.draw import DrawSettings, draw_torch, draw_whole
 from turnwise.types import Datum, ModelInput
@@ -38,12 +38,12 @@ def test_norms_equal_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
 
     h, delta, weight = rand(N, 576, dtype=dtype), rand(N, 576, dtype=dtype, seed=1), rand(576, dtype=dtype)
     for more in (None, delta):
-        want = layer_ops.add_norm(h, more, weight, 1e-6)
+        want = torch_layers.add_norm(h, more, weight, 1e-6)
         got = triton_layers.add_norm(h, more, weight, 1e-6)
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
-    total, _, rstd = layer_ops.add_norm(h, delta, weight, 1e-6)
+    total, _, rstd = torch_layers.add_norm(h, delta, weight, 1e-6)
     dx, dh = rand(N, 576, dtype=dtype, seed=2), rand(N, 576, dtype=dtype, seed=3)
-    want = layer_ops.norm_backward(dx, total, rstd, weight, dh.clone())
+    want = torch_layers.norm_backward(dx, total, rstd, weight, dh.clone())
     got = triton_layers.norm_backward(dx, total, rstd, weight, dh.clone())
     torch.testing.assert_close(got, want.to(dtype), atol=tolerance, rtol=tolerance)
 
@@ -62,7 +62,7 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
     slots = 2 * torch.arange(N, device="cuda")
     empty = torch.zeros(99, 3, 64, dtype=dtype, device="cuda")
     caches = [CacheSlots(empty.clone(), empty.clone(), slots) for _ in range(2)]
-    want = layer_ops.rotate(qkv, heads, rotation, caches[0])
+    want = torch_layers.rotate(qkv, heads, rotation, caches[0])
     got = triton_layers.rotate(qkv, heads, rotation, caches[1])
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=tolerance, rtol=tolerance)
@@ -71,7 +71,7 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
     raw = qkv if has_norm else None
     torch.testing.assert_close(
         triton_layers.rotate_backward(grads, raw, heads, rotation),
-        layer_ops.rotate_backward(grads, raw, heads, rotation),
+        torch_layers.rotate_backward(grads, raw, heads, rotation),
         atol=tolerance,
         rtol=tolerance,
     )
@@ -82,8 +82,8 @@ def test_the_gate_equals_plain_torch(dtype: torch.dtype, tolerance: float) -> No
     from turnwise.engine.ops import triton_layers
 
     gate_up, dact = rand(N, 2 * 1536, dtype=dtype), rand(N, 1536, dtype=dtype)
-    torch.testing.assert_close(triton_layers.swiglu(gate_up), layer_ops.swiglu(gate_up), atol=tolerance, rtol=tolerance)
-    want = layer_ops.swiglu_backward(dact.clone(), gate_up.clone())
+    torch.testing.assert_close(triton_layers.swiglu(gate_up), torch_layers.swiglu(gate_up), atol=tolerance, rtol=tolerance)
+    want = torch_layers.swiglu_backward(dact.clone(), gate_up.clone())
     got = triton_layers.swiglu_backward(dact.clone(), gate_up.clone())
     torch.testing.assert_close(got, want, atol=2 * tolerance, rtol=2 * tolerance)
 

@@ -1,7 +1,7 @@
 """The decoder stack of the Llama family (Llama, Qwen2, Qwen3), fused: our hot path for sampling and training.
 
 transformers loads the weights and remains the reference; this runs the same layers with projections that share an
-input joined into one product, the steps between products fused (`layer_ops`), and one hand-written backward pass that
+input joined into one product, the steps between products fused (`engine/ops`), and one hand-written backward pass that
 keeps only what it needs. Other architectures run transformers' own modelling code.
 
     h, x = add_norm(h, from the layer before)          x = norm of the residual stream h
@@ -9,24 +9,21 @@ keeps only what it needs. Other architectures run transformers' own modelling co
     h, x = add_norm(h, attention(q, k, v) Wo')
     from the layer = swiglu(x Wgate_up') Wdown'
 
-Every product takes its adapters' low-rank parts along (`adapted.py`). After its attention, the last layer runs on the
-rows that are asked for alone: in a dialogue, those that a trained token follows.
+Every product takes its adapters' low-rank parts along (`lora_products.py`). After its attention, the last layer runs
+on the rows that are asked for alone: in a dialogue, those that a trained token follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
+from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
 from turnwise.engine.budget import kept_bytes
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import Heads, Rotation
 from turnwise.engine.model.lora import LinearGroup, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
@@ -37,6 +34,8 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
+from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Heads, Rotation, Saved
 from turnwise.models.sizes import ModelSizes
 
 FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
@@ -118,8 +117,8 @@ class FusedBody:
         self.scale = float(self._model.layers[0].self_attn.scaling)
         self.layers = [self._read_layer(layer, config) for layer in self._model.layers]
         self.groups = [group for layer in self.layers for group in layer.groups]
-        self.ops = _ops(device)
-        self._keeps_normed = device.type != "cpu"
+        self.ops = for_device(device)
+        self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
@@ -189,7 +188,7 @@ class FusedBody:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, on_cpu=embedded.is_cpu)
+        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, facts=self.ops.facts)
         return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
@@ -221,7 +220,7 @@ class FusedBody:
             if saved is not None and index >= first_saved:
                 saved.append(kept if keeps_all else before)
             del before, kept  # what nobody keeps is freed before the next layer runs
-        h, x, rstd = self.ops.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
         return x, h, rstd
 
     def _forward_layer(
@@ -236,7 +235,7 @@ class FusedBody:
         room: _Room | None = None,
     ) -> tuple[Tensor, Tensor, _LayerSaved]:
         """The residual stream, what the MLP adds to it, and what backward needs."""
-        ops, layer = self.ops, self.layers[index]
+        ops, layer = self.ops.layers, self.layers[index]
         h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
         qkv, low_qkv = project(layer.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
@@ -259,23 +258,22 @@ class FusedBody:
         self, h: Tensor, delta: Tensor | None, weight: Tensor, room: _Room | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if room is None:
-            return self.ops.add_norm(h, delta, weight, self.eps)
-        h, x, rstd = self.ops.add_norm(h, delta, weight, self.eps, room=room.normed)
+            return self.ops.layers.add_norm(h, delta, weight, self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=room.normed)
         room.normed = x
         return h, x, rstd
 
     def _swiglu(self, gate_up: Tensor, room: _Room | None) -> Tensor:
         if room is None:
-            return self.ops.swiglu(gate_up)
-        act = self.ops.swiglu(gate_up, room=room.act)
+            return self.ops.layers.swiglu(gate_up)
+        act = self.ops.layers.swiglu(gate_up, room=room.act)
         room.act = act
         return act
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
         if isinstance(plan, TreePlan):
-            kernels = attention_kernels(query)
-            return Saved(query, key, value, *kernels.tree_forward(query, key, value, plan, self.scale))
+            return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, self.scale))
         assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
 
@@ -290,7 +288,7 @@ class FusedBody:
         wanted: _Wanted | None,
     ) -> None:
         """From the gradient of the residual stream after the last layer, at the wanted rows, down to layer `first`."""
-        ops = self.ops
+        ops = self.ops.layers
         for index in range(len(self.layers) - 1, first - 1, -1):
             layer, kept = self.layers[index], saved.pop()
             if isinstance(kept, _LayerInput):
@@ -310,9 +308,9 @@ class FusedBody:
             add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
             if only is not None:
                 dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
-            grads = attention_kernels(dh).tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
-            turned = tuple(grad[0].transpose(0, 1) for grad in grads)
-            dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
+            grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+            dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+            dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, layer.heads, rotation)
             dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
             normed = NormedInput(kept.h, kept.rstd, layer.input_norm)
             add_a_gradients(layer.qkv, normed if kept.x is None else kept.x, dlow, spans)
@@ -335,7 +333,7 @@ class _Stack(torch.autograd.Function):
     def backward(ctx, dx):
         body, rotation, plan, spans, first, wanted, saved, h, rstd = ctx.kept
         ctx.kept = None
-        dh = body.ops.norm_backward(dx.contiguous(), h, rstd, body._model.norm.weight.detach(), None)
+        dh = body.ops.layers.norm_backward(dx.contiguous(), h, rstd, body._model.norm.weight.detach(), None)
         body._backward(dh, rotation, plan, spans, saved, first, wanted)
         return (torch.zeros(1, device=dx.device),) + (None,) * 7
 
@@ -343,22 +341,6 @@ class _Stack(torch.autograd.Function):
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """The gradient of all rows, when only `rows` were read."""
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
-
-
-def _ops(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from turnwise.engine.attention.cuda import has_triton
-
-        if has_triton():
-            from turnwise.engine.ops import triton_layers
-
-            return triton_layers
-    if device.type == "cpu":
-        from turnwise.engine.ops import cpu_layers
-
-        if cpu_layers.is_built():
-            return cpu_layers
-    return layer_ops
 
 
 def _rope_type(config: Any) -> str:

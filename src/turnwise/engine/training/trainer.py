@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import upload_all
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import AnyPolicy, LoraWeights, Route, Span
+from turnwise.engine.ops import for_device
 from turnwise.engine.training.columns import AnyLoss, DatumColumns, collate_columns
 from turnwise.engine.training.logprobs import TargetHead
 from turnwise.engine.training.losses import LossColumns
@@ -146,7 +146,7 @@ class Trainer:
 
     def _hidden(self, batch: PackedBatch, route: Route, rows: Tensor) -> Tensor:
         device = self.model.device
-        input_ids, position_ids = upload_all([batch.input_ids, batch.position_ids], device)
+        input_ids, position_ids = for_device(device).transfer.upload_all([batch.input_ids, batch.position_ids])
         return self.model.hidden(input_ids, position_ids, batch.plan, route, rows)
 
     def _backward_pass(

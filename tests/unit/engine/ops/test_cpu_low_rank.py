@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import for_each
-from turnwise.engine.model.linear import low_rank_gradients
+from turnwise.engine.ops.cpu_products import low_rank_gradients
 from turnwise.engine.ops import cpu_low_rank
 from turnwise.errors import DataError
 
