@@ -27,7 +27,7 @@ exec(compile(text, str(path), "exec"), module.__dict__)
 
 from turnwise.rollout.stats import RolloutStats, success_rate
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import Attempt
+from turnwise.runlog.schema import AttemptRecord
 from turnwise.runlog.writer import RunWriter
 from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
@@ -40,7 +40,7 @@ stats.add_kept_group([made], [])
 assert stats.metrics()["rollout/stop_max_calls_share"] == 1.0
 with tempfile.TemporaryDirectory() as folder:
     writer = RunWriter.create(pathlib.Path(folder) / "run", "model: {}", max_size_mb=64)
-    writer.attempts(1, "train", [Attempt(trajectory=made, outcome="trained")])
+    writer.attempts(1, "train", [AttemptRecord(trajectory=made, outcome="trained")])
     writer.commit(1)
     with RunReader(writer.directory) as run:
         assert run.attempt(1).trajectory == made

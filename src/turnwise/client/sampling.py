@@ -10,7 +10,7 @@ from turnwise.errors import DataError
 from turnwise.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
-    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.model.lora import Policy
 
 DEFAULT_SAMPLING_PARAMS = SamplingParams()
 
@@ -21,7 +21,7 @@ class SamplingClient:
     >>> client.sample(types.ModelInput.from_ints(ids), 8, types.SamplingParams(max_tokens=64)).result().sequences
     """
 
-    def __init__(self, model: LoadedModel, policy: AnyPolicy) -> None:
+    def __init__(self, model: LoadedModel, policy: Policy) -> None:
         """Clients create these: `save_weights_and_get_sampling_client`, `create_sampling_client`."""
         self._model = model
         self._policy = policy

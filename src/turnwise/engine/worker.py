@@ -29,7 +29,7 @@ from turnwise.types import SampleRequest, SampleResponse
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.model.lora import Policy
     from turnwise.engine.sampling.scheduler import OnToken
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class _Sample:
     """One sampling request, from its arrival to its last token."""
 
     request: SampleRequest
-    policy: AnyPolicy
+    policy: Policy
     future: Future[Any]
     pick: Callable[[SampleResponse], Any]
     """What of the response the future gets."""
@@ -138,7 +138,7 @@ class EngineWorker:
         return future
 
     def sample(
-        self, request: SampleRequest, policy: AnyPolicy, *, on_token: OnToken | None = None
+        self, request: SampleRequest, policy: Policy, *, on_token: OnToken | None = None
     ) -> Future[SampleResponse]:
         """Queue a sampling request; cancelling its future stops the sampling.
 
@@ -150,7 +150,7 @@ class EngineWorker:
         self._post_sample(_Sample(request, policy, future, _whole, on_token))
         return future
 
-    def compute_logprobs(self, prompt: Sequence[int], policy: AnyPolicy) -> Future[list[float | None]]:
+    def compute_logprobs(self, prompt: Sequence[int], policy: Policy) -> Future[list[float | None]]:
         """Queue the scoring of a prompt: the logprob of each of its tokens, None for the first."""
         future: Future[list[float | None]] = _WorkerFuture(self._thread)
         self._post_sample(_Sample(SampleRequest.scoring(prompt), policy, future, _prompt_logprobs))

@@ -237,7 +237,7 @@ async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0
     replies = [message for dialogue in dialogues for message in dialogue if message.role == "assistant"]
     replies = (replies or [assistant("Hello."), assistant("Yes."), assistant("Go on.")])[:CHECKED_TURNS]
     try:
-        return await _Check(world, task, limits, seed).run(replies)
+        return await _ForkCheck(world, task, limits, seed).run(replies)
     except AttemptFailed as error:
         raise ConfigError(
             f"{world.name} cannot branch in the middle of an attempt: {error.detail}. Give the env a fork() that "
@@ -246,7 +246,7 @@ async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0
         ) from error
 
 
-class _Check:
+class _ForkCheck:
     """Two copies of an env, asked the same at each of the first turns."""
 
     def __init__(self, world: World, task: Task, limits: RolloutLimits, seed: int) -> None:

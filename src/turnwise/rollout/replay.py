@@ -23,7 +23,7 @@ from turnwise.types import SampledSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ReplayDifference:
     """The first thing that came out otherwise."""
 
     turn: int | None
@@ -39,7 +39,7 @@ class Replay:
 
     recorded: Trajectory
     replayed: Trajectory
-    difference: Difference | None
+    difference: ReplayDifference | None
 
     @property
     def is_exact(self) -> bool:
@@ -92,7 +92,7 @@ def _to_sequence(turn: Turn) -> SampledSequence:
     return SampledSequence("length" if turn.is_cut else "stop", list(turn.sampled_ids), list(turn.sampler_logprobs))
 
 
-def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection[str]) -> Iterator[Difference]:
+def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection[str]) -> Iterator[ReplayDifference]:
     yield from _compare_items(None, "first messages", recorded.start, replayed.start)
     for index, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=False)):
         yield from _compare_items(index, "prompt ids", old.prompt_ids, new.prompt_ids)
@@ -106,7 +106,7 @@ def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection
             yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
         failure = replayed.failure.detail if replayed.failure is not None else str(replayed.end_reason)
-        yield Difference(
+        yield ReplayDifference(
             turn=len(replayed.turns), what="the end", recorded="the attempt went on", replayed=f"it ended: {failure}"
         )
     if recorded.end_reason.is_repeatable:  # of other ends only the turns before them are compared
@@ -115,14 +115,14 @@ def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection
         yield from _compare(last, "is_success", recorded.is_success, replayed.is_success)
 
 
-def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[Difference]:
+def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[ReplayDifference]:
     if old != new:
-        yield Difference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
+        yield ReplayDifference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
 
 
 def _compare_items(
     turn: int | None, what: str, old: tuple[object, ...], new: tuple[object, ...]
-) -> Iterator[Difference]:
+) -> Iterator[ReplayDifference]:
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     yield from _compare(turn, f"{what} (from item {at} of {len(old)} on)", old[at : at + 5], new[at : at + 5])
 

@@ -145,7 +145,7 @@ OWN_COUNT = ("warmup", "critic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptRecord:
     """A trajectory as it is to be written down."""
 
     trajectory: Trajectory

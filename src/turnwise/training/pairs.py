@@ -1,7 +1,7 @@
 """Preference pairs in a Parquet file: exact ids, logprobs and rewards of both sides, and where they come from.
 
     write_pairs(path, [StoredPair(pair=..., kind="dpo", run="runs/a", ...)])
-    read_pairs(path)                      # [Pair, ...], each as it was played
+    read_pairs(path)                      # [PreferencePair, ...], each as it was played
 
 One row is one pair. `chosen` and `rejected` hold the whole dialogue, turn by turn; before `branch_turn` they are equal.
 Needs pyarrow: `pip install 'turnwise[pairs]'`.
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from turnwise.credit.preferences import Pair
+from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.arrays import messages_from_json, messages_to_json
 from turnwise.trajectory import Branch, EndReason, Message, Trajectory, Turn
@@ -34,7 +34,7 @@ PairKind = Literal["dpo", "refuel"]
 class StoredPair:
     """A pair and its provenance."""
 
-    pair: Pair
+    pair: PreferencePair
     kind: PairKind
     """How it was made: the best against the worst of some dialogues, or two continuations of one."""
     world: str
@@ -74,7 +74,7 @@ def write_pairs(path: Path, pairs: Sequence[StoredPair]) -> None:
         raise ConfigError(f"{path} cannot be written: {cause.strerror or cause}") from cause
 
 
-def read_pairs(path: Path) -> list[Pair]:
+def read_pairs(path: Path) -> list[PreferencePair]:
     """All pairs of a file, in its order."""
     return [stored.pair for stored in read_stored_pairs(path)]
 
@@ -209,7 +209,7 @@ def _turn_to_row(turn: Turn) -> dict[str, Any]:
 
 def _from_row(row: Mapping[str, Any]) -> StoredPair:
     start = messages_from_json(row["start"])
-    pair = Pair(
+    pair = PreferencePair(
         chosen=_side_from_row(row["task_id"], start, row["chosen"]),
         rejected=_side_from_row(row["task_id"], start, row["rejected"]),
         branch_turn=row["branch_turn"],

@@ -14,7 +14,7 @@ from turnwise.envs.base import Task
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.group import RolloutResult
-from turnwise.runlog.schema import Attempt
+from turnwise.runlog.schema import AttemptRecord
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.sources import Batch
@@ -163,14 +163,14 @@ _Played = Mapping[_Key, Trajectory]
 """Attempts as they were played; methods learn from copies with shaped rewards and a mask of their own."""
 
 
-def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[Attempt]:
+def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[AttemptRecord]:
     for step in learned:
         outputs = iter(step.output.loss_fn_outputs)
         for lesson in step.lessons:
             own = [next(outputs) for _ in lesson.datums]
             if lesson.trajectory is None:
                 continue
-            yield Attempt(
+            yield AttemptRecord(
                 trajectory=played[_key(lesson.trajectory)],
                 credited=lesson.trajectory,
                 outcome="trained",
@@ -179,38 +179,40 @@ def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[A
             )
 
 
-def _left_attempts(kept: Kept, learned: Sequence[Learned], played: _Played) -> Iterator[Attempt]:
+def _left_attempts(kept: Kept, learned: Sequence[Learned], played: _Played) -> Iterator[AttemptRecord]:
     """Attempts of groups that were kept, which the method itself left aside."""
     taken = {_key(lesson.trajectory) for step in learned for lesson in step.lessons if lesson.trajectory is not None}
     for group in kept.groups:
         for trajectory in group.trajectories:
             if _key(trajectory) not in taken:
-                yield Attempt(trajectory=played[_key(trajectory)], credited=trajectory, outcome="left")
+                yield AttemptRecord(trajectory=played[_key(trajectory)], credited=trajectory, outcome="left")
 
 
 def _key(trajectory: Trajectory) -> _Key:
     return trajectory.task_id, trajectory.attempt, trajectory.seed
 
 
-def _dropped_attempts(shaped: RolloutResult, kept: Kept, played: _Played) -> Iterator[Attempt]:
+def _dropped_attempts(shaped: RolloutResult, kept: Kept, played: _Played) -> Iterator[AttemptRecord]:
     for group, reason in zip(shaped.groups, kept.reasons, strict=True):
         if reason is not None:
-            yield from (Attempt(trajectory=played[_key(t)], credited=t, outcome=reason) for t in group.trajectories)
-        yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in group.failed)
+            yield from (
+                AttemptRecord(trajectory=played[_key(t)], credited=t, outcome=reason) for t in group.trajectories
+            )
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in group.failed)
     for dropped in shaped.dropped:
-        yield from (Attempt(trajectory=trajectory, outcome=dropped.why) for trajectory in dropped.trajectories)
-        yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in dropped.failed)
+        yield from (AttemptRecord(trajectory=trajectory, outcome=dropped.why) for trajectory in dropped.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in dropped.failed)
 
 
-def _stale_attempts(taken: Taken) -> Iterator[Attempt]:
+def _stale_attempts(taken: Taken) -> Iterator[AttemptRecord]:
     """Attempts of groups that nobody learns from because they grew too old."""
     for place in taken.stale:
         assert place.outcome is not None, "it was judged by its age"
-        yield from (Attempt(trajectory=trajectory, outcome="stale") for trajectory in place.outcome.trajectories)
-        yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in place.outcome.failed)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="stale") for trajectory in place.outcome.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in place.outcome.failed)
 
 
-def _played_attempts(played: RolloutResult) -> Iterator[Attempt]:
+def _played_attempts(played: RolloutResult) -> Iterator[AttemptRecord]:
     for group in (*played.groups, *played.dropped):
-        yield from (Attempt(trajectory=trajectory, outcome="evaluated") for trajectory in group.trajectories)
-        yield from (Attempt(trajectory=trajectory, outcome="failed") for trajectory in group.failed)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="evaluated") for trajectory in group.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in group.failed)

@@ -16,7 +16,7 @@ from typing import Literal
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
-from turnwise.credit.preferences import Pair
+from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.errors import ConfigError
 from turnwise.methods.sft import Dialogue
@@ -115,7 +115,7 @@ def check_stored_data(parts: Parts) -> None:
             pass
 
 
-def read_training_pairs(source: ReadPairs, config: Config) -> list[Pair]:
+def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePair]:
     """The pairs of a file, each of which has something to train on both sides."""
     stored, option = read_stored_pairs(Path(source.path)), f"data.pairs={source.path}"
     for origin in dict.fromkeys(Origin(world=one.world, model=one.model) for one in stored):

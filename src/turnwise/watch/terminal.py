@@ -203,9 +203,10 @@ class LiveView:
         self._live.stop()
 
     def _draw(self) -> None:
-        self._live.update(self._panel())
+        self._live.update(self.panel())
 
-    def _panel(self) -> Any:
+    def panel(self) -> Any:
+        """The view as it is now, ready for rich to print."""
         from rich.console import Group
         from rich.padding import Padding
         from rich.panel import Panel

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from turnwise.credit.preferences import Pair, best_and_worst
+from turnwise.credit.preferences import PreferencePair, best_and_worst
 from turnwise.envs.base import user
 from turnwise.errors import ConfigError, DataError
 from turnwise.training.pairs import StoredPair, read_pairs, read_stored_pairs, write_pairs
@@ -18,13 +18,13 @@ from unit.credit.branches import make_branches
 from unit.credit.groups import make_group
 
 
-def make_pair(turn: int = 1) -> Pair:
+def make_pair(turn: int = 1) -> PreferencePair:
     pair = best_and_worst(make_branches([0.25, 1.0], turn=turn, probability=0.2))
     assert pair is not None
     return pair
 
 
-def store(pair: Pair, **fields: object) -> StoredPair:
+def store(pair: PreferencePair, **fields: object) -> StoredPair:
     known: dict[str, object] = {
         "kind": "refuel",
         "world": "key_door",

@@ -198,7 +198,7 @@ def test_the_live_view_has_a_line_for_progress_reward_success_and_speed() -> Non
             },
         )
         console = Console(width=100, file=io.StringIO(), record=True)
-        console.print(view._panel())
+        console.print(view.panel())
     finally:
         view.close()
     lines = [line.strip("│ ") for line in console.export_text().splitlines()]

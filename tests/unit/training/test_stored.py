@@ -14,12 +14,12 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.config.files import config_to_yaml, load_config
-from turnwise.credit.preferences import Pair
+from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.renderers import Renderer
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import DATABASE, Attempt, Phase
+from turnwise.runlog.schema import DATABASE, AttemptRecord, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import assemble
 from turnwise.training.pairs import StoredPair, read_stored_pairs, write_pairs
@@ -41,7 +41,7 @@ def write_run(directory: Path, rows: Iterable[Row], *overrides: str) -> str:
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=8)
     for phase, step, trajectory in rows:
         writer.task(trajectory.task_id, phase, {})
-        writer.attempts(step, phase, [Attempt(trajectory=trajectory, outcome="trained")])
+        writer.attempts(step, phase, [AttemptRecord(trajectory=trajectory, outcome="trained")])
     writer.commit(1)
     writer.close()
     return str(directory)
@@ -163,7 +163,7 @@ def test_a_file_with_pairs_that_cannot_be_trained_is_refused_before_anything_beg
     good, bad = make_branches([0.0, 1.0], turn=1).trajectories, tmp_path / "bad.parquet"
 
     def file(kind: str, *rejected: Trajectory) -> None:
-        pairs = [Pair(chosen=good[1], rejected=one, branch_turn=1) for one in rejected]
+        pairs = [PreferencePair(chosen=good[1], rejected=one, branch_turn=1) for one in rejected]
         write_pairs(bad, [StoredPair(pair=one, kind=kind, world="key_door", model="tiny", task={}) for one in pairs])  # type: ignore[arg-type]
 
     def train(method: str) -> str:

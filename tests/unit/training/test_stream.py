@@ -69,13 +69,14 @@ class GateEnv:
 @pytest.fixture
 def make_supply(make_rig: MakeRig, renderer: Renderer) -> Any:
     def make(world: GateWorld, **options: Any) -> tuple[Supply, VersionedSampler]:
+        state = options.pop("state", RunState())
         generator = {"n_samples_per_prompt": 2, **options.pop("generator", {})}
         rig = make_rig({"train": {"steps": 5, "max_staleness": 2, **options}, "generator": generator})
         rig.world = world  # pyright: ignore[reportAttributeAccessIssue]
         end_id = renderer.stop_ids[0]
         sampler = VersionedSampler(ScriptedSampler(lambda _: [7, end_id]), 0)
         supply = Supply(rig.parts(), renderer, Watchdog())
-        supply.open(sampler, 0, RunState(), 5)
+        supply.open(sampler, 0, state, 5)
         return supply, sampler
 
     return make
@@ -114,7 +115,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
 
 async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_task_and_seed(make_supply: Any) -> None:
     world = GateWorld()
-    supply, sampler = make_supply(world, tasks_per_step=1)
+    supply, _ = make_supply(world, tasks_per_step=1)
     await _until(lambda: world.num_first_turns == 6)
     world.gates[list(world.gates)[1]].set()
     await _until(lambda: supply.stream.pool.counts()["done"] == 1)
@@ -122,10 +123,7 @@ async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_tas
     state = supply.state(RunState(version=3))
     assert [(row.number, row.outcome is None) for row in state.pool] == [(0, True), (1, False), (2, True)]
     assert (state.num_dealt, state.version) == (3, 3)
-    again, _ = make_supply(GateWorld(), tasks_per_step=1)
-    await again.close()
-    resumed = Supply(again._parts, again._renderer, Watchdog())
-    resumed.open(sampler, 0, state, 5)
+    resumed, _ = make_supply(GateWorld(), tasks_per_step=1, state=state)
     assert resumed.stream is not None
     seeds = [place.deal.seed for place in resumed.stream.pool.places.values()]
     assert seeds == [place.deal.seed for place in supply.stream.pool.places.values()]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.engine.model.lora import Adapter, LinearGroup, Route
+from turnwise.engine.model.lora import LinearGroup, Route
 from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import Ops, ProductOps
 
@@ -60,8 +60,8 @@ def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
     spans = []
     for span in route.spans:
         if span.weights.pairs:
-            grads = span.weights.grad_pairs if isinstance(span.weights, Adapter) else None
-            spans.append(SpanWeights(span.start, span.stop, span.weights.scale, span.weights.cast(dtype), grads))
+            weights = span.weights
+            spans.append(SpanWeights(span.start, span.stop, weights.scale, weights.cast(dtype), weights.grad_pairs))
     return spans
 
 

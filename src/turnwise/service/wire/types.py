@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import LOSSES
 from turnwise.service.wire import proto as pb
 from turnwise.service.wire import schemas
 from turnwise.types import (
@@ -40,8 +41,6 @@ MAX_DENSE = 1 << 26
 MAX_WIDTH = 128
 """Most target columns, K, of one datum."""
 
-TINKER_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-"""The losses of the SDKs; the engine's further ones get their inputs as they come."""
 REFUSED_LOSSES: Mapping[str, str] = {
     "stable_reinforce": (
         "the SDK does not define it: it has the name, a setting (kl_coeff) and a flag that makes the server record "
@@ -63,8 +62,6 @@ _DTYPES: dict[int, tuple[str, TensorDtype]] = {
     pb.DTYPE_INT64: ("<i8", "int64"),
     pb.DTYPE_INT32: ("<i4", "int64"),
 }
-_TINKER_DEFAULTS: Mapping[str, Mapping[str, float]] = {"cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
-"""Where Tinker's default settings of a loss differ from the engine's."""
 _PROTO_REQUEST = pb.message_class("ForwardBackwardRequest")
 
 
@@ -171,13 +168,15 @@ def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float
         datums=flat,
         widths=widths,
         loss_fn=loss_fn,
-        loss_fn_config={**_TINKER_DEFAULTS.get(loss_fn, {}), **(config or {})},
+        loss_fn_config={**(LOSSES[loss_fn].tinker_defaults if loss_fn in LOSSES else {}), **(config or {})},
     )
 
 
 def _with_mask(datum: Datum, loss_fn: str) -> Datum:
     inputs = datum.loss_fn_inputs
-    if loss_fn not in TINKER_LOSSES or "target_tokens" not in inputs or "mask" in inputs:
+    # Losses that Tinker does not have get their inputs as they come.
+    is_of_tinker = loss_fn in LOSSES and LOSSES[loss_fn].is_of_tinker
+    if not is_of_tinker or "target_tokens" not in inputs or "mask" in inputs:
         return datum
     ones = TensorData.from_numpy(np.ones(len(inputs["target_tokens"]), dtype=np.float32))
     added = {"mask": ones}
