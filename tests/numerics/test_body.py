@@ -12,10 +12,10 @@ import torch
 
 from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
 from turnwise.engine.engine import Engine
-from turnwise.engine.ops import torch_layers
 from turnwise.engine.model.body import FusedBody
-from turnwise.engine.ops.interface import Heads, Rotation
 from turnwise.engine.model.lora import Route, Span
+from turnwise.engine.ops import torch_layers
+from turnwise.engine.ops.interface import Heads, Rotation
 from turnwise.engine.training.pack import pack
 
 MakeEngine = Callable[..., Engine]

@@ -41,6 +41,9 @@ class Captures:
         self._captured: dict[tuple[Hashable, _Weights], Captured] = {}
         self._merged_key: _Weights | None = None
 
+    def __len__(self) -> int:
+        return len(self._captured)
+
     def weights_moved(self) -> None:
         """A policy was merged: its weights may lie where those before it did not."""
         self._merged_key = None

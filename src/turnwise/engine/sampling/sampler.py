@@ -67,14 +67,14 @@ class Sampler:
         self._flight: _Flight | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
         """By lane: the token that each running row sampled last."""
-        self._graphs: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         if self.ops.new_graph_recorder is not None:
             num_blocks -= 1  # the last is where padded rows of a captured graph write
-            self._graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
+            self.decode_graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
             can_capture = self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
             if model.fused is not None and can_capture:
-                self._prompts = PromptGraphs(model, self.cache, num_blocks, self._last_tokens)
+                self.prompt_graphs = PromptGraphs(model, self.cache, num_blocks, self._last_tokens)
         self._bank = make_bank(model)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -174,13 +174,13 @@ class Sampler:
 
     def _replay(self, decode: Sequence[Row], flight: _Flight) -> bool:
         """Decode by a captured graph; False when there is none for these rows."""
-        if self._graphs is None:
+        if self.decode_graphs is None:
             return False
         route = self._route(Step(decode, []))
         if not self._may_replay(decode, route):
-            self._graphs.forget_rows()
+            self.decode_graphs.forget_rows()
             return False
-        drawn = self._graphs.decode(decode, route)
+        drawn = self.decode_graphs.decode(decode, route)
         self.scheduler.finish_decode(decode)
         flight.add(decode, drawn)
         return True
@@ -189,12 +189,12 @@ class Sampler:
         """One packed pass: prompts, and whatever no graph decodes."""
         route = self._route(step)
         hidden = None
-        if self._prompts is not None and (found := _find_graph(self._prompts, step, route)) is not None:
+        if self.prompt_graphs is not None and (found := _find_graph(self.prompt_graphs, step, route)) is not None:
             if found.shape.draws:
                 drawn_rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
-                flight.add(drawn_rows, self._prompts.replay(found, step.prefill)[:, : len(drawn_rows)])
+                flight.add(drawn_rows, self.prompt_graphs.replay(found, step.prefill)[:, : len(drawn_rows)])
                 return
-            hidden = self._prompts.replay(found, step.prefill)
+            hidden = self.prompt_graphs.replay(found, step.prefill)
         lasts = _sampled_after(step)
         # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
         # on what is sampled from.
@@ -291,12 +291,12 @@ class Sampler:
         Nobody has to: a graph that is missing is captured when a step first needs it. There are none on a CPU, and
         those of a policy that is not merged depend on who else samples.
         """
-        if self._graphs is None or (policy.has_adapter and not self._has_room_to_merge):
+        if self.decode_graphs is None or (policy.has_adapter and not self._has_room_to_merge):
             return 0
         num_blocks = -(-max_context // self.config.block_size)
-        wanted = self._graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
+        wanted = self.decode_graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
         for bucket, width in wanted:
-            self._graphs.capture(bucket, width, self._alone(policy))
+            self.decode_graphs.capture(bucket, width, self._alone(policy))
             yield
         return len(wanted)
 
@@ -327,7 +327,7 @@ class Sampler:
         if self._merged_version != policy.version:
             merge_into(self._merged, self.model.linears, self.model.groups, policy)
             self._merged_version = policy.version
-            for graphs in (self._graphs, self._prompts):
+            for graphs in (self.decode_graphs, self.prompt_graphs):
                 if graphs is not None:
                     graphs.captures.weights_moved()
         return Route(merged=self._merged)

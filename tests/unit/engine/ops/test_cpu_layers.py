@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from cases import for_each
-from turnwise.engine.ops import torch_layers
-from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
+from turnwise.engine.ops import cpu_layers, torch_layers
 from turnwise.engine.ops.cpu_products import empty_rows
-from turnwise.engine.ops import cpu_layers
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -170,7 +169,9 @@ def test_other_dtypes_and_layouts_take_the_plain_steps() -> None:
     heads, rotation = make_heads(2, 1, 4, has_norm=False), make_rotation(3, 4)
     short = dataclasses.replace(rotation, positions=rotation.positions.int())
     qkv = torch.randn(3, 16)
-    assert torch.equal(cpu_layers.rotate(qkv, heads, short, None)[0], torch_layers.rotate(qkv, heads, rotation, None)[0])
+    assert torch.equal(
+        cpu_layers.rotate(qkv, heads, short, None)[0], torch_layers.rotate(qkv, heads, rotation, None)[0]
+    )
 
 
 def test_sizes_that_do_not_agree_are_refused() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from cases import for_each
-from turnwise.engine.ops.cpu_products import multiply, multiply_with_low_rank
 from turnwise.engine.ops import cpu_products
+from turnwise.engine.ops.cpu_products import multiply, multiply_with_low_rank
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
