@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise import types as types
-    from turnwise.client.local import SamplingClient as SamplingClient
+    from turnwise.client.base import SamplingClient as SamplingClient
+    from turnwise.client.base import TrainingClient as TrainingClient
     from turnwise.client.local import ServiceClient as ServiceClient
-    from turnwise.client.local import TrainingClient as TrainingClient
     from turnwise.single_turn import RLAdapter as RLAdapter
     from turnwise.single_turn import RLConfig as RLConfig
     from turnwise.single_turn import run_grpo as run_grpo
@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
     "ServiceClient": "turnwise.client.local",
-    "TrainingClient": "turnwise.client.local",
-    "SamplingClient": "turnwise.client.local",
+    "TrainingClient": "turnwise.client.base",
+    "SamplingClient": "turnwise.client.base",
     "RLAdapter": "turnwise.single_turn",
     "RLConfig": "turnwise.single_turn",
     "run_grpo": "turnwise.single_turn",

@@ -23,11 +23,8 @@ MAX_PARAMETERS = 6
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-TINKERS_NAME = "a protocol and the class of the public API, both named as Tinker names them"
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "SamplingClient": TINKERS_NAME,
-    "TrainingClient": TINKERS_NAME,
     "CheckpointRow": TO_DO,
     "Checkpoints": TO_DO,
     "Captures": TO_DO,
@@ -58,7 +55,6 @@ MANY_PARAMETERS = {
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
-    "rollout/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
     "watch/": ROOM,
@@ -66,7 +62,6 @@ MANY_PARAMETERS = {
 
 SPLATS = {
     "client/remote.py": ROOM,
-    "commands/play.py": ROOM,
     "service/openai/": ROOM,
     "training/": ROOM,
 }

@@ -29,7 +29,7 @@ CHECKS = Path(__file__).parent / "sdk" / "remote_checks.py"
 MINT_CHECKS = Path(__file__).parent / "sdk" / "remote_mint_checks.py"
 SMALL = [
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=2",
     "warmup.steps=20",
     "warmup.learning_rate=0.01",
@@ -122,8 +122,8 @@ def test_a_remote_run_does_what_a_local_one_does(server: ServerProcess, tmp_path
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["model.device=cpu"], "model.device is not read with model.base_url"),
-        (["generator.stop=x"], "generator.stop"),
+        (["engine.device=cpu"], "model.device is not read with model.base_url"),
+        (["rollout.stop=x"], "rollout.stop"),
         (["base_url=localhost:1"], "expected http://"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    limits = ["train.call_deadline_s=6", "generator.sample_deadline_s=6", "generator.max_retries=0"]
+    limits = ["train.call_deadline_s=6", "rollout.sample_deadline_s=6", "rollout.max_retries=0"]
     options = [*SMALL, *limits, "warmup.steps=0", "eval.tasks=0", "train.save_every=1", "train.max_empty_steps=50"]
     train = ["train", "guess_number", "model=tiny", *options, f"base_url={server.url}", "train.steps=1000"]
     process = subprocess.Popen(

@@ -228,7 +228,7 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
 def test_one_sequence_at_a_time_without_prefixes_gives_each_prompt_the_same_bits_whatever_else_is_asked(
     make_engine: MakeEngine,
 ) -> None:
-    """What `generator.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
+    """What `rollout.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
     engine = make_engine(max_num_seqs=1, prefix_cache=False)
     policy = engine.publish(displaced_adapter(engine))
     prompts = [random_ids(40, 1) + random_ids(3 + 5 * index, 2 + index) for index in range(8)]

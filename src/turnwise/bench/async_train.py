@@ -77,7 +77,7 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
 
     options = {
         "model": args.model,
-        "model.device": args.device,
+        "engine.device": args.device,
         "env.options.max_turns": args.turns,
         "env.options.median_s": args.median_s,
         "env.options.p99_s": args.p99_s,
@@ -90,8 +90,8 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         "train.seed": seed,
         "train.save_every": 0,
         "train.max_empty_steps": args.steps,
-        "generator.n_samples_per_prompt": args.group_size,
-        "generator.same_start": False,  # the seed draws the delays: every attempt has its own
+        "rollout.group_size": args.group_size,
+        "rollout.same_start": False,  # the seed draws the delays: every attempt has its own
         "eval.every": 0,
         "eval.tasks": 0,
         "run.dialogues": 0,

@@ -17,7 +17,7 @@ from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
+from turnwise.training.assemble import make_eval_rollout, make_renderer, make_world
 from turnwise.training.run import find_facts, find_model, make_service
 from turnwise.training.stored import altered
 from turnwise.watch.curve import runs_svg
@@ -72,12 +72,11 @@ def run_replay(target: str, attempt_id: int | None) -> int:
         task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))
         print("\n".join(dialogue_lines(run, stored.row)))
     directory = find_model(config)
-    world = make_world(config.env, config.generator)
-    limits = make_limits(config.generator, world, find_facts(config).context_length)
-    rollout = make_rollout(config.generator, limits)
+    world = make_world(config.env, config.rollout)
+    rollout = config.rollout.for_world(world, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
-    renderer = make_renderer(_load_tokenizer(directory), config.generator)
+    renderer = make_renderer(_load_tokenizer(directory), config.rollout)
     with contextlib.ExitStack() as stack:
         if needs_service(world):
             attach_judge(world, stack.enter_context(make_service(config, Path(target))))

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES
-from turnwise.config.config import Config, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import system, user
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.assemble import assemble, make_renderer
 from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
@@ -74,17 +75,18 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     policy.say_which()
     config = policy.config
-    check_backend(config.generator)
+    config.rollout.check_backend()
     parts = assemble(config, find_facts(config))
     if not parts.held_out:
         raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
     with make_service(config, policy.data_dir) as service:
         attach_judge(parts.world, service)
         sampler = policy.sampler(service)
-        renderer = make_renderer(sampler.get_tokenizer(), config.generator)
+        renderer = make_renderer(sampler.get_tokenizer(), config.rollout)
         evaluation = asyncio.run(
             evaluate(
-                *(parts.world, parts.held_out, sampler, renderer, parts.eval_rollout),
+                Rollout(parts.world, sampler, renderer, parts.eval_rollout),
+                parts.held_out,
                 seed=config.train.seed,
                 label="eval",
                 step=policy.step,
@@ -102,7 +104,7 @@ def run_sample(
     policy.say_which()
     with make_service(policy.config, policy.data_dir) as service:
         sampler = policy.sampler(service)
-        renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
+        renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
         )

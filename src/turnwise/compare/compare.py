@@ -31,8 +31,9 @@ from turnwise.compare.results import Result, read_result, stored_result, write_r
 from turnwise.compare.runs import Job, Order, run_jobs
 from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
-from turnwise.config.config import Config, RewardConfig
+from turnwise.config.config import Config
 from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
+from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
@@ -269,16 +270,16 @@ def _only_warmup(config: Config) -> Config:
     """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
     plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
-    generator = {
+    rollout = {
         "kv_across_updates": "recompute",
-        "n_samples_per_prompt": max(2, config.generator.n_samples_per_prompt),  # nothing is played in groups
+        "group_size": max(2, config.rollout.group_size),  # nothing is played in groups
     }
     stripped = config.model_copy(
         update={
             **plain,
             "alarms": AlarmConfig(),
             "train": config.train.model_copy(update=train),
-            "generator": config.generator.model_copy(update=generator),
+            "rollout": config.rollout.model_copy(update=rollout),
         }
     )
     return tree_to_config(config_to_tree(stripped))  # what would be refused later is refused here
@@ -287,7 +288,7 @@ def _only_warmup(config: Config) -> Config:
 def _warmup_key(config: Config) -> str:
     """The same for runs that have the same weights after their warm-up, and the same evaluation of it."""
     tree = config_to_tree(config)
-    kept = {name: tree[name] for name in ("model", "env", "generator", "warmup", "eval")}
+    kept = {name: tree[name] for name in ("model", "env", "engine", "rollout", "warmup", "eval")}
     train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
     return json.dumps({**kept, "train": train}, sort_keys=True)
 

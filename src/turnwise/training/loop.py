@@ -16,9 +16,11 @@ import time
 from contextlib import aclosing
 
 from turnwise.client.base import TrainingClient
+from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import Checkpoints
@@ -31,7 +33,6 @@ from turnwise.training.record import Recorder
 from turnwise.training.run_state import RunState
 from turnwise.training.schedule import rate_factor
 from turnwise.training.sources import Batch, Supply
-from turnwise.training.versions import VersionedSampler
 from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
@@ -52,6 +53,7 @@ class Loop:
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         *,
+        publisher: Publisher,
         critic: Critic | None = None,
         k2_tolerance: float = K2_TOLERANCE,
         watchdog: Watchdog | None = None,
@@ -61,6 +63,7 @@ class Loop:
         self._parts = parts
         self._config = parts.config
         self._trainer = trainer
+        self._publisher = publisher
         self._renderer = renderer
         self._recorder = recorder
         self._checkpoints = checkpoints
@@ -247,8 +250,8 @@ class Loop:
 
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
-        work = self._trainer.save_weights_and_get_sampling_client_async()
-        return VersionedSampler(await self._watchdog.call("trainer", "publish the weights", work), self.version)
+        work = self._publisher.publish(self._trainer, self.version)
+        return await self._watchdog.call("trainer", "publish the weights", work)
 
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
@@ -302,7 +305,8 @@ class Loop:
         parts = self._parts
         return await self._interrupt.unless(
             evaluate(
-                *(parts.world, parts.held_out, self._sampler, self._renderer, parts.eval_rollout),
+                Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout),
+                parts.held_out,
                 seed=self._config.train.seed,
                 label=label,
                 step=step,

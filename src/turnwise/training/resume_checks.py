@@ -10,13 +10,15 @@ from turnwise.errors import ConfigError
 
 FIXED_SECTIONS = ("model", "env", "warmup")
 """Its weights and its tasks depend on them."""
+FIXED_OPTIONS = ("engine.device", "engine.dtype")
+"""Its numbers do."""
 
 
 def check_overrides(stored: Config, overrides: Sequence[str]) -> None:
     """Refuse another model, world, warm-up or method."""
     for text in overrides:
         key, _, value = (part.strip() for part in text.partition("="))
-        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS:
+        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS or key in FIXED_OPTIONS:
             raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
         if key in ("method", "method.name") and value != stored.method.name:
             raise ConfigError(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from turnwise.backends import make_publisher
 from turnwise.client.local import ServiceClient
-from turnwise.config.config import Config, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import (
     config_from_yaml,
     config_to_tree,
@@ -21,7 +22,6 @@ from turnwise.config.files import (
     load_config,
     override_config,
 )
-from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import find_device
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.judges import attach_judge
@@ -52,7 +52,7 @@ from turnwise.training.resume_checks import check_critic, check_overrides
 from turnwise.training.run_state import RunState, read_state
 from turnwise.training.stored import check_stored_data
 from turnwise.training.tokens import num_taken_tokens
-from turnwise.watch.heartbeat import Pulse
+from turnwise.watch.heartbeat import Heartbeat
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import check_loggers, open_loggers
 from turnwise.watch.report import report_lines
@@ -93,7 +93,7 @@ def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume
     """Run the command; returns the exit code."""
     start = _start_new(name, overrides) if resume is None else _start_again(Path(resume), overrides)
     config = start.config
-    check_backend(config.generator)
+    config.rollout.check_backend()
     check_loggers(config.run.loggers)
     facts = find_facts(config)
     parts = assemble(config, facts)
@@ -132,24 +132,12 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def make_engine_config(config: Config) -> EngineConfig:
-    return EngineConfig(
-        device=config.model.device,
-        dtype=config.model.dtype,
-        max_num_seqs=1 if config.generator.deterministic else config.generator.max_num_seqs,
-        prefix_cache=not config.generator.deterministic,
-        gpu_memory_utilization=config.generator.gpu_memory_utilization,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        seed=config.train.seed,
-    )
-
-
 def make_service(config: Config, data_dir: Path | None) -> AnyService:
     """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
     if config.model.base_url:
         return connect(config, find_model(config))
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=make_engine_config(config), aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
 
 
 def _named_world(overrides: Sequence[str]) -> str | None:
@@ -210,17 +198,17 @@ def _default_name(config: Config) -> str:
 
 
 def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
-    engine = make_engine_config(start.config)
+    engine = start.config.engine_in_use
     plan = make_plan(
         start.config,
         facts,
-        parts.rollout.limits,
+        parts.rollout,
         engine=engine,
         device=None if start.config.model.base_url else find_device(engine),
         num_train_tasks=len(parts.tasks),
         num_test_tasks=len(parts.held_out),
     )
-    lines = plan_lines(start.config, facts, plan, parts.rollout.limits, str(start.directory))
+    lines = plan_lines(start.config, facts, plan, parts.rollout, str(start.directory))
     lines += [f"note         {note}" for note in start.notes]
     if start.is_new:
         return lines
@@ -289,7 +277,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
                 train_attn=model.train_attn,
                 train_unembed=model.train_unembed,
             )
-        renderer = make_renderer(trainer.get_tokenizer(), config.generator)
+        renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
         critic = await _make_critic(start, parts, service, renderer) if parts.needs_critic else None
         checkpoints = Checkpoints(
             *(trainer, recorder.writer, list(start.checkpoints)),
@@ -301,19 +289,21 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
         watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
+        publisher = make_publisher(config.rollout.backend)
         loop = Loop(
             *(parts, trainer, renderer, recorder, checkpoints, interrupt),
+            publisher=publisher,
             critic=critic,
             k2_tolerance=tolerance,
             watchdog=watchdog,
             steering=steering,
         )
-        pulse = Pulse(
+        pulse = Heartbeat(
             *(start.directory, loop, recorder, interrupt, watchdog, steering),
             block_deadline_s=train.call_deadline_s,
         )
         with settled_process():
-            async with pulse:
+            async with publisher, pulse:
                 await loop.run(
                     *(start.done, set(start.evaluated), start.num_drawn, start.state),
                     num_drawn_before=start.num_drawn_before,
@@ -348,7 +338,7 @@ async def _make_critic(start: _Start, parts: Parts, service: AnyService, rendere
         *(client, config.critic, make_gae(config.method)),
         make_optim(config, critic_rate(config)),
         renderer,
-        max_tokens=parts.rollout.limits.max_trajectory_tokens,
+        max_tokens=parts.rollout.max_trajectory_tokens,
         num_pretrained=saved.num_pretrained if saved is not None else 0,
     )
     if saved is not None and saved.plateau is not None:
@@ -358,8 +348,8 @@ async def _make_critic(start: _Start, parts: Parts, service: AnyService, rendere
 
 def _dtype_name(config: Config) -> str:
     if config.model.base_url:  # it does not say; most train in bfloat16
-        return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+        return "bfloat16" if config.engine.dtype == "auto" else config.engine.dtype
     from turnwise.engine.engine import choose_device  # torch, which is loaded by now
 
-    _, dtype = choose_device(EngineConfig(device=config.model.device, dtype=config.model.dtype))
+    _, dtype = choose_device(config.engine)
     return str(dtype).removeprefix("torch.")

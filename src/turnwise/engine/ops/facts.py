@@ -19,6 +19,8 @@ class DeviceFacts:
     """A launch costs more than reading an input again."""
     keeps_normed_inputs: bool
     """A training pass keeps what the norms give; else backward forms it again from the residual stream."""
+    rotates_in_place: bool
+    """A training pass rotates float32 heads that have no norms where they lie, and keeps one copy of them."""
     widens_gradients: bool
     """The gradients inside a layer are float32 whatever the dtype of the activations is."""
     wide_gradients: int
@@ -42,6 +44,7 @@ CPU = DeviceFacts(
     is_async=False,
     prefers_few_launches=False,
     keeps_normed_inputs=False,
+    rotates_in_place=True,
     widens_gradients=True,
     wide_gradients=8,
     fuses_softmax=False,
@@ -56,6 +59,7 @@ CUDA = DeviceFacts(
     is_async=True,
     prefers_few_launches=True,
     keeps_normed_inputs=True,
+    rotates_in_place=False,
     widens_gradients=False,
     wide_gradients=4,
     fuses_softmax=True,
