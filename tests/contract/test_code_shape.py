@@ -57,7 +57,6 @@ MANY_PARAMETERS = {
 SPLATS = {
     "client/remote.py": ROOM,
     "service/openai/": ROOM,
-    "training/": ROOM,
 }
 
 DEVICE_CHECKS = {
