@@ -27,15 +27,12 @@ TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
     "CheckpointRow": TO_DO,
     "Checkpoints": TO_DO,
-    "Captures": TO_DO,
     "Failure": TO_DO,
     "Job": TO_DO,
     "_Job": TO_DO,
     "Order": TO_DO,
     "Policy": TO_DO,
     "Progress": TO_DO,
-    "Request": TO_DO,
-    "Run": TO_DO,
     "Sampler": TO_DO,
     "World": TO_DO,
 }
@@ -53,7 +50,6 @@ MANY_PARAMETERS = {
     "client/remote.py:__init__": TINKERS_SIGNATURE,
     "envs/adapters/": WORLD_OPTIONS,
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
-    "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
@@ -78,7 +74,6 @@ PRIVATE_NAMES_IN_TESTS = {
     "numerics/": ROOM,
     "unit/client/": ROOM,
     "unit/engine/": ROOM,
-    "unit/training/test_memory.py": ROOM,
 }
 
 

@@ -20,7 +20,7 @@ from turnwise.bench.report import machine, make_engine, median_of, model_directo
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
 from turnwise.engine.model.lora import Policy
-from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+from turnwise.types import LoraConfig, SampleRequest, SampleResponse, SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +167,7 @@ def play_all(
             if turn + 1 < len(seen):
                 ask(index, turn + 1)
 
-        engine.sampler.submit(histories[index], params, policy, on_done=go_on)
+        engine.sampler.submit(SampleRequest(histories[index], params), policy, on_done=go_on)
 
     for index in range(len(histories)):
         ask(index, 0)
