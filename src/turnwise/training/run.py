@@ -289,7 +289,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
         watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
-        publisher = make_publisher(config.generator.backend)
+        publisher = make_publisher(config.rollout.backend)
         loop = Loop(
             *(parts, trainer, renderer, recorder, checkpoints, interrupt),
             publisher=publisher,
