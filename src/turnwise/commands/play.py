@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from turnwise.client.base import SamplingClient
-from turnwise.client.checkpoints import INFO_FILE, SCHEMES
+from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import system, user
@@ -24,7 +24,7 @@ from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.assemble import assemble, make_renderer
-from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
+from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import evaluate
 from turnwise.training.remote import AnyService
 from turnwise.training.run import find_facts, find_model, make_service, read_config
@@ -53,7 +53,7 @@ class Policy:
         if self.checkpoint is None:
             return None
         if self.checkpoint.startswith(SCHEMES):
-            return checkpoint_directory(self.data_dir or model_store.home(), self.checkpoint)
+            return CheckpointStore(self.data_dir or model_store.home()).directory(self.checkpoint)
         return Path(self.checkpoint).expanduser()
 
     def say_which(self) -> None:
@@ -127,7 +127,7 @@ def find_policy(target: str, env: str | None, step: str | None, overrides: Seque
     if step is not None:
         raise ConfigError(f"--step is for run directories; {target} is none")
     if target.startswith(SCHEMES):
-        path = checkpoint_directory(model_store.home(), target)
+        path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
         config = read_config(env or "guess_number", [f"model={_base_model(path)}", *overrides])
         return Policy(config=config, data_dir=None, checkpoint=target, step=0)

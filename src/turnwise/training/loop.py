@@ -22,7 +22,7 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.learner import Learner
@@ -49,7 +49,7 @@ class Loop:
         trainer: TrainingClient,
         renderer: Renderer,
         recorder: Recorder,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         interrupt: Interrupt,
         *,
         publisher: Publisher,

@@ -37,7 +37,7 @@ from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import Parts, assemble, critic_rate, make_optim, make_renderer
 from turnwise.training.checkpoint import (
     NOTHING_DONE,
-    Checkpoints,
+    RunCheckpoints,
     best_evaluation,
     last_checkpoint,
     remove_orphans,
@@ -279,7 +279,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             )
         renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
         critic = await _make_critic(start, parts, service, renderer) if parts.needs_critic else None
-        checkpoints = Checkpoints(
+        checkpoints = RunCheckpoints(
             *(trainer, recorder.writer, list(start.checkpoints)),
             max_kept=config.train.keep_checkpoints,
             critic=critic,
@@ -289,7 +289,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
         watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
-        publisher = make_publisher(config.generator.backend)
+        publisher = make_publisher(config.rollout.backend)
         loop = Loop(
             *(parts, trainer, renderer, recorder, checkpoints, interrupt),
             publisher=publisher,
