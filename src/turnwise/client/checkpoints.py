@@ -12,7 +12,6 @@ in-process client, the service and training runs all keep their checkpoints here
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -214,7 +214,7 @@ class CheckpointStore:
         if not newest_first:
             return f"there are none yet in {self._root}"
         known = ["tinker://" + "/".join(place.parts[-3:]) for place in newest_first]
-        nearest = difflib.get_close_matches(path, known, n=_NUM_SUGGESTIONS, cutoff=0.5) or known[:_NUM_SUGGESTIONS]
+        nearest = nearest_names(path, known, count=_NUM_SUGGESTIONS) or known[:_NUM_SUGGESTIONS]
         return f"nearest of {len(known)} in {self._root}: {', '.join(nearest)}"
 
 

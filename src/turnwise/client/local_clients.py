@@ -23,6 +23,7 @@ from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import ApiFuture, awaited, in_thread, waited
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, DataError
+from turnwise.losses.outside import find_function, is_outside
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -132,8 +133,9 @@ class LocalTrainingClient(TrainingClient):
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and its logprobs, and no gradient."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
+        loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
-            self._model_id, lambda engine: engine.forward(adapter, datums, loss_fn, config)
+            self._model_id, lambda engine: engine.forward(adapter, datums, loss, config)
         )
         return self._api_future(future, f"forward of {len(datums)} datums")
 
@@ -142,8 +144,9 @@ class LocalTrainingClient(TrainingClient):
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and add its gradient to what earlier calls left; `optim_step` uses the sum and clears it."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
+        loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
-            self._model_id, lambda engine: engine.forward_backward(adapter, datums, loss_fn, config)
+            self._model_id, lambda engine: engine.forward_backward(adapter, datums, loss, config)
         )
         return self._api_future(future, f"forward_backward of {len(datums)} datums")
 

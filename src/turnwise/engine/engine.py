@@ -29,6 +29,7 @@ from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import Job, Trainer, make_output, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
+from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Engine:
         adapter.free()
 
     def forward(
-        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """The objective's numbers (logprobs of targets, or values), and the loss they give; no gradient.
 
@@ -96,14 +97,17 @@ class Engine:
         return make_output(job, result, loss)
 
     def forward_backward(
-        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
         outputs = yield from self.forward_backward_many([(adapter, datums)], loss_fn, loss_fn_config)
         return outputs[0]
 
     def forward_backward_many(
-        self, batches: Sequence[tuple[Trainable, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossSettings
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
         loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
@@ -189,7 +193,7 @@ class Engine:
     def _jobs(
         self,
         batches: Sequence[tuple[Trainable, Sequence[Datum]]],
-        loss_fn: str,
+        loss_fn: str | LossFunction,
         settings: LossSettings,
         *,
         is_learning: bool,

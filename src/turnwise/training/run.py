@@ -52,7 +52,7 @@ from turnwise.training.resume_checks import check_critic, check_overrides
 from turnwise.training.run_state import RunState, read_state
 from turnwise.training.stored import check_stored_data
 from turnwise.training.tokens import num_taken_tokens
-from turnwise.watch.heartbeat import Pulse
+from turnwise.watch.heartbeat import Heartbeat
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import check_loggers, open_loggers
 from turnwise.watch.report import report_lines
@@ -298,7 +298,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             watchdog=watchdog,
             steering=steering,
         )
-        pulse = Pulse(
+        pulse = Heartbeat(
             *(start.directory, loop, recorder, interrupt, watchdog, steering),
             block_deadline_s=train.call_deadline_s,
         )
