@@ -25,18 +25,14 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "CheckpointRow": TO_DO,
-    "Checkpoints": TO_DO,
     "Captures": TO_DO,
     "Failure": TO_DO,
     "Job": TO_DO,
-    "_Job": TO_DO,
     "Order": TO_DO,
     "Policy": TO_DO,
     "Progress": TO_DO,
     "Request": TO_DO,
     "Run": TO_DO,
-    "Sampler": TO_DO,
     "World": TO_DO,
 }
 

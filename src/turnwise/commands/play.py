@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
 from turnwise.config.config import Config
@@ -75,7 +76,7 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     policy.say_which()
     config = policy.config
-    config.rollout.check_backend()
+    find_publisher(config.rollout.backend)
     parts = assemble(config, find_facts(config))
     if not parts.held_out:
         raise ConfigError("eval.tasks is 0; there is nothing to evaluate")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
-from turnwise.errors import ServiceError
 from turnwise.training.critic_config import CRITIC_METHODS
 
 AnyService = ServiceClient | RemoteServiceClient
@@ -22,10 +20,3 @@ def connect(config: Config, model_dir: Path) -> RemoteServiceClient:
         user_metadata={"run": config.run.name},
         needs_critics=config.method.name in CRITIC_METHODS,
     )
-
-
-def delete_checkpoint(service: AnyService, path: str) -> None:
-    """Delete a checkpoint that a service elsewhere keeps; one that stays costs room there, not the run."""
-    if isinstance(service, RemoteServiceClient):
-        with contextlib.suppress(ServiceError):
-            service.delete_checkpoint(path)

@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from turnwise.backends import make_publisher
+from turnwise.backends import find_publisher, make_publisher
 from turnwise.client.local import ServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import (
@@ -47,7 +46,7 @@ from turnwise.training.critic import Critic
 from turnwise.training.loop import Loop
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.record import Recorder
-from turnwise.training.remote import AnyService, connect, delete_checkpoint
+from turnwise.training.remote import AnyService, connect
 from turnwise.training.resume_checks import check_critic, check_overrides
 from turnwise.training.run_state import RunState, read_state
 from turnwise.training.stored import check_stored_data
@@ -93,7 +92,7 @@ def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume
     """Run the command; returns the exit code."""
     start = _start_new(name, overrides) if resume is None else _start_again(Path(resume), overrides)
     config = start.config
-    config.rollout.check_backend()
+    find_publisher(config.rollout.backend)
     check_loggers(config.run.loggers)
     facts = find_facts(config)
     parts = assemble(config, facts)
@@ -283,7 +282,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             *(trainer, recorder.writer, list(start.checkpoints)),
             max_kept=config.train.keep_checkpoints,
             critic=critic,
-            delete=partial(delete_checkpoint, service),
+            delete=service.delete_checkpoint,
             best=start.best,
         )
         tolerance = K2_TOLERANCE[_dtype_name(config)]
