@@ -29,7 +29,6 @@ SHARED_CLASS_NAMES = {
     "Checkpoints": TO_DO,
     "Captures": TO_DO,
     "Failure": TO_DO,
-    "Job": TO_DO,
     "_Job": TO_DO,
     "Order": TO_DO,
     "Policy": TO_DO,
