@@ -106,7 +106,7 @@ class Probe:
     def free(self) -> None:
         self.flat.resize_(0)
 
-    def make_loss(self, name: str, settings: Any, *, is_learning: bool) -> SquaredError:  # noqa: ARG002
+    def make_loss(self, name: Any, settings: Any, *, is_learning: bool) -> SquaredError:  # noqa: ARG002
         return SquaredError()
 
     def read_datums(self, datums: Sequence[Datum], loss: Any, model: Any, *, is_learning: bool) -> list[ProbeDatum]:  # noqa: ARG002
