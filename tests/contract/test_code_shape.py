@@ -29,15 +29,9 @@ SHARED_CLASS_NAMES = {
     "Checkpoints": TO_DO,
     "Captures": TO_DO,
     "Failure": TO_DO,
-    "Job": TO_DO,
     "_Job": TO_DO,
-    "Order": TO_DO,
-    "Policy": TO_DO,
-    "Progress": TO_DO,
-    "Request": TO_DO,
     "Run": TO_DO,
     "Sampler": TO_DO,
-    "World": TO_DO,
 }
 
 KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
