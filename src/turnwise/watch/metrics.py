@@ -14,8 +14,8 @@ from turnwise.credit.branching import branch_variance_share
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
-from turnwise.training.entropy import entropy_metrics
 from turnwise.types import ForwardBackwardOutput
+from turnwise.watch.entropy import entropy_metrics
 
 if TYPE_CHECKING:
     from turnwise.training.stream import Stream, Taken
