@@ -56,7 +56,6 @@ MANY_PARAMETERS = {
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
-    "rollout/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
     "watch/": ROOM,
@@ -64,7 +63,6 @@ MANY_PARAMETERS = {
 
 SPLATS = {
     "client/remote.py": ROOM,
-    "commands/play.py": ROOM,
     "service/openai/": ROOM,
     "training/": ROOM,
 }

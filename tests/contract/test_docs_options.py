@@ -9,12 +9,12 @@ from pathlib import Path
 from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
-from turnwise.config.spellings import ONLY_OFF, canonical_option
+from turnwise.config.spellings import ONLY_OFF, SKYRL_SECTION, canonical_option
 from turnwise.training.run import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECTIONS = "|".join((*Config.model_fields, "rollout"))
+SECTIONS = "|".join((*Config.model_fields, SKYRL_SECTION))
 NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\['\"`;,])((?:{SECTIONS})\.[a-z_.]+)=")
 """`train.steps` in backticks, or train.steps=5 anywhere."""
 COMMAND = re.compile(

@@ -33,7 +33,7 @@ from turnwise.methods.ppo import make_gae
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
-from turnwise.runtime.pending_calls import WAITS
+from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
 from turnwise.training.critic import Critic
@@ -195,7 +195,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
         assert all(name in one.failure.detail for one in failed if one.failure is not None)
         if where == "close":
             assert sum(value for _, value in run.metric("rollout/close_failures")) > 0
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 async def test_a_sampler_that_never_answers_is_blamed_and_training_goes_on(tmp_path: Path, renderer: Renderer) -> None:
@@ -218,7 +218,7 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
         await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
     running.recorder.close()
     assert caught.value.party == "trainer"
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
@@ -237,7 +237,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
     with pytest.raises(StalledError, match=r"critic: .* gave no answer within 2 s"):
         async for _ in pretrain(critic, *arguments):
             pass
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_or_task_behind(
@@ -278,7 +278,7 @@ async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_
     assert set(stalled) == set(TRAINER_CALLS), "only without its trainer does a run end"
     assert open_files() <= files
     assert children() <= processes
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 BLOCKING_WORLD = """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
 from turnwise.engine.engine import Engine
 from turnwise.engine.model import layer_ops
 from turnwise.engine.model.body import FusedBody
+from turnwise.engine.model.kept import kept_tensors
 from turnwise.engine.model.layer_ops import Heads, Rotation
 from turnwise.engine.model.lora import Route, Span
 from turnwise.engine.training.pack import pack
@@ -128,13 +129,30 @@ def test_some_rows_are_those_of_all_forward_and_backward(
         torch.testing.assert_close(some, full, atol=2e-5, rtol=2e-5)
 
 
-def test_an_architecture_outside_the_family_runs_its_own_code(
-    arch_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_block_is_fused_when_every_part_is_supported(arch_dir: Path, make_engine: MakeEngine) -> None:
+    sizes = make_engine(arch_dir).model.sizes
+    assert sizes.block is not None
+    assert FusedBody.supports(sizes)
+    others = {"norm": "layer", "norm_place": "after", "rotation": "none", "mlp": "plain", "activation": "gelu"}
+    for part, kind in (*others.items(), ("angles", "dynamic"), ("attention", "window")):
+        assert not FusedBody.supports(replace(sizes, block=replace(sizes.block, **{part: kind}))), part
+    assert not FusedBody.supports(replace(sizes, block=None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pass_keeps_exactly_the_tensors_that_its_block_lists(
+    arch_dir: Path, make_engine: MakeEngine, dtype: str
 ) -> None:
-    body: Any = make_engine(arch_dir).model.body
-    assert FusedBody.fits(body)
-    monkeypatch.setattr(body.config, "hidden_act", "gelu")
-    assert not FusedBody.fits(body)
+    engine = make_engine(arch_dir, dtype=dtype)
+    where, model = engine.model.device, engine.model
+    adapter = displaced_adapter(engine, rank=4)
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
+    hidden = model.hidden(ids, positions, batch.plan, Route(spans=[adapter.span(0, 70)]))
+    listed = kept_tensors(model.sizes, model.dtype.itemsize, 4, on_cpu=where.type == "cpu")
+    for kept in hidden.grad_fn.kept_blocks:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept.tensors()}
+        assert sum(storage.nbytes() for storage in storages.values()) == 70 * sum(k.size * k.itemsize for k in listed)
 
 
 def test_norm_backward_equals_autograd() -> None:

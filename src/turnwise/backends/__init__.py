@@ -12,9 +12,9 @@ import pkgutil
 from importlib import import_module
 
 from turnwise.client.publish import Publisher
-from turnwise.envs.schema import did_you_mean
 from turnwise.errors import ConfigError
 from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
 
 PLANNED = ("sglang", "vllm")
 """Names that configurations may hold already; each is refused until its file exists."""

@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from turnwise.errors import ServiceError
-from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.cross_thread_results import until_done
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ class _Request(Generic[T_co]):
         if not self._future.done():
             try:
                 async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
-                    await arrival(self._future)  # a deadline that passes does not cancel the request
+                    await until_done(self._future)  # a deadline that passes does not cancel the request
             except TimeoutError:
                 return self._late_result(timeout)
             except asyncio.CancelledError:

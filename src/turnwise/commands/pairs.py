@@ -27,7 +27,7 @@ from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
-from turnwise.rollout.branch import check_can_branch, play_branches
+from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches
@@ -172,7 +172,7 @@ async def _play_tasks(
     await check_can_branch(parts.world, parts.rollout)
     rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
-    return await play_branches(parts.world, tasks, sampler, renderer, rollout, plan=plan, seed=seed)
+    return await BranchRollout(parts.world, sampler, renderer, rollout, plan=plan).play(tasks, seed=seed)
 
 
 def _store(

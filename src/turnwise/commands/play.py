@@ -22,6 +22,7 @@ from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.assemble import assemble, make_renderer
 from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
@@ -84,7 +85,8 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         renderer = make_renderer(sampler.get_tokenizer(), config.rollout)
         evaluation = asyncio.run(
             evaluate(
-                *(parts.world, parts.held_out, sampler, renderer, parts.eval_rollout),
+                Rollout(parts.world, sampler, renderer, parts.eval_rollout),
+                parts.held_out,
                 seed=config.train.seed,
                 label="eval",
                 step=policy.step,

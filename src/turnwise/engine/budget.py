@@ -1,9 +1,9 @@
 """How an engine splits its device's memory: merged weights, KV cache, training passes. Imports without torch.
 
-A training pass keeps, per token and layer, what the hand-written backward pass reads (`engine.body`): the residual
-stream and its norms, the projections, attention's inputs and output, the gate, and each adapter's low-rank products. On
-top comes the larger of two things that never meet: a chunk of logits, or the gradients inside one layer. Models outside
-the Llama family keep about a third more. Numbers are of tensors; Python and its libraries add some hundred MiB.
+A training pass keeps, per token and layer, what a block says that it keeps (`engine/model/kept.py`). On top comes the
+larger of two things that never exist at the same time: a chunk of logits, or the gradients inside one layer. Models
+that do not run the fused body keep about a third more. Only tensors are counted; Python and its libraries add some
+hundred MiB.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
-from turnwise.models.sizes import ModelSizes
+from turnwise.engine.model.kept import FLOAT32_BYTES, kept_bytes
+from turnwise.models.facts import ModelSizes
 
 GIB = 1 << 30
-FLOAT32_BYTES = 4
 LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
 """Size of one chunk's float32 logits."""
 CPU_KV_BYTES = 1 << 30
@@ -27,8 +27,6 @@ MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
 """On a GPU: longer passes than that are no faster, and shorter ones leave the card idle."""
 SHARING_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
-LOW_RANK_PARTS = 7
-"""Products of x and A in a layer: query, key, value, output, gate, up, down."""
 USUAL_RANK = 64
 """What passes are sized for before any adapter is there."""
 WIDE_GRADIENTS = {"cpu": 8, "cuda": 4}
@@ -126,20 +124,6 @@ def training_pass_bytes(
     in_layer = num_tokens * _in_layer_bytes(sizes, device)
     kept = num_tokens * _bytes_per_token(sizes, device, rank) - in_layer
     return kept + max(in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed))
-
-
-def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
-    """Of `engine.body._LayerSaved`, for one token in one layer.
-
-    A CPU keeps neither what the norms give nor, unless they are normed, heads as they came from the projection.
-    """
-    query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    residual = (2 if on_cpu else 4) * sizes.hidden_size
-    projections = query + 2 * key
-    attention = query if on_cpu else query + key + query
-    values = residual + projections + attention + 2 * sizes.inner_size + LOW_RANK_PARTS * rank
-    statistics = 2 + sizes.num_heads
-    return values * size + statistics * FLOAT32_BYTES
 
 
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:

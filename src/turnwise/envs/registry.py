@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from turnwise.envs.base import World
-from turnwise.envs.schema import Parameter, did_you_mean
+from turnwise.envs.schema import Parameter
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
 
 SHIPPED_WORLDS: Mapping[str, str] = {
     "bargain": "turnwise.envs.library.bargain:Bargain",

@@ -63,11 +63,7 @@ async def play_games(
         outcomes = [outcome for outcomes in await asyncio.gather(*running) for outcome in outcomes]
     finally:
         await cancel_all(running)
-    return RolloutResult(
-        groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
-        dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
-        stats=rollout.stats,
-    )
+    return RolloutResult.of(outcomes, rollout.stats)
 
 
 class _SelfPlay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 
 
 def load_attribute(target: str) -> Any:
@@ -20,8 +20,7 @@ def load_attribute(target: str) -> Any:
     module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
     if not attribute or not hasattr(module, attribute):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        near = difflib.get_close_matches(attribute, own, n=1, cutoff=0.5)
-        raise ConfigError(f"{path} has no {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(f"{path} has no {attribute!r}{did_you_mean(attribute, own)}")
     return getattr(module, attribute)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from turnwise.errors import ConfigError
-from turnwise.runtime.suggest import did_you_mean
+from turnwise.runtime.suggest import nearest
 
 
 class Section(BaseModel):
@@ -46,5 +46,6 @@ def explain(error: Mapping[str, Any]) -> str:
         return f"{path}: {message}" if path else message
     if error["type"] == "literal_error":
         choices = str(error["ctx"]["expected"]).replace(" or ", ", ").split(", ")
-        message += did_you_mean(str(error["input"]), [choice.strip("'") for choice in choices], cutoff=0.6)
+        near = nearest(str(error["input"]), [choice.strip("'") for choice in choices], cutoff=0.6)
+        message += "" if near is None else f"; did you mean {near}?"
     return f"{path}={error['input']!r}: {message[0].lower()}{message[1:]}"

@@ -20,6 +20,7 @@ from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import Checkpoints
@@ -304,7 +305,8 @@ class Loop:
         parts = self._parts
         return await self._interrupt.unless(
             evaluate(
-                *(parts.world, parts.held_out, self._sampler, self._renderer, parts.eval_rollout),
+                Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout),
+                parts.held_out,
                 seed=self._config.train.seed,
                 label=label,
                 step=step,

@@ -89,7 +89,11 @@ class Batches:
     async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
         parts = self._parts
         played = await play_groups(
-            *(parts.world, parts.tasks.batch(index), sampler, self._renderer, parts.rollout),
+            parts.world,
+            parts.tasks.batch(index),
+            sampler,
+            self._renderer,
+            parts.rollout,
             seed=derive_seed(parts.config.train.seed, "critic", index),
         )
         groups = [shape_group(group, parts.shaping) for group in played.groups]

@@ -52,7 +52,7 @@ from turnwise.training.resume_checks import check_critic, check_overrides
 from turnwise.training.run_state import RunState, read_state
 from turnwise.training.stored import check_stored_data
 from turnwise.training.tokens import num_taken_tokens
-from turnwise.watch.heartbeat import Pulse
+from turnwise.watch.heartbeat import Heartbeat
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import check_loggers, open_loggers
 from turnwise.watch.report import report_lines
@@ -289,7 +289,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
         tolerance = K2_TOLERANCE[_dtype_name(config)]
         train, steering = config.train, Steering()
         watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
-        publisher = make_publisher(config.generator.backend)
+        publisher = make_publisher(config.rollout.backend)
         loop = Loop(
             *(parts, trainer, renderer, recorder, checkpoints, interrupt),
             publisher=publisher,
@@ -298,7 +298,7 @@ async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: 
             watchdog=watchdog,
             steering=steering,
         )
-        pulse = Pulse(
+        pulse = Heartbeat(
             *(start.directory, loop, recorder, interrupt, watchdog, steering),
             block_deadline_s=train.call_deadline_s,
         )

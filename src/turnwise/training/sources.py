@@ -19,8 +19,7 @@ from turnwise.methods.base import Kept, Method
 from turnwise.methods.sft import Dialogue
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import check_can_branch
-from turnwise.rollout.group import RolloutResult
-from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.group import Quarantine, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import RolloutStats

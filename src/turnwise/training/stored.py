@@ -20,7 +20,7 @@ from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.errors import ConfigError
 from turnwise.methods.sft import Dialogue
-from turnwise.models.places import find_local
+from turnwise.models.directories import find_local
 from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow

@@ -16,11 +16,11 @@ from types import TracebackType
 
 from turnwise.runlog import writer
 from turnwise.runlog.schema import DATABASE
-from turnwise.runtime.pending_calls import WAITS
+from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
 from turnwise.watch.interrupt import Interrupt, Interrupted
-from turnwise.watch.status import SHOWN_WAITS, ShownWait, Status, memory_mb, write_status
+from turnwise.watch.status import SHOWN_CALLS, ShownCall, Status, memory_mb, write_status
 from turnwise.watch.steer import Order, Steering, take_orders
 from turnwise.watch.watchdog import EXIT_STALLED, Watchdog
 
@@ -33,7 +33,7 @@ HARD_STOP_S = 10.0
 """A hard stop that has not ended the process by then ends it without asking."""
 
 
-class Pulse:
+class Heartbeat:
     """Use it as an async context manager around the run of one loop."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Pulse:
         self._told_s = BLOCKED_TOLD_S
         self._exit_at_s = float("inf")
 
-    async def __aenter__(self) -> Pulse:
+    async def __aenter__(self) -> Heartbeat:
         take_orders(self._directory)  # what was meant for a process that is gone
         self._event_loop = asyncio.get_running_loop()
         self._main_id = threading.get_ident()
@@ -82,7 +82,7 @@ class Pulse:
         """On the event loop: it comes round, and the view is told what is waited for."""
         while True:
             self._beat_s = time.monotonic()
-            oldest = WAITS.oldest()
+            oldest = PENDING_CALLS.oldest()
             text = f"{self._watchdog.reason}; longest: {oldest[0]}" if self._watchdog.reason and oldest else ""
             self._recorder.view.waiting(text or str(oldest[0] if oldest else ""), oldest[0].waited_s if oldest else 0)
             await asyncio.sleep(BEAT_S)
@@ -152,8 +152,8 @@ class Pulse:
             num_steps=loop.num_steps,
             version=loop.version,
             reason=self._watchdog.reason,
-            waits=tuple(ShownWait.of(wait) for wait in WAITS.oldest(SHOWN_WAITS)),
-            num_waits=len(WAITS),
+            waits=tuple(ShownCall.of(wait) for wait in PENDING_CALLS.oldest(SHOWN_CALLS)),
+            num_waits=len(PENDING_CALLS),
             pool=pool,
             alarms=tuple(loop.alarms.active),
             blocked_s=round(max(0.0, time.monotonic() - self._beat_s - 2 * BEAT_S), 2),

@@ -21,8 +21,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.pack import pack, split_batches
-from turnwise.models.facts import read_facts
-from turnwise.models.sizes import ModelSizes
+from turnwise.models.facts import ModelSizes, read_facts
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData

@@ -16,6 +16,7 @@ from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.registry import get_world
 from turnwise.methods.base import datums_of
 from turnwise.renderers import Renderer
+from turnwise.rollout.group import Rollout
 from turnwise.rollout.replay import replay
 from turnwise.training.assemble import Parts
 from turnwise.training.evaluate import evaluate
@@ -153,7 +154,11 @@ async def test_each_attempt_may_draw_a_world_of_its_own_and_an_evaluation_always
     shared = (await play(BARGAIN, {"name": "grpo"}, eval={"samples": 16})).parts
     assert (shared.rollout.same_start, shared.eval_rollout.same_start) == (True, False)
     found = await evaluate(
-        BARGAIN, shared.held_out, DigitSampler(renderer), renderer, shared.eval_rollout, seed=0, label="", step=0
+        Rollout(BARGAIN, DigitSampler(renderer), renderer, shared.eval_rollout),
+        shared.held_out,
+        seed=0,
+        label="",
+        step=0,
     )
     assert all(len(moods(group)) == 2 for group in found.played.groups)
 

@@ -33,8 +33,8 @@ from turnwise.engine.training.objective import LossSettings, Objective
 from turnwise.engine.training.pack import Entries
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, DataError
-from turnwise.losses.table import did_you_mean
 from turnwise.models.linears import Shape
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import Datum, LoraConfig, TensorData
 
 CRITIC_HINT = "a critic has forward and forward_backward with 'value'"
