@@ -31,6 +31,7 @@ SHARED_CLASS_NAMES = {
     "Failure": TO_DO,
     "Job": TO_DO,
     "_Job": TO_DO,
+    "Options": "each method declares its own, inside its class",
     "Order": TO_DO,
     "Policy": TO_DO,
     "Progress": TO_DO,

@@ -51,6 +51,12 @@ class Gigpo:
         gamma: float = Field(default=0.95, gt=0, le=1, description="Discount per turn, never per token.")
         omega: float = Field(default=1.0, ge=0, description="Weight of the step advantage.")
 
+        def why_discount_unread(self) -> str | None:
+            is_changed = self.gamma != type(self).model_fields["gamma"].default
+            if self.omega == 0 and is_changed:
+                return "while method.omega is 0: whole attempts are not discounted"
+            return None
+
         def build(self, setup: MethodSetup) -> Gigpo:
             return Gigpo(
                 loss_fn=self.loss,

@@ -25,6 +25,7 @@ from turnwise.methods.options import DECLARED, FreeLoss, MethodOptions, PolicyTe
 from turnwise.methods.registry import METHODS
 from turnwise.rollout.sources import PlayBranches, ReadDialogues, ReadPairs
 from turnwise.runtime.import_path import import_path, is_importable, load_attribute
+from turnwise.runtime.section import explain
 
 SHIPPED: Mapping[str, type[MethodOptions]] = {
     method.Options.model_fields["name"].default: method.Options for method in METHODS
@@ -83,12 +84,15 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
             built method is known by name in this process; a run that was started with one is resumed with it too.
         options: options of the method; a built method has them already.
     """
-    if isinstance(method, str):
-        return read_method({"name": method, **options})
-    if isinstance(method, MethodOptions):
-        return type(method).model_validate({**method.model_dump(), **options}) if options else method
-    if isinstance(method, type):
-        return _options_of(method, import_path(method)).model_validate(options)
+    try:
+        if isinstance(method, str):
+            return read_method({"name": method, **options})
+        if isinstance(method, MethodOptions):
+            return type(method).model_validate({**method.model_dump(), **options}) if options else method
+        if isinstance(method, type):
+            return _options_of(method, import_path(method)).model_validate(options)
+    except ValidationError as cause:
+        raise ConfigError("; ".join(f"method.{explain(error)}" for error in cause.errors())) from None
     if not hasattr(method, "lessons") or not hasattr(method, "source"):
         raise ConfigError(
             f"method={method!r}; expected a name, `module:Class`, a class with Options, its options, or a method: an "

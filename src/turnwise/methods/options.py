@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from annotated_types import Gt
 from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
@@ -135,6 +136,10 @@ class MethodOptions(Section):
         They add up to -phi(s_0) over an attempt, and from turn k on to -phi(s_k): the same for everything that is
         compared, in a method that compares returns. A method that does something else with rewards says so here.
         """
+        return None
+
+    def why_discount_unread(self) -> str | None:
+        """Why nothing but potentials reads the discount, with these options."""
         return None
 
     @classmethod
@@ -277,9 +282,12 @@ def _own_loss_fields() -> dict[str, Any]:
         fields = {name: LOSSES[name].options.model_fields[option] for name in readers}
         about = (fields[readers[0]].description or "").removesuffix(".").replace(" of a sequence", "")
         defaults = ", ".join(f"{name} {field.default:g}" for name, field in fields.items())
-        limits = {"ge": 0} if any(type(bound).__name__ == "Ge" for bound in fields[readers[0]].metadata) else {"gt": 0}
+        is_positive = any(isinstance(bound, Gt) for bound in fields[readers[0]].metadata)
         text = f"{about}. null is the loss's own: {defaults}."
-        found[option] = (float | None, Field(default=None, description=text, **limits))
+        found[option] = (
+            float | None,
+            Field(default=None, description=text, gt=0.0 if is_positive else None, ge=None if is_positive else 0.0),
+        )
     return found
 
 

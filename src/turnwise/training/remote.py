@@ -9,7 +9,6 @@ from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
 from turnwise.errors import ServiceError
-from turnwise.training.critic_config import CRITIC_METHODS
 
 AnyService = ServiceClient | RemoteServiceClient
 
@@ -20,7 +19,7 @@ def connect(config: Config, model_dir: Path) -> RemoteServiceClient:
         config.model.base_url,
         tokenizer=model_dir,
         user_metadata={"run": config.run.name},
-        needs_critics=config.method.name in CRITIC_METHODS,
+        needs_critics=config.method.needs_critic,
     )
 
 

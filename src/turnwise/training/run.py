@@ -25,7 +25,6 @@ from turnwise.config.files import (
 from turnwise.engine.device_info import find_device
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.judges import attach_judge
-from turnwise.methods.ppo import make_gae
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.renderers.base import Renderer
@@ -335,7 +334,7 @@ async def _make_critic(start: _Start, parts: Parts, service: AnyService, rendere
             train_attn=model.train_attn,
         )
     critic = Critic(
-        *(client, config.critic, make_gae(config.method)),
+        *(client, config.critic, config.method.make_gae()),
         make_optim(config, critic_rate(config)),
         renderer,
         max_tokens=parts.rollout.max_trajectory_tokens,
