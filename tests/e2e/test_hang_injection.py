@@ -32,6 +32,7 @@ from turnwise.methods.ppo import Ppo
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime.exit_codes import ExitCode
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
@@ -45,7 +46,7 @@ from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
-from turnwise.watch.watchdog import EXIT_STALLED, StalledError, Watchdog
+from turnwise.watch.watchdog import StalledError, Watchdog
 
 DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 0.3
@@ -167,7 +168,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
         method=make_method(config, rollout),
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
-    recorder = Recorder(writer, LineView(), [], num_steps=config.train.steps)
+    recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
     checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
     loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
@@ -312,7 +313,7 @@ def test_an_env_that_blocks_the_event_loop_is_shown_with_its_line_and_stopped(tm
     file.write_text(BLOCKING_WORLD)
     process = _command(tmp_path / "run", f"{file}:BlockingWorld")
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "the event loop has not come round" in out
     assert "blocking.py:7 step" in out
 
@@ -337,7 +338,7 @@ def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tm
     out, _ = process.communicate(timeout=60)
     lock.rollback()
     lock.close()
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "disk: " in out
     with RunReader(directory) as run:
         done = run.checkpoints()[-1].step

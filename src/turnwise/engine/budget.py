@@ -17,20 +17,13 @@ from turnwise.engine.model.kept import FLOAT32_BYTES, kept_bytes
 from turnwise.models.facts import ModelSizes
 
 GIB = 1 << 30
-LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
-"""Size of one chunk's float32 logits."""
-CPU_KV_BYTES = 1 << 30
 MAX_KV_TOKENS = 1 << 21
-CPU_PASS_TOKENS, CPU_SHARED_TOKENS = 2048, 4096
-"""Most tokens of a pass without and with shared beginnings: a longer one is hardly faster, and takes its memory."""
 MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
-"""On a GPU: longer passes than that are no faster, and shorter ones leave the card idle."""
+"""Of a device with memory of its own: longer passes are no faster, and shorter ones leave the card idle."""
 SHARING_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
 USUAL_RANK = 64
 """What passes are sized for before any adapter is there."""
-WIDE_GRADIENTS = {"cpu": 8, "cuda": 4}
-"""Tensors of the MLP's inner size that live at once in a layer's backward pass; kernels fuse some of them."""
 STREAMS = 6
 """Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
 MERGED_SHARE = 0.25
@@ -84,11 +77,11 @@ def split_memory(
     """`device.free_bytes` is what a GPU has left beside the weights."""
     left, merged = _left_bytes(config, device), adapted_parameters * device.dtype_bytes
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
-    left = max(0, left - merged) if may_merge and device.kind == "cuda" else left
+    left = max(0, left - merged) if may_merge and device.facts.has_own_memory else left
     per_token = sizes.kv_values_per_token * device.dtype_bytes
-    budget = config.kv_cache_gib * GIB or (left / 2 if device.kind == "cuda" else CPU_KV_BYTES)
+    budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
     kv_tokens = min(int(budget // per_token), MAX_KV_TOKENS, config.max_num_seqs * context_length)
-    training = int(left - kv_tokens * per_token) if device.kind == "cuda" else int(left / 2)
+    training = int(left - kv_tokens * per_token) if device.facts.has_own_memory else int(left / 2)
     return MemorySplit(
         may_merge=may_merge,
         merged_bytes=merged if may_merge else 0,
@@ -101,7 +94,7 @@ def split_memory(
 
 def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
     """What may be planned with: of a GPU what is free within its share, of a CPU half of its memory."""
-    if device.kind == "cuda":
+    if device.facts.has_own_memory:
         return max(0.0, device.free_bytes - (1 - config.gpu_memory_utilization) * device.total_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
@@ -109,8 +102,8 @@ def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
 def _pass_limit(config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, training_bytes: int) -> PassLimit:
     if config.micro_batch_tokens:
         return PassLimit.of(config.micro_batch_tokens)
-    if device.kind != "cuda":
-        return PassLimit(CPU_PASS_TOKENS, CPU_SHARED_TOKENS)
+    if device.facts.pass_tokens is not None:
+        return PassLimit(*device.facts.pass_tokens)
     logits = _logits_bytes(sizes, device, MAX_PASS_TOKENS, train_unembed=True)
     fits = int((training_bytes - logits) // _bytes_per_token(sizes, device, USUAL_RANK))
     alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
@@ -128,24 +121,24 @@ def training_pass_bytes(
 
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
     """All layers, what lies outside them, and the gradients inside one layer."""
-    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, on_cpu=device.kind == "cpu")
+    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, device.facts)
     return kept + STREAMS * sizes.hidden_size * device.dtype_bytes + _in_layer_bytes(sizes, device)
 
 
 def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
-    each = FLOAT32_BYTES if device.kind == "cpu" else device.dtype_bytes
-    return WIDE_GRADIENTS[device.kind] * sizes.inner_size * each
+    each = FLOAT32_BYTES if device.facts.widens_gradients else device.dtype_bytes
+    return device.facts.wide_gradients * sizes.inner_size * each
 
 
 def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:
     """Logits of a chunk and the adapter's part of them, beside what is left of the chunk before."""
-    size, is_fused = device.dtype_bytes, device.kind == "cuda"
+    size, is_fused = device.dtype_bytes, device.facts.fuses_softmax
     cast = size if size < FLOAT32_BYTES else 0
     own = size if is_fused else FLOAT32_BYTES + cast
     low_rank = FLOAT32_BYTES + cast if train_unembed else 0
     each = max(own, size + low_rank)
     before = size if is_fused else FLOAT32_BYTES
     num_logits = num_rows * sizes.vocab_size
-    first = min(num_logits, LOGITS_CHUNK_BYTES[device.kind] // FLOAT32_BYTES)
+    first = min(num_logits, device.facts.logits_chunk_bytes // FLOAT32_BYTES)
     second = min(num_logits - first, first)
     return max(first * each, first * before + second * each if second else 0)

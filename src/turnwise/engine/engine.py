@@ -19,8 +19,8 @@ from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
+from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
-from turnwise.engine.threads import use_allowed_threads
 from turnwise.engine.training import adapter_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.losses import make_loss
@@ -47,8 +47,7 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
-        if self.device.type == "cpu":
-            use_allowed_threads()
+        for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
         self.model = CausalModel(self.model_dir, self.device, self.dtype)
@@ -181,9 +180,8 @@ class Engine:
         return Policy(lora, shapes, flat, self.dtype)
 
     def wait(self) -> None:
-        """Until the device has done what was launched; on a CPU it has."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Return when the device has done what was launched."""
+        self.model.ops.transfer.wait()
 
     def close(self) -> None:
         """Drop everything that holds memory."""

@@ -11,8 +11,6 @@ from typing import Any
 from turnwise.config.config import Config
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
-from turnwise.envs.config import EnvConfig
-from turnwise.envs.registry import get_world, world_options
 from turnwise.errors import ConfigError
 from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.methods.options import FreeLoss
@@ -23,6 +21,7 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.critic_config import CriticConfig
+from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.task_order import Deck
 from turnwise.types import AdamParams
 
@@ -47,8 +46,11 @@ class Parts:
         return getattr(self.method, "needs_values", False)
 
 
-def assemble(config: Config, facts: ModelFacts) -> Parts:
-    world = make_world(config.env, config.rollout)
+def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJECTS) -> Parts:
+    """Args:
+    objects: What the caller passed as Python objects in place of names in the config.
+    """
+    world = objects.make_world(config.env, max_turns=config.rollout.max_turns)
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.needs_critic and config.critic.pretrain_steps:
@@ -81,14 +83,6 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 raise ConfigError(
                     f"critic.pretrain_from={path} is no run directory; expected one, or rollouts, or demonstrations"
                 )
-
-
-def make_world(env: EnvConfig, rollout: RolloutConfig) -> World:
-    """The world; a turn limit in the config also reaches a world that tells its players about it."""
-    options = dict(env.options)
-    if rollout.max_turns and any(option.name == "max_turns" for option in world_options(env.name)):
-        options.setdefault("max_turns", rollout.max_turns)
-    return get_world(env.name, **options)
 
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:

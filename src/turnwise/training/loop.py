@@ -37,8 +37,12 @@ from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.watch.observer import ObserverError
 from turnwise.watch.steer import Steering
 from turnwise.watch.watchdog import StalledError, Watchdog
+
+SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError)
+"""Ends of a run that leave its parts as they were after the last step, so that a checkpoint is made."""
 
 
 class Loop:
@@ -114,7 +118,7 @@ class Loop:
         self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
-        except (Interrupted, StalledError, AlarmError, NothingToLearnError, TokensSpentError) as error:
+        except SAVED_AFTER as error:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
@@ -272,7 +276,9 @@ class Loop:
                 )
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
-        return await self._watchdog.call("trainer", "save a checkpoint", work)
+        row = await self._watchdog.call("trainer", "save a checkpoint", work)
+        self._recorder.checkpoint(row)
+        return row
 
     def _take_orders(self) -> None:
         """Settings that somebody changed while the run goes on."""

@@ -22,7 +22,8 @@ from turnwise.errors import ConfigError
 from turnwise.losses.table import clip_bounds
 from turnwise.methods.lookup import SHIPPED, read_method
 from turnwise.methods.ppo import PPO_LOSS, Ppo
-from turnwise.training.assemble import make_method, make_world
+from turnwise.training.assemble import make_method
+from turnwise.training.objects import NO_OBJECTS
 
 
 def test_another_method_begins_with_its_own_defaults_whatever_a_preset_says_for_its_own() -> None:
@@ -39,7 +40,7 @@ def test_gspo_and_ppo_run_with_their_own_bounds_and_discount_on_presets_that_hav
         config = load_config(preset, ["method=gspo"])
         assert "clip_high_threshold" not in config.method.loss_config, f"the loss has {clip_bounds('gspo')}"
         config = load_config(preset, ["method=ppo"])
-        method = make_method(config, config.rollout.for_world(make_world(config.env, config.rollout), 512))
+        method = make_method(config, config.rollout.for_world(NO_OBJECTS.make_world(config.env), 512))
         assert isinstance(method, Ppo)
         assert (method.loss_config, method.gae.gamma) == (PPO_LOSS, 1.0)
 

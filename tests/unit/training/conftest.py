@@ -77,7 +77,7 @@ class Rig:
 
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
-        recorder = Recorder(self.writer, LineView(), [], num_steps=self.config.train.steps)
+        recorder = Recorder(self.writer, [LineView()], num_steps=self.config.train.steps)
         checkpoints = Checkpoints(self.trainer, self.writer, [], max_kept=2)
         parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
         return Loop(*parts, publisher=LocalPublisher())

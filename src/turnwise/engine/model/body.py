@@ -2,7 +2,7 @@
 
 It runs every model whose block (`models/blocks.py`) has only parts that the fused kernels support: Llama, Qwen2, Qwen3
 and others like them. transformers loads the weights and remains the reference. Here projections that share an input
-are joined into one product, the steps between products are fused (`layer_ops`), and one hand-written backward pass
+are joined into one product, the steps between products are fused (`engine/ops`), and one hand-written backward pass
 keeps only what it needs (`kept.py`). Other models run transformers' own modelling code.
 
     h, x = add_norm(h, from the layer before)          x = norm of the residual stream h
@@ -18,16 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.kept import kept_bytes, kept_tensors
-from turnwise.engine.model.layer_ops import Heads, Rotation
+from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
+from turnwise.engine.model.kept import kept_bytes
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
@@ -38,6 +35,8 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
+from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Heads, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -140,9 +139,8 @@ class FusedBody:
         self.groups = [group for layer in self.layers for group in layer.groups]
         self.embedding = model.get_submodule(names.embedding)
         self.last_norm = _weight(model, names.last_norm)
-        self.ops = _ops(device)
-        kept = {kept.name for kept in kept_tensors(sizes, 4, 0, on_cpu=device.type == "cpu")}
-        self._keeps_normed = "x" in kept
+        self.ops = for_device(device)
+        self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
@@ -210,7 +208,7 @@ class FusedBody:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, on_cpu=embedded.is_cpu)
+        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
         return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
@@ -242,7 +240,7 @@ class FusedBody:
             if saved is not None and index >= first_saved:
                 saved.append(kept if keeps_all else before)
             del before, kept  # what nobody keeps is freed before the next layer runs
-        h, x, rstd = self.ops.add_norm(h, delta, self.last_norm, self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, self.last_norm, self.eps)
         return x, h, rstd
 
     def _forward_layer(
@@ -257,7 +255,7 @@ class FusedBody:
         room: _Room | None = None,
     ) -> tuple[Tensor, Tensor, _LayerSaved]:
         """The residual stream, what the MLP adds to it, and what backward needs."""
-        ops, layer = self.ops, self.layers[index]
+        ops, layer = self.ops.layers, self.layers[index]
         h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
         qkv, low_qkv = project(layer.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
@@ -280,23 +278,22 @@ class FusedBody:
         self, h: Tensor, delta: Tensor | None, weight: Tensor, room: _Room | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if room is None:
-            return self.ops.add_norm(h, delta, weight, self.eps)
-        h, x, rstd = self.ops.add_norm(h, delta, weight, self.eps, room=room.normed)
+            return self.ops.layers.add_norm(h, delta, weight, self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=room.normed)
         room.normed = x
         return h, x, rstd
 
     def _swiglu(self, gate_up: Tensor, room: _Room | None) -> Tensor:
         if room is None:
-            return self.ops.swiglu(gate_up)
-        act = self.ops.swiglu(gate_up, room=room.act)
+            return self.ops.layers.swiglu(gate_up)
+        act = self.ops.layers.swiglu(gate_up, room=room.act)
         room.act = act
         return act
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
         if isinstance(plan, TreePlan):
-            kernels = attention_kernels(query)
-            return Saved(query, key, value, *kernels.tree_forward(query, key, value, plan, self.scale))
+            return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, self.scale))
         assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
 
@@ -311,7 +308,7 @@ class FusedBody:
         wanted: _Wanted | None,
     ) -> None:
         """From the gradient of the residual stream after the last layer, at the wanted rows, down to layer `first`."""
-        ops = self.ops
+        ops = self.ops.layers
         for index in range(len(self.layers) - 1, first - 1, -1):
             layer, kept = self.layers[index], saved.pop()
             if isinstance(kept, _LayerInput):
@@ -331,9 +328,9 @@ class FusedBody:
             add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
             if only is not None:
                 dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
-            grads = attention_kernels(dh).tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
-            turned = tuple(grad[0].transpose(0, 1) for grad in grads)
-            dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
+            grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+            dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+            dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, layer.heads, rotation)
             dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
             normed = NormedInput(kept.h, kept.rstd, layer.input_norm)
             add_a_gradients(layer.qkv, normed if kept.x is None else kept.x, dlow, spans)
@@ -357,7 +354,7 @@ class _Stack(torch.autograd.Function):
     def backward(ctx, dx):
         body, rotation, plan, spans, first, wanted, saved, h, rstd = ctx.kept
         ctx.kept = ctx.kept_blocks = None
-        dh = body.ops.norm_backward(dx.contiguous(), h, rstd, body.last_norm, None)
+        dh = body.ops.layers.norm_backward(dx.contiguous(), h, rstd, body.last_norm, None)
         body._backward(dh, rotation, plan, spans, saved, first, wanted)
         return (torch.zeros(1, device=dx.device),) + (None,) * 7
 
@@ -365,22 +362,6 @@ class _Stack(torch.autograd.Function):
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """The gradient of all rows, when only `rows` were read."""
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
-
-
-def _ops(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from turnwise.engine.attention.cuda import has_triton
-
-        if has_triton():
-            from turnwise.engine.ops import triton_layers
-
-            return triton_layers
-    if device.type == "cpu":
-        from turnwise.engine.ops import cpu_layers
-
-        if cpu_layers.is_built():
-            return cpu_layers
-    return layer_ops
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:

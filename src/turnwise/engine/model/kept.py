@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnwise.engine.ops.facts import DeviceFacts
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -25,19 +26,19 @@ class KeptTensor:
     """Bytes per number."""
 
 
-def kept_tensors(sizes: ModelSizes, itemsize: int, rank: int, *, on_cpu: bool) -> tuple[KeptTensor, ...]:
+def kept_tensors(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) -> tuple[KeptTensor, ...]:
     """What one block keeps, with activations of `itemsize` bytes and adapters of `rank` on every linear.
 
-    Kernels for the CPU form the normed inputs again from the residual stream, so those are not kept there. They also
-    rotate float32 heads without head norms in place; otherwise the rotated query and key stand beside the projection.
+    Where `facts` say so, the normed inputs are formed again from the residual stream and not kept, and float32 heads
+    without head norms are rotated in place; otherwise the rotated query and key stand beside the projection.
     """
     block = sizes.block or BlockSpec()
     query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    rotates_in_place = on_cpu and itemsize == FLOAT32_BYTES and block.head_norm == "none"
+    rotates_in_place = facts.rotates_in_place and itemsize == FLOAT32_BYTES and block.head_norm == "none"
     activations = {
         "h": sizes.hidden_size,
         "inner_h": sizes.hidden_size,
-        **({} if on_cpu else {"x": sizes.hidden_size, "inner_x": sizes.hidden_size}),
+        **({"x": sizes.hidden_size, "inner_x": sizes.hidden_size} if facts.keeps_normed_inputs else {}),
         "qkv": query + 2 * key,
         **({} if rotates_in_place else {"query": query, "key": key}),
         "out": query,
@@ -54,6 +55,6 @@ def kept_tensors(sizes: ModelSizes, itemsize: int, rank: int, *, on_cpu: bool) -
     )
 
 
-def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, *, on_cpu: bool) -> int:
+def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) -> int:
     """Bytes that one block keeps for one token."""
-    return sum(kept.size * kept.itemsize for kept in kept_tensors(sizes, itemsize, rank, on_cpu=on_cpu))
+    return sum(kept.size * kept.itemsize for kept in kept_tensors(sizes, itemsize, rank, facts))

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ModelError
 from turnwise.models.facts import ModelSizes
@@ -30,6 +31,7 @@ class CausalModel:
         self.config = config
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
+        self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
         self.linears = _wrap_linears(model, self.holder)
