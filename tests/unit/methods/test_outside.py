@@ -110,8 +110,8 @@ def test_a_method_that_is_not_there_says_what_it_needs(tmp_path: Path) -> None:
             load_config("guess_number", [f"method={name}"])
     with pytest.raises(ConfigError, match="expected a name, `module:Class`, a class with Options"):
         as_method_options(3)
-    with pytest.raises(ConfigError, match="did you mean grpo"):
-        as_method_options("gpro")
+    with pytest.raises(ConfigError, match="did you mean gigpo"):
+        as_method_options("gigppo")
 
     class Unfinished(MethodOptions):
         pass

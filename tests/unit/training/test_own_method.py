@@ -15,6 +15,7 @@ from unit.training.conftest import MakeRig
 def test_a_method_from_a_file_trains_two_steps_and_doubles_what_grpo_gives(tmp_path: Path, make_rig: MakeRig) -> None:
     def advantages(method: dict[str, object]) -> list[float]:
         rig = make_rig({"method": method, "train": {"steps": 2, "tasks_per_step": 4}, "eval": {"tasks": 0}})
+        rig.directory = tmp_path / str(method["name"]).rpartition(":")[2]
         asyncio.run(rig.loop().run(NOTHING_DONE, set()))
         assert rig.methods_called().count("optim_step") == 2
         datums = [
