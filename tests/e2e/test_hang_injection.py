@@ -35,13 +35,13 @@ from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
-from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
+from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -161,7 +161,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     parts = Parts(
         config=config,
         world=world,
-        tasks=Deck(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
+        tasks=ShuffledItems(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
         held_out=(),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
@@ -169,7 +169,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
-    checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
+    checkpoints = RunCheckpoints(trainer, writer, [], max_kept=2)
     loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
 
