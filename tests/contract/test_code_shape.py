@@ -27,6 +27,7 @@ TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
     "Captures": TO_DO,
     "Failure": TO_DO,
+    "Options": "each method declares its own, inside its class",
     "Run": TO_DO,
 }
 
