@@ -10,7 +10,7 @@ from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
 from turnwise.config.spellings import ONLY_OFF, SKYRL_SECTION, canonical_option
-from turnwise.training.run import read_config
+from turnwise.training.setup import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,7 +27,9 @@ BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 
 def _named_options(text: str) -> set[str]:
     found = {first or second for first, second in NAMED.findall(text)}
-    return {name for name in found if not name.startswith("env.options.") and name not in FILES}
+    return {
+        name for name in found if not name.startswith(("env.options.", "method.loss_options.")) and name not in FILES
+    }
 
 
 def _commands(text: str) -> list[tuple[str, list[str]]]:

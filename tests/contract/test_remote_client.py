@@ -23,7 +23,7 @@ from service_process import ROOT, ServerProcess, check_names, run_checks, sdk_py
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.watch.watchdog import EXIT_STALLED
+from turnwise.runtime.exit_codes import ExitCode
 
 CHECKS = Path(__file__).parent / "sdk" / "remote_checks.py"
 MINT_CHECKS = Path(__file__).parent / "sdk" / "remote_mint_checks.py"
@@ -187,7 +187,7 @@ def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
         os.kill(server.pid, signal.SIGCONT)
         process.kill()
         process.wait()
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "gave no answer within 6 s" in out
     with RunReader(run_dir) as run:
         done = run.checkpoints()[-1].step

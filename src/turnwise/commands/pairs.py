@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
-from turnwise.commands.play import Policy, find_policy
+from turnwise.commands.play import open_policy
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
@@ -35,7 +36,8 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
 from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
-from turnwise.training.run import find_facts, make_service
+from turnwise.training.policy import PolicySampler
+from turnwise.training.setup import find_facts
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -136,16 +138,15 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
 
 
 def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
-    policy = find_policy(target, options.env, options.step, overrides)
-    policy.say_which()
+    policy = open_policy(target, options.env, options.step, overrides)
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
-    policy.config.rollout.check_backend()
+    find_publisher(policy.config.rollout.backend)
     parts = assemble(policy.config, find_facts(policy.config))
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
-    with make_service(policy.config, policy.data_dir) as service:
-        attach_judge(parts.world, service)
-        played = asyncio.run(_play_tasks(policy, policy.sampler(service), parts, tasks, options))
+    with policy:
+        attach_judge(parts.world, policy.service)
+        played = asyncio.run(_play_tasks(policy, policy.sampler, parts, tasks, options))
     origin = origin_of(policy.config)
     found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())
     found.dropped.update(group.why.replace("_", " ") for group in played.dropped)
@@ -156,12 +157,12 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     return found
 
 
-def _where(target: str, policy: Policy) -> str:
+def _where(target: str, policy: PolicySampler) -> str:
     return target if is_run(Path(target)) else policy.checkpoint or ""
 
 
 async def _play_tasks(
-    policy: Policy, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
+    policy: PolicySampler, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
 ) -> RolloutResult:
     renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
     samples = options.samples or DEFAULT_SAMPLES[options.kind]

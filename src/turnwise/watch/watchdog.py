@@ -18,8 +18,6 @@ from turnwise.runtime.pending_calls import PENDING_CALLS, PendingCalls
 
 T = TypeVar("T")
 
-EXIT_STALLED = 75
-"""The exit code of a run that stopped because somebody did not answer."""
 TICK_S = 0.5
 """How often the loop looks whether anything moves."""
 
