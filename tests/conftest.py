@@ -72,7 +72,7 @@ def _no_env_keeps_its_thread() -> Iterator[None]:
     from turnwise.envs import sync
 
     def num_owned() -> int:
-        return sum(thread.name == "turnwise-env" for thread in threading.enumerate()) - len(sync._idle)
+        return sum(thread.name == "turnwise-env" for thread in threading.enumerate()) - sync.num_idle_threads()
 
     before = num_owned()
     yield

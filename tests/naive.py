@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter, AnyPolicy, LoraWeights
+from turnwise.engine.model.lora import LoraWeights, Policy
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 T = TypeVar("T")
@@ -28,13 +29,13 @@ def run(work: Generator[None, None, T]) -> T:
             return stop.value
 
 
-def sample(engine: Engine, prompt: Sequence[int], policy: AnyPolicy, num_samples: int = 1, **params) -> SampleResponse:
+def sample(engine: Engine, prompt: Sequence[int], policy: Policy, num_samples: int = 1, **params) -> SampleResponse:
     """One request, run alone."""
     return sample_many(engine, [(prompt, policy)], num_samples=num_samples, **params)[0]
 
 
 def sample_many(
-    engine: Engine, requests: Sequence[tuple[Sequence[int], AnyPolicy]], num_samples: int = 1, **params
+    engine: Engine, requests: Sequence[tuple[Sequence[int], Policy]], num_samples: int = 1, **params
 ) -> list[SampleResponse]:
     """All requests in one batch."""
     prompt_logprobs = bool(params.pop("prompt_logprobs", False))
@@ -63,14 +64,14 @@ def sample_many(
     raise AssertionError("the sampler did not finish")
 
 
-def displaced_adapter(engine: Engine, rank: int = 4, seed: int = 5, size: float = 0.05, **targets: bool) -> Adapter:
+def displaced_adapter(engine: Engine, rank: int = 4, seed: int = 5, size: float = 0.05, **targets: bool) -> LoraAdapter:
     """An adapter that has moved away from its zero start, as if trained."""
     adapter = engine.create_adapter(LoraConfig(rank=rank, seed=seed, **targets))
     move(adapter, size, seed)
     return adapter
 
 
-def move(adapter: Adapter, size: float, seed: int) -> None:
+def move(adapter: LoraAdapter, size: float, seed: int) -> None:
     """Add noise to an adapter's weights, the same on every device."""
     noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(seed))
     adapter.flat.add_(size * noise.to(adapter.flat.device))

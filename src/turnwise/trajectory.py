@@ -1,6 +1,6 @@
 """What happened, in exact token ids: turns, trajectories, groups. Frozen, validated at birth, no torch.
 
-    trajectory = Trajectory(task_id="sum-7", turns=(Turn(...), Turn(...)), stop_reason=StopReason.TERMINATED, ...)
+    trajectory = Trajectory(task_id="sum-7", turns=(Turn(...), Turn(...)), end_reason=EndReason.TERMINATED, ...)
 
 A turn is one model call and what the world answered. Its `sampled_ids` are the ids that the sampler returned; these
 very ids are trained, never re-encoded text.
@@ -41,21 +41,34 @@ class Message:
     """Of a tool message: the tool that answered."""
 
 
-class StopReason(StrEnum):
-    """Why an attempt ended; every end has exactly one."""
+class EndReason(StrEnum):
+    """Why an attempt ended. Every attempt has exactly one end reason.
 
-    TERMINATED = "terminated"
-    """The env reached an end of the task."""
-    TRUNCATED = "truncated"
-    """The env cut the attempt short."""
-    MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"
-    """The token budget of the trajectory, or the model's context, is used up."""
-    TIME_LIMIT = "time_limit"
-    UNPARSABLE = "unparsable"
-    """A reply could not be read, and the policy for that is to end."""
-    FAILED = "failed"
-    """A party outside the policy failed; see `Trajectory.failure`."""
+    A member declares everything that others ask about it: its text, what it means, whether a limit cut the attempt
+    short, and whether a replay with the same seeds ends in the same way. To add one, add a member here and return it
+    from `rollout/play.py`. (How one *sample* ended is `types.StopReason`.)
+    """
+
+    description: str
+    """What happened, as a clause: "the attempt reached its turn limit"."""
+    is_truncation: bool
+    """A limit ended the attempt, not the task, so its return leaves out what would have come."""
+    is_repeatable: bool
+    """The same seeds and weights lead to this end again."""
+
+    def __new__(cls, text: str, description: str, is_truncation: bool = False, is_repeatable: bool = True) -> EndReason:
+        member = str.__new__(cls, text)
+        member._value_ = text
+        member.description, member.is_truncation, member.is_repeatable = description, is_truncation, is_repeatable
+        return member
+
+    TERMINATED = "terminated", "the env reached an end of the task"
+    TRUNCATED = "truncated", "the env cut the attempt short", True
+    MAX_TURNS = "max_turns", "the attempt reached its turn limit", True
+    MAX_TOKENS = "max_tokens", "the attempt used up its token budget or the model's context", True
+    TIME_LIMIT = "time_limit", "the attempt ran out of time", True, False
+    UNPARSABLE = "unparsable", "the env could not read a reply, and rollout.on_unparsable is end"
+    FAILED = "failed", "a party outside the policy failed, see `Trajectory.failure`", False, False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +152,7 @@ class Trajectory:
     start: tuple[Message, ...] = ()
     """The env's first messages."""
     turns: tuple[Turn, ...]
-    stop_reason: StopReason
+    end_reason: EndReason
     failure: Failure | None = None
     is_success: bool | None = None
     """What the env says of the whole attempt; None when it does not say."""
@@ -149,8 +162,8 @@ class Trajectory:
     """None: every turn is its own."""
 
     def __post_init__(self) -> None:
-        if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
-            raise DataError(f"stop_reason={self.stop_reason} and failure={self.failure} contradict each other")
+        if (self.failure is not None) != (self.end_reason is EndReason.FAILED):
+            raise DataError(f"end_reason={self.end_reason} and failure={self.failure} contradict each other")
         if not self.turns and self.failure is None:
             raise DataError(f"attempt {self.attempt} at {self.task_id} has no turns and no failure")
 
@@ -160,13 +173,13 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Ended by a limit, not by the task: its return is not the whole story."""
-        return self.stop_reason not in (StopReason.TERMINATED, StopReason.FAILED, StopReason.UNPARSABLE)
+        """A limit ended the attempt, not the task, so its return leaves out what would have come."""
+        return self.end_reason.is_truncation
 
     @property
     def is_judged(self) -> bool:
         """Counts in a success rate: the env said, or it ended before the env could say, which is no success."""
-        return self.is_success is not None or self.stop_reason is not StopReason.TERMINATED
+        return self.is_success is not None or self.end_reason is not EndReason.TERMINATED
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -222,6 +222,25 @@ class SamplingParams:
         return frozenset([*named, *(int(s) for s in self.stop if not isinstance(s, str))])
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """What one call of `sample` asks for. Clients, the engine's worker and its sampler pass this on as it is."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    sampling_params: SamplingParams = SamplingParams()
+    num_samples: int = 1
+    """Continuations to draw of the one prompt."""
+    include_prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    """Return this many of the likeliest tokens, with their logprobs, at each prompt position; 0 is off."""
+
+    @classmethod
+    def scoring(cls, prompt: Sequence[int]) -> SampleRequest:
+        """Ask for the logprobs of the prompt's own tokens; the one token that is drawn with them is of no interest."""
+        return cls(prompt, SamplingParams(max_tokens=1), include_prompt_logprobs=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
     """AdamW's settings for one `optim_step`."""

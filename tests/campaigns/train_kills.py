@@ -31,7 +31,7 @@ from turnwise.models.store import fetch_model, resolve_model
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.train.assemble import assemble
+from turnwise.training.assemble import assemble
 from turnwise.watch.status import read_status
 
 PRESET = "guess_number_tiny"

@@ -9,7 +9,7 @@ from pathlib import Path
 from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
-from turnwise.train.run import read_config
+from turnwise.training.run import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

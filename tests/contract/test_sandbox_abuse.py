@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from processes import marked_processes, processes_below
-from turnwise.envs.sandbox import Limits, RunResult, Sandbox
+from turnwise.envs.sandbox import Limits, Sandbox, SandboxResult
 from turnwise.envs.sandbox.pool import SandboxPool
 from turnwise.errors import DataError
 
@@ -33,7 +33,7 @@ def sandbox() -> Sandbox:
     return Sandbox(limits=SMALL)
 
 
-async def run_python(sandbox: Sandbox, source: str, limits: Limits = SMALL) -> RunResult:
+async def run_python(sandbox: Sandbox, source: str, limits: Limits = SMALL) -> SandboxResult:
     return await sandbox.run(["python3", "main.py"], files={"main.py": source}, limits=limits)
 
 

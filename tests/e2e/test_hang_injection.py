@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.pending_calls import WAITS
-from turnwise.train.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
-from turnwise.train.checkpoint import NOTHING_DONE, Checkpoints
-from turnwise.train.critic import Critic
-from turnwise.train.critic_config import CriticConfig
-from turnwise.train.loop import Loop
-from turnwise.train.pretrain import pretrain
-from turnwise.train.record import Recorder
-from turnwise.train.task_order import Deck
+from turnwise.training.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
+from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
+from turnwise.training.critic import Critic
+from turnwise.training.critic_config import CriticConfig
+from turnwise.training.loop import Loop
+from turnwise.training.pretrain import pretrain
+from turnwise.training.record import Recorder
+from turnwise.training.task_order import Deck
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import ModelInput, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -144,7 +145,14 @@ def renderer(tiny_dir: Path) -> Renderer:
     return get_renderer(loader.from_pretrained(str(tiny_dir)))
 
 
-def _loop(directory: Path, renderer: Renderer, world: HangingWorld, trainer: RecordingTrainer, **train: Any) -> Loop:
+@dataclass
+class Running:
+    loop: Loop
+    recorder: Recorder
+    parts: Parts
+
+
+def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: RecordingTrainer, **train: Any) -> Running:
     settings = {"steps": 3, "tasks_per_step": 3, "save_every": 1, "max_empty_steps": 99, **train}
     generator = {"n_samples_per_prompt": 4, "max_retries": 0, "step_deadline_s": DEADLINE_S}
     generator |= {"sample_deadline_s": DEADLINE_S, "min_group_size": 2, "same_start": False}
@@ -162,7 +170,8 @@ def _loop(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Rec
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, LineView(), [], num_steps=config.train.steps)
-    return Loop(parts, trainer, renderer, recorder, Checkpoints(trainer, writer, [], max_kept=2), Interrupt())
+    loop = Loop(parts, trainer, renderer, recorder, Checkpoints(trainer, writer, [], max_kept=2), Interrupt())
+    return Running(loop, recorder, parts)
 
 
 def _sampler(renderer: Renderer, kind: type[ScriptedSampler] = ScriptedSampler) -> ScriptedSampler:
@@ -174,9 +183,9 @@ def _sampler(renderer: Renderer, kind: type[ScriptedSampler] = ScriptedSampler) 
 async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
     where: str, lag: int, tmp_path: Path, renderer: Renderer
 ) -> None:
-    loop = _loop(tmp_path, renderer, HangingWorld(where), RecordingTrainer(_sampler(renderer)), max_staleness=lag)
-    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
-    loop._recorder.close()
+    running = _run(tmp_path, renderer, HangingWorld(where), RecordingTrainer(_sampler(renderer)), max_staleness=lag)
+    await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+    running.recorder.close()
     with RunReader(tmp_path) as run:
         assert [step for step, _ in run.metric("time/step_s")] == [1, 2, 3]
         failed = [run.attempt(row.id).trajectory for row in run.attempts() if row.outcome == "failed"]
@@ -191,9 +200,9 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
 
 async def test_a_sampler_that_never_answers_is_blamed_and_training_goes_on(tmp_path: Path, renderer: Renderer) -> None:
     sampler = _sampler(renderer, HangingSampler)
-    loop = _loop(tmp_path, renderer, HangingWorld(), RecordingTrainer(sampler), max_staleness=1)
-    await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
-    loop._recorder.close()
+    running = _run(tmp_path, renderer, HangingWorld(), RecordingTrainer(sampler), max_staleness=1)
+    await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+    running.recorder.close()
     with RunReader(tmp_path) as run:
         assert sum(value for _, value in run.metric("rollout/dropped_sampler_failed")) > 0
         assert [step for step, _ in run.metric("time/step_s")] == [1, 2, 3]
@@ -204,10 +213,10 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
     where: str, tmp_path: Path, renderer: Renderer
 ) -> None:
     trainer = HangingTrainer(_sampler(renderer), where)
-    loop = _loop(tmp_path, renderer, HangingWorld(), trainer, max_staleness=1, call_deadline_s=DEADLINE_S)
+    running = _run(tmp_path, renderer, HangingWorld(), trainer, max_staleness=1, call_deadline_s=DEADLINE_S)
     with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 2 s") as caught:
-        await asyncio.wait_for(loop.run(NOTHING_DONE, set()), 120)
-    loop._recorder.close()
+        await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+    running.recorder.close()
     assert caught.value.party == "trainer"
     assert len(WAITS) == 0
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -219,7 +228,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
             return _no_answer()
 
     client: Any = Silent()
-    parts = _loop(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer)))._parts
+    parts = _run(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer))).parts
     gae = make_gae(MethodConfig(name="ppo"))
     critic = Critic(
         client, CriticConfig(pretrain_steps=1), gae, make_optim(parts.config, 1e-3), renderer, max_tokens=64
@@ -251,12 +260,12 @@ async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_
         limits: dict[str, Any] = {"steps": 2, "max_staleness": number % 3}
         if where in TRAINER_CALLS:
             limits["call_deadline_s"] = DEADLINE_S
-        loop = _loop(tmp_path / str(number), renderer, world, trainer, **limits)
+        running = _run(tmp_path / str(number), renderer, world, trainer, **limits)
         try:
-            await loop.run(NOTHING_DONE, set())
+            await running.loop.run(NOTHING_DONE, set())
         except StalledError:
             stalled[where] += 1
-        loop._recorder.close()
+        running.recorder.close()
 
     await run_once(1000)
     gc.collect()

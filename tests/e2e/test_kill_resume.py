@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from campaigns.train_kills import expected_attempts, learned_attempts, run_killed, start
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.checkpoint import checkpoint_directory
-from turnwise.train.tokens import num_drawn_tokens
+from turnwise.training.checkpoint import checkpoint_directory
+from turnwise.training.tokens import num_drawn_tokens
 
 NUM_KILLS = int(os.environ.get("TURNWISE_KILLS", "3"))
 WORLD = "turnwise.bench.slow_world:SlowWorld"

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
-from turnwise.train.pairs import read_stored_pairs
+from turnwise.training.pairs import read_stored_pairs
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = ("model=tiny", "eval.tasks=2", "eval.every=0", "run.dialogues=0", "train.tasks_per_step=2")

@@ -16,10 +16,10 @@ from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.runlog.reader import RunReader
-from turnwise.train.assemble import Parts, assemble, make_optim, make_renderer
-from turnwise.train.checkpoint import checkpoint_directory, saved_critic
-from turnwise.train.critic import Critic
-from turnwise.train.pretrain import Batches, pretrain
+from turnwise.training.assemble import Parts, assemble, make_optim, make_renderer
+from turnwise.training.checkpoint import checkpoint_directory, saved_critic
+from turnwise.training.critic import Critic
+from turnwise.training.pretrain import Batches, pretrain
 from turnwise.types import AdamParams, Datum, ModelInput, TensorData
 from turnwise.watch.interrupt import Interrupt
 
@@ -67,12 +67,12 @@ class Rig:
         self.trainer = service.create_lora_training_client("tiny", rank=4, seed=1)
         self.client = service.create_critic_training_client("tiny", rank=4, seed=2)
         self.renderer = make_renderer(self.trainer.get_tokenizer(), self.config.generator)
-        method = self.parts.method
-        self.critic = Critic(
-            *(self.client, self.config.critic, method.gae),  # type: ignore[union-attr]
-            make_optim(self.config, 2e-3),
-            self.renderer,
-            max_tokens=self.parts.rollout.limits.max_trajectory_tokens,
+        self.critic = self.make_critic(self.parts.rollout.limits.max_trajectory_tokens)
+
+    def make_critic(self, max_tokens: int) -> Critic:
+        gae = self.parts.method.gae  # type: ignore[union-attr]
+        return Critic(
+            self.client, self.config.critic, gae, make_optim(self.config, 2e-3), self.renderer, max_tokens=max_tokens
         )
 
     async def pretrain(self) -> list[dict[str, float]]:
@@ -137,8 +137,7 @@ async def test_values_know_the_state_that_a_cut_attempt_was_left_in(tmp_path: Pa
             assert [len(v) for v in values.turns] == [len(turn.sampled_ids) for turn in one.turns]
             assert (values.bootstrap != 0) == one.is_truncated
         shown = await rig.critic.values(cut[:1])
-        rig.critic._max_tokens = 1  # the next prompt does not fit
-        fallback = await rig.critic.values(cut[:1])
+        fallback = await rig.make_critic(max_tokens=1).values(cut[:1])  # the next prompt does not fit
         assert fallback[0].bootstrap == fallback[0].turns[-1][-1] != shown[0].bootstrap
 
 

@@ -19,7 +19,7 @@ from turnwise.cli import main
 from turnwise.envs.registry import world_names
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import Phase
-from turnwise.train.checkpoint import checkpoint_directory
+from turnwise.training.checkpoint import checkpoint_directory
 
 SMALL = (
     "model=tiny",

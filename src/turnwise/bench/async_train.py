@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
     """Train through the command; both kinds of run use the loss that lag asks for, so that only the lag differs."""
-    from turnwise.train.run import train
+    from turnwise.training.run import train
 
     options = {
         "model": args.model,

@@ -22,7 +22,8 @@ from turnwise.bench.drive import finish, sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
 from turnwise.engine.budget import GIB
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import Adapter, Policy, merge_into
+from turnwise.engine.model.lora import Policy, merge_into
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
@@ -92,7 +93,7 @@ def _take_turns(
     return {name: statistics.median(seconds[name] for seconds in rounds) for name in works}
 
 
-class Dialogue:
+class PlayedDialogue:
     """Token ids of one attempt, with the sampler's logprobs where it sampled."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -143,10 +144,10 @@ class RlStep:
         period = max(1, args.warmups) + 1
         return {name: statistics.median(seconds[period - 1 :: period]) for name, seconds in self.seconds.items()}
 
-    def play(self, policy: Policy) -> list[Dialogue]:
+    def play(self, policy: Policy) -> list[PlayedDialogue]:
         """Every dialogue to its last turn; the first is sampled as a group of each prompt."""
         args = self._args
-        dialogues = [Dialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
+        dialogues = [PlayedDialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
         for turn in range(args.turns):
             replies: list[SampledSequence]
             if turn == 0:
@@ -163,7 +164,7 @@ class RlStep:
                 dialogue.add(reply.tokens, reply.logprobs)
         return dialogues
 
-    def train(self, played: Sequence[Dialogue]) -> None:
+    def train(self, played: Sequence[PlayedDialogue]) -> None:
         """One update; half of the dialogues are better than the others."""
         datums = [dialogue.to_datum(1.0 if index % 2 else -1.0) for index, dialogue in enumerate(played)]
         finish(self._engine.forward_backward(self.adapter, datums, "importance_sampling", None))
@@ -177,7 +178,7 @@ class RlStep:
         return result
 
 
-def memory_split(engine: Engine, adapter: Adapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
+def memory_split(engine: Engine, adapter: LoraAdapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
     """GiB by purpose; what a training pass takes on top is known of a GPU alone."""
     cache = [side for layer in range(engine.model.kv_shape.num_layers) for side in engine.sampler.cache.layer(layer)]
     frozen = [*engine.model.body.parameters(), engine.model.head.weight]
@@ -185,7 +186,7 @@ def memory_split(engine: Engine, adapter: Adapter, merged: dict[str, Tensor], pe
         "weights_gib": _gib([*frozen, *(group.weight for group in engine.model.groups)]),
         "merged_gib": _gib(merged.values()),
         "kv_cache_gib": _gib(cache),
-        "adapter_gib": _gib([adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq]),
+        "adapter_gib": adapter.num_bytes / GIB,
     }
     if engine.device.type == "cuda":
         split["pass_gib"] = peak - sum(split.values())

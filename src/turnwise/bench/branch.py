@@ -16,7 +16,7 @@ from turnwise.bench.tree import time_sharing
 from turnwise.credit.advantages import center_by_group
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.rollout.sources import PlayBranches
-from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import Branch, EndReason, Message, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import Datum
 
 
@@ -79,7 +79,7 @@ def _group(index: int, rng: np.random.Generator, args: argparse.Namespace, vocab
             attempt=attempt,
             seed=index,
             turns=(*shared, _turn(prompt, draw(args.reply), float(attempt))),
-            stop_reason=StopReason.TERMINATED,
+            end_reason=EndReason.TERMINATED,
             branch=Branch(turn=args.turns, seed=attempt),
         )
         for attempt in range(args.group_size)

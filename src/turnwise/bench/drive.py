@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import AnyPolicy
+from turnwise.engine.model.lora import Policy
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def sample_sequences(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    policies: Sequence[AnyPolicy],
+    policies: Sequence[Policy],
     *,
     num_samples: int = 1,
 ) -> list[SampledSequence]:

@@ -95,7 +95,7 @@ def measure(
     args: argparse.Namespace, latency_s: float, client: SamplingClient, engine: Engine, renderer: Renderer
 ) -> dict[str, float]:
     """One rollout of all conversations, cold: no prefix of an earlier one is kept."""
-    world = SlowWorld(args.turns, args.reply, latency_s, is_blocking=args.blocking)
+    world = LateWorld(args.turns, args.reply, latency_s, is_blocking=args.blocking)
     limits = RolloutLimits(
         max_turns=args.turns, max_tokens_per_turn=args.reply, max_trajectory_tokens=engine.max_context_length
     )
@@ -109,7 +109,7 @@ def measure(
         num_rows, started_cpu_s, started_s = watch.num_in_flight, time.thread_time(), time.perf_counter()
         step()
         seconds, cpu_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
-        watch.steps.append(Step(seconds, cpu_s, num_rows))
+        watch.steps.append(MeasuredStep(seconds, cpu_s, num_rows))
 
     vars(engine.sampler)["step"] = timed_step
     try:
@@ -144,7 +144,7 @@ def figures(played: RolloutResult, watch: Watch, wall_s: float, latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One call of `Sampler.step`."""
 
     seconds: float
@@ -157,7 +157,7 @@ class Step:
 class Watch:
     """What is seen of one rollout: the steps on the worker's thread, the requests on the event loop's."""
 
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[MeasuredStep] = field(default_factory=list[MeasuredStep])
     num_in_flight: int = 0
     in_flight_s: float = 0.0
     """Time with at least one request that was made and not answered."""
@@ -196,7 +196,7 @@ class WatchedClient(SamplingClient):
 
 
 @dataclass(frozen=True, slots=True)
-class SlowWorld:
+class LateWorld:
     """Envs that say the same thing every turn, late."""
 
     max_turns: int
@@ -210,7 +210,7 @@ class SlowWorld:
 
     def make_env(self, task: Task, seed: int) -> Any:  # noqa: ARG002
         latencies = draw_latencies(seed, 1 + self.max_turns, self.latency_s)
-        return (BlockingSlowEnv if self.is_blocking else SlowEnv)(latencies)
+        return (BlockingLateEnv if self.is_blocking else LateEnv)(latencies)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002
         return []
@@ -222,7 +222,7 @@ def draw_latencies(seed: int, count: int, latency_s: float) -> list[float]:
     return [rng.uniform(0.0, latency_s) for _ in range(count)]
 
 
-class SlowEnv:
+class LateEnv:
     def __init__(self, latencies: Sequence[float]) -> None:
         self._latencies = list(latencies)
 
@@ -241,7 +241,7 @@ class SlowEnv:
         return EnvStep(messages=[user("Go on.")]) if self._latencies else EnvStep(reward=1.0, terminated=True)
 
 
-class BlockingSlowEnv:
+class BlockingLateEnv:
     """The same with plain methods, as most people's envs have them."""
 
     def __init__(self, latencies: Sequence[float]) -> None:
@@ -284,7 +284,7 @@ class StepTimes:
         return max(1e-6, self.base_s + self.each_s * num_rows)
 
 
-def step_times(steps: Sequence[Step]) -> StepTimes:
+def step_times(steps: Sequence[MeasuredStep]) -> StepTimes:
     rows = np.array([step.num_in_flight for step in steps], dtype=np.float64)
     seconds = np.array([step.seconds for step in steps])
     if rows.std() < 1:

@@ -19,7 +19,7 @@ from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
-from turnwise.engine.model.lora import AnyPolicy
+from turnwise.engine.model.lora import Policy
 from turnwise.types import LoraConfig, SampleResponse, SamplingParams
 
 
@@ -77,7 +77,7 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": str(engine.dtype), **_measure(args, engine.device, batch_of_ours(args, engine, policy), dialogues)}
 
 
-def batch_of_ours(args: argparse.Namespace, engine: Engine, policy: AnyPolicy | None = None) -> Callable[[], object]:
+def batch_of_ours(args: argparse.Namespace, engine: Engine, policy: Policy | None = None) -> Callable[[], object]:
     """One batch of prompts, from an empty cache."""
     chosen = policy or _policy(engine, args.rank)
     prompts = np.random.default_rng(0).integers(100, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
@@ -141,7 +141,7 @@ def _measure(
     return {**result, "peak_gib": peak_gib(device)}
 
 
-def _policy(engine: Engine, rank: int) -> AnyPolicy:
+def _policy(engine: Engine, rank: int) -> Policy:
     return engine.publish(engine.create_adapter(LoraConfig(rank=rank, seed=0))) if rank else engine.base_policy
 
 
@@ -150,7 +150,7 @@ def play_all(
     starts: Sequence[Sequence[int]],
     seen: Sequence[Sequence[Sequence[int]]],
     new_tokens: int,
-    policy: AnyPolicy,
+    policy: Policy,
 ) -> list[list[int]]:
     """All dialogues to their end; `seen[turn][dialogue]` is what the world adds after a turn.
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from turnwise.bench.report import Timing, machine, make_engine, model_directory, peak_gib
 from turnwise.engine.worker import EngineWorker
-from turnwise.types import SamplingParams
+from turnwise.types import SampleRequest, SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _in_process(worker: EngineWorker, args: argparse.Namespace, index: int) -> f
     params = SamplingParams(max_tokens=args.new_tokens, stop=[])
 
     async def sample(prompt: list[int]) -> int:
-        reply = await asyncio.wrap_future(worker.sample(prompt, params, worker.engine.base_policy))
+        reply = await asyncio.wrap_future(worker.sample(SampleRequest(prompt, params), worker.engine.base_policy))
         return len(reply.sequences[0].tokens)
 
     return asyncio.run(_round_of(sample, args, index))

@@ -11,7 +11,7 @@ import numpy as np
 from turnwise.bench.drive import sample_sequences
 from turnwise.bench.report import machine, make_engine, peak_gib, timed
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.lora import AnyPolicy
+from turnwise.engine.model.lora import Policy
 from turnwise.types import LoraConfig
 
 RANKS = (4, 8, 16, 32)
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     policies = [_policy(engine, RANKS[i % len(RANKS)], i) for i in range(args.tenants)]
     of_tenants = [policies[i // args.requests] for i in range(total)]
 
-    def sample(owners: Sequence[AnyPolicy]) -> None:
+    def sample(owners: Sequence[Policy]) -> None:
         engine.sampler.drop_cache()
         sample_sequences(engine, prompts, args.new_tokens, owners)
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _policy(engine: Engine, rank: int, seed: int) -> AnyPolicy:
+def _policy(engine: Engine, rank: int, seed: int) -> Policy:
     adapter = engine.create_adapter(LoraConfig(rank=rank, seed=seed))
     adapter.flat.normal_(0.0, 0.01)
     return engine.publish(adapter)

@@ -50,6 +50,12 @@ class EnginePool:
             slot.num_users += 1
             return slot.worker
 
+    @property
+    def num_running(self) -> int:
+        """How many engines are loaded."""
+        with self._lock:
+            return sum(slot.worker is not None for slot in self._slots.values())
+
     def release(self, worker: EngineWorker) -> None:
         with self._lock:
             slots = list(self._slots.values())

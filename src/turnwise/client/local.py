@@ -29,7 +29,7 @@ from turnwise.types import GetServerCapabilitiesResponse, LoraConfig, SupportedM
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import Adapter
+    from turnwise.engine.training.trainable import Trainable
 
 __all__ = ["SamplingClient", "ServiceClient", "TrainingClient"]
 
@@ -244,12 +244,8 @@ class ServiceClient:
         model, model_id = self._base_of(checkpoint, base_model), new_model_id()
         check_loadable(checkpoint, model, with_optimizer=with_optimizer)
 
-        def create(engine: Engine) -> Adapter:
-            from turnwise.engine.training.adapter_files import is_critic  # torch
-
-            lora = _lora_of(checkpoint)
-            is_with_head = is_critic(checkpoint.directory)
-            adapter = engine.create_critic(lora) if is_with_head else engine.create_adapter(lora)
+        def create(engine: Engine) -> Trainable:
+            adapter = engine.create_saved(checkpoint.directory, _lora_of(checkpoint))
             try:
                 engine.load_adapter(adapter, checkpoint.directory, with_optimizer=with_optimizer)
             except BaseException:
@@ -261,14 +257,14 @@ class ServiceClient:
         return self._training_client(model, adapter, model_id, user_metadata)
 
     def _create(
-        self, base_model: str, make: Callable[[Engine], Adapter], user_metadata: Mapping[str, str] | None
+        self, base_model: str, make: Callable[[Engine], Trainable], user_metadata: Mapping[str, str] | None
     ) -> TrainingClient:
         model, model_id = self._resolve(base_model), new_model_id()
         adapter = model.worker.run(model_id, make).result()
         return self._training_client(model, adapter, model_id, user_metadata)
 
     def _training_client(
-        self, model: LoadedModel, adapter: Adapter, model_id: str, user_metadata: Mapping[str, str] | None
+        self, model: LoadedModel, adapter: Trainable, model_id: str, user_metadata: Mapping[str, str] | None
     ) -> TrainingClient:
         metadata = {**self._user_metadata, **(user_metadata or {})}
         return TrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)

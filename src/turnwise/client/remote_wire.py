@@ -18,22 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import CLIP_KEYS, LOSSES, clip_bounds
 from turnwise.types import Datum, SamplingParams
 
 Dialect = Literal["tinker", "turnwise"]
 """What the other side reads: Tinker's columns, or all of ours."""
 
-FOLDED_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo")
-"""Linear in the advantages."""
-CLIP_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "ppo": (0.8, 1.2),
-    "cispo": (0.0, 4.0),
-    "gspo": (1 - 3e-4, 1 + 4e-4),
-}
-"""Our losses' own bounds; always sent, because services differ in theirs."""
+FOLDED_LOSSES = tuple(name for name, info in LOSSES.items() if info.is_linear)
+"""Linear in the advantages: mask and weights can be folded into them."""
 CRITIC_METADATA: Mapping[str, str] = {"turnwise.kind": "critic"}
 """What tells a service of ours to train a critic: metadata is the one thing that the SDKs pass through."""
-_CONFIG_KEYS = ("clip_low_threshold", "clip_high_threshold")
 _COLUMNS_LEFT_OUT: Mapping[str, str] = {
     "old_logprobs": "an old policy (method.old_policy)",
     "old_share": "an old policy (method.old_policy)",
@@ -50,24 +44,21 @@ def to_columns(
     data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str], dialect: Dialect
 ) -> tuple[list[Columns], dict[str, float | str]]:
     """`loss_fn_inputs` of each datum, and the loss's settings, as the other side reads them."""
-    settings = {**_bounds(loss_fn), **config}
+    settings = {**clip_bounds(loss_fn), **config}  # always sent, because services differ in theirs
     if dialect == "turnwise":
         return [_arrays(datum) for datum in data], settings
     if loss_fn == "cross_entropy":
         _refuse_settings(loss_fn, config, ())
         return [_imitated(index, datum) for index, datum in enumerate(data)], {}
     if loss_fn not in FOLDED_LOSSES:
-        reason = "its quadratic term is not linear in the advantages" if loss_fn == "dro" else "it has no such loss"
+        is_known = loss_fn in LOSSES and LOSSES[loss_fn].is_of_tinker
+        reason = "its quadratic term is not linear in the advantages" if is_known else "it has no such loss"
         raise ConfigError(
             f"loss {loss_fn!r} cannot run on this service: {reason}, and the wire has no mask or weights; "
             f"use one of {', '.join(FOLDED_LOSSES)}, or a service that `turnwise serve` runs"
         )
-    _refuse_settings(loss_fn, config, _CONFIG_KEYS if loss_fn in CLIP_BOUNDS else ())
+    _refuse_settings(loss_fn, config, tuple(clip_bounds(loss_fn)))
     return [_folded(index, datum, loss_fn) for index, datum in enumerate(data)], settings
-
-
-def _bounds(loss_fn: str) -> dict[str, float | str]:
-    return dict(zip(_CONFIG_KEYS, CLIP_BOUNDS[loss_fn], strict=True)) if loss_fn in CLIP_BOUNDS else {}
 
 
 def _refuse_settings(loss_fn: str, config: Mapping[str, float | str], known: Sequence[str]) -> None:
@@ -134,10 +125,10 @@ def _folded(index: int, datum: Datum, loss_fn: str) -> Columns:
         "logprobs": np.where(mask, inputs["logprobs"], 0.0).astype(np.float32),
         "advantages": advantages.astype(np.float32),
     }
-    for key in _CONFIG_KEYS:
+    for key in CLIP_KEYS:
         if key in inputs:
             columns[key] = inputs[key].astype(np.float32)
-    if loss_fn == "gspo":
+    if not LOSSES[loss_fn].is_separable:
         chosen = inputs.get("sequence_ratio_mask")
         columns["sequence_ratio_mask"] = (mask if chosen is None else (chosen != 0) & mask).astype(np.float32)
     return columns

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import ApiFuture
 from turnwise.errors import DataError
-from turnwise.types import ModelInput, SampleResponse, SamplingParams
+from turnwise.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
-    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.model.lora import Policy
 
 DEFAULT_SAMPLING_PARAMS = SamplingParams()
 
@@ -21,7 +21,7 @@ class SamplingClient:
     >>> client.sample(types.ModelInput.from_ints(ids), 8, types.SamplingParams(max_tokens=64)).result().sequences
     """
 
-    def __init__(self, model: LoadedModel, policy: AnyPolicy) -> None:
+    def __init__(self, model: LoadedModel, policy: Policy) -> None:
         """Clients create these: `save_weights_and_get_sampling_client`, `create_sampling_client`."""
         self._model = model
         self._policy = policy
@@ -41,14 +41,8 @@ class SamplingClient:
     ) -> ApiFuture[SampleResponse]:
         """Draw `num_samples` continuations of one prompt; cancelling the future stops them."""
         tokens = _prompt_tokens(prompt)
-        future = self._model.worker.sample(
-            tokens,
-            sampling_params,
-            self._policy,
-            num_samples=num_samples,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-        )
+        request = SampleRequest(tokens, sampling_params, num_samples, include_prompt_logprobs, topk_prompt_logprobs)
+        future = self._model.worker.sample(request, self._policy)
         what = f"sample of {num_samples} from a prompt of {len(tokens)} tokens on {self._model.name}"
         return ApiFuture(future, what, on_abandoned=future.cancel)
 

@@ -33,7 +33,7 @@ from turnwise.types import (
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import Adapter
+    from turnwise.engine.training.trainable import Trainable
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class TrainingClient:
     def __init__(
         self,
         model: LoadedModel,
-        adapter: Adapter,
+        adapter: Trainable,
         store: CheckpointStore,
         *,
         model_id: str,
@@ -343,6 +343,6 @@ def check_loadable(checkpoint: Checkpoint, model: LoadedModel, *, with_optimizer
         raise CheckpointError(f"{checkpoint.path} has no optimizer state; load it without, or save with save_state")
 
 
-def _drop_adapter(worker: EngineWorker, model_id: str, adapter: Adapter) -> None:
+def _drop_adapter(worker: EngineWorker, model_id: str, adapter: Trainable) -> None:
     if not worker.is_stopped:
         worker.run(model_id, lambda engine: engine.drop_adapter(adapter))

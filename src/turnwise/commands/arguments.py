@@ -42,7 +42,7 @@ def add_commands(commands: Any) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """Run what was parsed; returns the exit code."""
     if options.command == "train":
-        from turnwise.train.run import train
+        from turnwise.training.run import train
 
         name, overrides = options.name, list(options.overrides)
         if name is not None and "=" in name:

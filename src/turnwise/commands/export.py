@@ -12,7 +12,7 @@ from pathlib import Path
 
 from turnwise.commands.play import find_policy
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.train.run import find_model
+from turnwise.training.run import find_model
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

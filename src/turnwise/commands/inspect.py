@@ -17,9 +17,9 @@ from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.train.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
-from turnwise.train.run import find_facts, find_model, make_service
-from turnwise.train.stored import altered
+from turnwise.training.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
+from turnwise.training.run import find_facts, find_model, make_service
+from turnwise.training.stored import altered
 from turnwise.watch.curve import runs_svg
 from turnwise.watch.report import dialogue_lines
 
@@ -94,7 +94,7 @@ def _list_attempts(run: RunReader) -> None:
     print(f"{len(rows)} attempts; the last {min(NUM_LISTED, len(rows))}, for --attempt ID:")
     for row in rows[-NUM_LISTED:]:
         print(
-            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.stop_reason:<11} "
+            f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.end_reason:<11} "
             f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
         )
 

@@ -25,7 +25,7 @@ from turnwise.config.config import check_backend
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
-from turnwise.credit.preferences import Pair, best_and_worst, disjoint_pairs
+from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint_pairs
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
@@ -35,10 +35,10 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
-from turnwise.train.assemble import Parts, assemble, distinct_tasks, make_renderer
-from turnwise.train.pairs import PairKind, StoredPair, check_can_write, write_pairs
-from turnwise.train.run import find_facts, make_service
-from turnwise.train.stored import Origin, check_origin, check_pairable, origin_of, train_rows
+from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
+from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
+from turnwise.training.run import find_facts, make_service
+from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}
@@ -75,7 +75,7 @@ class _Found:
     dropped: Counter[str] = field(default_factory=Counter[str])
     num_attempts: int = 0
 
-    def add(self, group: TrajectoryGroup, kind: PairKind, store: Callable[[Pair], StoredPair]) -> None:
+    def add(self, group: TrajectoryGroup, kind: PairKind, store: Callable[[PreferencePair], StoredPair]) -> None:
         """The pairs that a group gives, if any."""
         if len(group.trajectories) < 2:
             self.dropped["alone"] += 1
@@ -96,7 +96,7 @@ class _Found:
             self.dropped["left over"] += 1
 
 
-def _candidates(group: TrajectoryGroup, kind: PairKind) -> list[Pair]:
+def _candidates(group: TrajectoryGroup, kind: PairKind) -> list[PreferencePair]:
     """The pairs of a group, by the rule of their kind; of kind dpo none where no attempt was better than another."""
     if kind == "dpo":
         pair = best_and_worst(group)
@@ -104,7 +104,7 @@ def _candidates(group: TrajectoryGroup, kind: PairKind) -> list[Pair]:
     return disjoint_pairs(group)
 
 
-def _why_useless(pair: Pair, kind: PairKind) -> str | None:
+def _why_useless(pair: PreferencePair, kind: PairKind) -> str | None:
     """Why nothing can be learned from a pair; None: something can."""
     if is_constant_group([pair.chosen.total_reward, pair.rejected.total_reward]):
         return "constant"
@@ -177,7 +177,9 @@ async def _play_tasks(
     return await play_branches(parts.world, tasks, sampler, renderer, rollout, plan=plan, seed=seed)
 
 
-def _store(kind: PairKind, origin: Origin, run: str, step: int, task: Mapping[str, Any], pair: Pair) -> StoredPair:
+def _store(
+    kind: PairKind, origin: Origin, run: str, step: int, task: Mapping[str, Any], pair: PreferencePair
+) -> StoredPair:
     return StoredPair(pair=pair, kind=kind, world=origin.world, model=origin.model, run=run, step=step, task=task)
 
 

@@ -23,11 +23,11 @@ from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.train.assemble import assemble, make_renderer
-from turnwise.train.checkpoint import checkpoint_directory, choose_checkpoint
-from turnwise.train.evaluate import evaluate
-from turnwise.train.remote import AnyService
-from turnwise.train.run import find_facts, find_model, make_service, read_config
+from turnwise.training.assemble import assemble, make_renderer
+from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
+from turnwise.training.evaluate import evaluate
+from turnwise.training.remote import AnyService
+from turnwise.training.run import find_facts, find_model, make_service, read_config
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 from turnwise.watch.terminal import evaluation_line

@@ -37,8 +37,8 @@ from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
-from turnwise.train.critic_config import CriticConfig
-from turnwise.train.run import EXIT_INTERRUPTED, find_model
+from turnwise.training.critic_config import CriticConfig
+from turnwise.training.run import EXIT_INTERRUPTED, find_model
 from turnwise.watch.alarms import AlarmConfig
 from turnwise.watch.status import LOCK_FILE, STATUS_FILE
 

@@ -16,7 +16,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import left_out
 from turnwise.errors import ConfigError
 from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.train.run import read_config
+from turnwise.training.run import read_config
 
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
 EXAMPLE = "turnwise compare methods=grpo,ppo worlds=guess_number seeds=3"

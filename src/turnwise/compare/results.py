@@ -24,9 +24,9 @@ import numpy as np
 from turnwise.config.files import Tree
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
-from turnwise.train.critic import NUM_PARTS
-from turnwise.train.intervals import Interval, mean_interval
-from turnwise.train.tokens import num_drawn_tokens
+from turnwise.training.critic import NUM_PARTS
+from turnwise.training.intervals import Interval, mean_interval
+from turnwise.training.tokens import num_drawn_tokens
 
 LEVEL = 0.05
 

@@ -22,7 +22,7 @@ import sys
 import traceback
 from typing import Any
 
-LIBRARIES = ("torch", "transformers", "turnwise.engine.engine", "turnwise.train.run", "turnwise.train.loop")
+LIBRARIES = ("torch", "transformers", "turnwise.engine.engine", "turnwise.training.run", "turnwise.training.loop")
 POLL_S = 0.1
 EXIT_BUG, EXIT_USER_ERROR = 1, 2
 SIGNALS = {"gently": signal.SIGINT, "now": signal.SIGKILL}
@@ -97,7 +97,7 @@ def _be_the_run(order: dict[str, Any]) -> None:
 def _train(order: dict[str, Any]) -> int:
     """What `turnwise train` does, with its exit codes."""
     from turnwise.errors import TurnwiseError
-    from turnwise.train.run import EXIT_INTERRUPTED, train
+    from turnwise.training.run import EXIT_INTERRUPTED, train
 
     try:
         return train(order.get("config"), [], only_plan=False, resume=order.get("resume"))

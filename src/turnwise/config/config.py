@@ -19,7 +19,7 @@ from turnwise.config.checks import check_groups, check_lag, check_service, check
 from turnwise.errors import ConfigError
 from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
 from turnwise.runtime.section import Section
-from turnwise.train.critic_config import CriticConfig
+from turnwise.training.critic_config import CriticConfig
 from turnwise.watch.alarms import AlarmConfig
 
 Logger = Literal["tensorboard", "wandb", "trackio"]

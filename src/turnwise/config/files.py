@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from turnwise.config.config import Config, EvalConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.config import BRANCHING_METHODS, CHOICE_OPTIONS, METHOD_OPTIONS, READING_METHODS, MethodConfig
-from turnwise.train.critic_config import CriticConfig
+from turnwise.training.critic_config import CriticConfig
 
 Tree = dict[str, Any]
 """A config as YAML holds it: sections of keys, not yet checked."""

@@ -41,10 +41,10 @@ def trajectory_to_datums(
         raise DataError(f"attempt {trajectory.attempt} at {trajectory.task_id} failed; there is nothing to learn from")
     if len(advantages) != len(trajectory.turns):
         raise DataError(f"{len(advantages)} advantages for {len(trajectory.turns)} turns; expected one per turn")
-    sequences: list[_Sequence] = []
+    sequences: list[_SequenceBuilder] = []
     for turn, advantage in zip(trajectory.turns, advantages, strict=True):
         if is_split or not sequences or not sequences[-1].extends_to(turn.prompt_ids):
-            sequences.append(_Sequence())
+            sequences.append(_SequenceBuilder())
         sequence = sequences[-1]
         sequence.add_context(turn.prompt_ids[len(sequence.ids) :])
         sequence.add_sampled(turn, _by_token(advantage, turn, trajectory))
@@ -71,10 +71,10 @@ def dialogue_to_datums(turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
 
     The mask is 1 on the replies.
     """
-    sequences: list[_Sequence] = []
+    sequences: list[_SequenceBuilder] = []
     for prompt_ids, reply_ids in turns:
         if not sequences or not sequences[-1].extends_to(prompt_ids):
-            sequences.append(_Sequence())
+            sequences.append(_SequenceBuilder())
         sequence = sequences[-1]
         sequence.add_context(prompt_ids[len(sequence.ids) :])
         sequence.add_reply(reply_ids)
@@ -82,7 +82,7 @@ def dialogue_to_datums(turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SequenceBuilder:
     """One linear sequence; its columns can only grow together."""
 
     ids: list[int] = field(default_factory=list[int])

@@ -146,7 +146,8 @@ class Gae:
                 return turn_gae(rewards_K, values.turns, gamma=self.gamma, lam=lam, bootstrap=values.bootstrap)
             case "bilevel":
                 return bilevel_gae(
-                    *(rewards_K, values.turns),
+                    rewards_K,
+                    values.turns,
                     gamma=self.gamma,
                     turn_lam=lam,
                     token_lams=inside,

@@ -27,7 +27,7 @@ from turnwise.types import Datum, TensorData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PreferencePair:
     """Two dialogues from the same state."""
 
     chosen: Trajectory
@@ -81,7 +81,7 @@ def _said(trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [turn.sampled_ids for turn in trajectory.turns]
 
 
-def best_and_worst(group: TrajectoryGroup) -> Pair | None:
+def best_and_worst(group: TrajectoryGroup) -> PreferencePair | None:
     """The pair that tells the most; None where all attempts got the same. Ties go to the earlier attempt."""
     if len(group.trajectories) < 2 or is_constant_group(group.rewards):
         return None
@@ -89,7 +89,7 @@ def best_and_worst(group: TrajectoryGroup) -> Pair | None:
     return _pair(group, group.trajectories[int(rewards_G.argmax())], group.trajectories[int(rewards_G.argmin())])
 
 
-def disjoint_pairs(group: TrajectoryGroup) -> list[Pair]:
+def disjoint_pairs(group: TrajectoryGroup) -> list[PreferencePair]:
     """Its attempts two by two, in their order, the better one of each chosen; the last of an odd number is left over.
 
     Who meets whom does not depend on what they got: the best against the worst would differ by more than two attempts
@@ -99,8 +99,8 @@ def disjoint_pairs(group: TrajectoryGroup) -> list[Pair]:
     return [_pair(group, *((b, a) if b.total_reward > a.total_reward else (a, b))) for a, b in both]
 
 
-def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> Pair:
-    return Pair(
+def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> PreferencePair:
+    return PreferencePair(
         chosen=chosen,
         rejected=rejected,
         branch_turn=group.branch_turn or 0,
@@ -108,7 +108,7 @@ def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> P
     )
 
 
-def pair_to_group(pair: Pair) -> TrajectoryGroup:
+def pair_to_group(pair: PreferencePair) -> TrajectoryGroup:
     return TrajectoryGroup(
         task_id=pair.chosen.task_id,
         trajectories=(pair.chosen, pair.rejected),

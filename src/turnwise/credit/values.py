@@ -48,7 +48,7 @@ class TrajectoryValues:
         if self.bootstrap and not trajectory.is_truncated:
             raise DataError(
                 f"a bootstrap value of {self.bootstrap}, but attempt {trajectory.attempt} at {trajectory.task_id} "
-                f"ended with {trajectory.stop_reason}: nothing comes after that"
+                f"ended with {trajectory.end_reason}: nothing comes after that"
             )
 
 

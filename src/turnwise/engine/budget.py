@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import Place
+from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.sizes import ModelSizes
 
 GIB = 1 << 30
@@ -81,49 +81,51 @@ def format_bytes(count: int) -> str:
 
 
 def split_memory(
-    config: EngineConfig, place: Place, sizes: ModelSizes, *, adapted_parameters: int, context_length: int
+    config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, *, adapted_parameters: int, context_length: int
 ) -> MemorySplit:
-    """`place.free_bytes` is what a GPU has left beside the weights."""
-    left, merged = _left_bytes(config, place), adapted_parameters * place.dtype_bytes
+    """`device.free_bytes` is what a GPU has left beside the weights."""
+    left, merged = _left_bytes(config, device), adapted_parameters * device.dtype_bytes
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
-    left = max(0, left - merged) if may_merge and place.device == "cuda" else left
-    per_token = sizes.kv_values_per_token * place.dtype_bytes
-    budget = config.kv_cache_gib * GIB or (left / 2 if place.device == "cuda" else CPU_KV_BYTES)
+    left = max(0, left - merged) if may_merge and device.kind == "cuda" else left
+    per_token = sizes.kv_values_per_token * device.dtype_bytes
+    budget = config.kv_cache_gib * GIB or (left / 2 if device.kind == "cuda" else CPU_KV_BYTES)
     kv_tokens = min(int(budget // per_token), MAX_KV_TOKENS, config.max_num_seqs * context_length)
-    training = int(left - kv_tokens * per_token) if place.device == "cuda" else int(left / 2)
+    training = int(left - kv_tokens * per_token) if device.kind == "cuda" else int(left / 2)
     return MemorySplit(
         may_merge=may_merge,
         merged_bytes=merged if may_merge else 0,
         kv_tokens=kv_tokens,
         kv_bytes=kv_tokens * per_token,
         training_bytes=max(0, training),
-        limit=_pass_limit(config, place, sizes, training),
+        limit=_pass_limit(config, device, sizes, training),
     )
 
 
-def _left_bytes(config: EngineConfig, place: Place) -> float:
+def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
     """What may be planned with: of a GPU what is free within its share, of a CPU half of its memory."""
-    if place.device == "cuda":
-        return max(0.0, place.free_bytes - (1 - config.gpu_memory_utilization) * place.total_bytes)
+    if device.kind == "cuda":
+        return max(0.0, device.free_bytes - (1 - config.gpu_memory_utilization) * device.total_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
 
-def _pass_limit(config: EngineConfig, place: Place, sizes: ModelSizes, training_bytes: int) -> PassLimit:
+def _pass_limit(config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, training_bytes: int) -> PassLimit:
     if config.micro_batch_tokens:
         return PassLimit.of(config.micro_batch_tokens)
-    if place.device != "cuda":
+    if device.kind != "cuda":
         return PassLimit(CPU_PASS_TOKENS, CPU_SHARED_TOKENS)
-    logits = _logits_bytes(sizes, place, MAX_PASS_TOKENS, train_unembed=True)
-    fits = int((training_bytes - logits) // _bytes_per_token(sizes, place, USUAL_RANK))
+    logits = _logits_bytes(sizes, device, MAX_PASS_TOKENS, train_unembed=True)
+    fits = int((training_bytes - logits) // _bytes_per_token(sizes, device, USUAL_RANK))
     alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
     return PassLimit(alone, min(max(fits, alone), SHARING_STRETCH * MAX_PASS_TOKENS))
 
 
-def training_pass_bytes(sizes: ModelSizes, place: Place, num_tokens: int, *, rank: int, train_unembed: bool) -> int:
+def training_pass_bytes(
+    sizes: ModelSizes, device: DeviceInfo, num_tokens: int, *, rank: int, train_unembed: bool
+) -> int:
     """What a pass over `num_tokens` packed tokens, all of them trained, needs besides weights and adapter."""
-    in_layer = num_tokens * _in_layer_bytes(sizes, place)
-    kept = num_tokens * _bytes_per_token(sizes, place, rank) - in_layer
-    return kept + max(in_layer, _logits_bytes(sizes, place, num_tokens, train_unembed))
+    in_layer = num_tokens * _in_layer_bytes(sizes, device)
+    kept = num_tokens * _bytes_per_token(sizes, device, rank) - in_layer
+    return kept + max(in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed))
 
 
 def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
@@ -140,26 +142,26 @@ def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
     return values * size + statistics * FLOAT32_BYTES
 
 
-def _bytes_per_token(sizes: ModelSizes, place: Place, rank: int) -> int:
+def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
     """All layers, what lies outside them, and the gradients inside one layer."""
-    kept = sizes.num_layers * kept_bytes(sizes, place.dtype_bytes, rank, on_cpu=place.device == "cpu")
-    return kept + STREAMS * sizes.hidden_size * place.dtype_bytes + _in_layer_bytes(sizes, place)
+    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, on_cpu=device.kind == "cpu")
+    return kept + STREAMS * sizes.hidden_size * device.dtype_bytes + _in_layer_bytes(sizes, device)
 
 
-def _in_layer_bytes(sizes: ModelSizes, place: Place) -> int:
-    each = FLOAT32_BYTES if place.device == "cpu" else place.dtype_bytes
-    return WIDE_GRADIENTS[place.device] * sizes.inner_size * each
+def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
+    each = FLOAT32_BYTES if device.kind == "cpu" else device.dtype_bytes
+    return WIDE_GRADIENTS[device.kind] * sizes.inner_size * each
 
 
-def _logits_bytes(sizes: ModelSizes, place: Place, num_rows: int, train_unembed: bool) -> int:
+def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:
     """Logits of a chunk and the adapter's part of them, beside what is left of the chunk before."""
-    size, is_fused = place.dtype_bytes, place.device == "cuda"
+    size, is_fused = device.dtype_bytes, device.kind == "cuda"
     cast = size if size < FLOAT32_BYTES else 0
     own = size if is_fused else FLOAT32_BYTES + cast
     low_rank = FLOAT32_BYTES + cast if train_unembed else 0
     each = max(own, size + low_rank)
     before = size if is_fused else FLOAT32_BYTES
     num_logits = num_rows * sizes.vocab_size
-    first = min(num_logits, LOGITS_CHUNK_BYTES[place.device] // FLOAT32_BYTES)
+    first = min(num_logits, LOGITS_CHUNK_BYTES[device.kind] // FLOAT32_BYTES)
     second = min(num_logits - first, first)
     return max(first * each, first * before + second * each if second else 0)

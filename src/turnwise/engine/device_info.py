@@ -1,4 +1,4 @@
-"""Where an engine runs. Imports without torch, so that a plan can be made of it."""
+"""The device that an engine runs on. This file imports without torch, so that a plan can be made from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ GPU_SHARE_VARIABLE = "TURNWISE_GPU_SHARE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A device and a dtype, by name; the bytes are a GPU's, at the time of asking."""
+class DeviceInfo:
+    """An engine's device and the dtype of its frozen weights, with the GPU's memory at the time of asking."""
 
-    device: str
+    kind: str
     """`cpu` or `cuda`."""
     dtype: str
     free_bytes: int = 0
+    """Bytes of the GPU's memory that this process may still take; 0 for a CPU."""
     total_bytes: int = 0
+    """Bytes of the GPU's memory that belong to this process; 0 for a CPU."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -48,10 +50,10 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     return device, default if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def find_place(config: EngineConfig) -> Place:
+def find_device(config: EngineConfig) -> DeviceInfo:
     """Where an engine with this config would run; loads torch unless the config says it all."""
     if config.device == "cpu":
-        return Place(device="cpu", dtype="float32" if config.dtype == "auto" else config.dtype)
+        return DeviceInfo(kind="cpu", dtype="float32" if config.dtype == "auto" else config.dtype)
     import torch
 
     device, dtype = choose_device(config)
@@ -59,7 +61,7 @@ def find_place(config: EngineConfig) -> Place:
     if device.type == "cuda":
         free, total = own_share(free, total, torch.cuda.memory_reserved(device))
     name = str(dtype).removeprefix("torch.")
-    return Place(device=device.type, dtype=name, free_bytes=free, total_bytes=total)
+    return DeviceInfo(kind=device.type, dtype=name, free_bytes=free, total_bytes=total)
 
 
 def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, int]:

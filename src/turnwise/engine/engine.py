@@ -10,41 +10,29 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from turnwise.engine.budget import MemorySplit, split_memory
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import choose_device, find_place
+from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import Adapter, AnyPolicy, BasePolicy, Policy, target_shapes
+from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.threads import use_allowed_threads
 from turnwise.engine.training import adapter_files
-from turnwise.engine.training.columns import AnyLoss, DatumColumns, datums_to_columns
-from turnwise.engine.training.critic import (
-    CriticAdapter,
-    CriticTrainer,
-    ValueColumns,
-    ValueLoss,
-    create_critic,
-    make_value_loss,
-    value_columns,
-)
+from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.losses import make_loss
+from turnwise.engine.training.objective import TOKEN_LOGPROBS, LossSettings, PassLoss
 from turnwise.engine.training.optim import adamw_step
-from turnwise.engine.training.preference_losses import DEFAULTS as PREFERENCE_LOSSES
-from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
-from turnwise.engine.training.trainer import Job, Trainer, outputs_of
+from turnwise.engine.training.trainable import LoraAdapter, Trainable
+from turnwise.engine.training.trainer import Job, Trainer, make_output, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
-from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
+from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 log = logging.getLogger(__name__)
 
-LossConfig = Mapping[str, float | str] | None
 CustomLoss = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
 
 CROSS_ENTROPY = make_loss("cross_entropy", None)
@@ -66,68 +54,59 @@ class Engine:
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
-        self.base_policy = BasePolicy()
+        self.base_policy = base_policy()
         self.memory = self._split_memory()
         """What the sampler and the trainer may take beside the weights."""
         if self.model.fused is not None:
             self.model.fused.most_kept_bytes = self.memory.training_bytes
         self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
-        self.critics = CriticTrainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
-        self._references: dict[str, AnyPolicy] = {}
+        self._references: dict[str, Policy] = {}
 
-    def create_adapter(self, lora: LoraConfig) -> Adapter:
-        return Adapter(lora, target_shapes(self.model.linears, lora), self.device)
+    def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
+        """A new adapter: a policy in training."""
+        return LoraAdapter(lora, target_shapes(self.model.linears, lora), self.device)
 
     def create_critic(self, lora: LoraConfig) -> CriticAdapter:
-        """An adapter with a value head; `forward` and `forward_backward` give it the loss `value`."""
+        """A new adapter with a value head; `forward` and `forward_backward` give it the loss `value`."""
         return create_critic(self.model, lora)
 
-    def drop_adapter(self, adapter: Adapter) -> None:
+    def create_saved(self, directory: Path, lora: LoraConfig) -> Trainable:
+        """A new trainable of the kind that `directory` holds; `load_adapter` fills it."""
+        return self.create_critic(lora) if adapter_files.is_critic(directory) else self.create_adapter(lora)
+
+    def drop_adapter(self, adapter: Trainable) -> None:
         """Free an adapter's tensors; its published policies live on."""
-        for tensor in (adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq):
-            tensor.resize_(0)
+        adapter.free()
 
     def forward(
-        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Logprobs of every target, and the loss they give; no gradient. Of a critic: its values.
+        """The objective's numbers (logprobs of targets, or values), and the loss they give; no gradient.
 
         `cross_entropy` with a `kl_reference` asks that reference in place of the adapter.
         """
-        if isinstance(adapter, CriticAdapter):
-            loss = make_value_loss(loss_fn, loss_fn_config, is_learning=False)
-            return (yield from self.critics.forward(adapter, self._value_columns(datums, loss, is_learning=False)))
-        loss = _make_loss(loss_fn, loss_fn_config)
-        is_reference = loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {})
-        weights = self._reference(loss_fn_config) if is_reference else adapter
-        job = Job(weights=weights, datums=self._columns([_with_weights(d) for d in datums], loss))
-        result = yield from self.trainer.logprobs(job, only_trained=False, with_entropy=loss.needs_entropy)
+        loss, (job,) = self._jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
+            job = replace(job, weights=self._reference(loss_fn_config))
+        result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
             yield from self.trainer.add_reference(job, result, reference)
-        metrics = loss.metrics(result.logprobs, result.entropies, result.columns)
-        return ForwardBackwardOutput("ArrayRecord", outputs_of(job, result), metrics)
+        return make_output(job, result, loss)
 
     def forward_backward(
-        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
-        if isinstance(adapter, CriticAdapter):
-            loss = make_value_loss(loss_fn, loss_fn_config, is_learning=True)
-            columns = self._value_columns(datums, loss, is_learning=True)
-            return (yield from self.critics.forward_backward(adapter, columns, loss))
         outputs = yield from self.forward_backward_many([(adapter, datums)], loss_fn, loss_fn_config)
         return outputs[0]
 
     def forward_backward_many(
-        self, batches: Sequence[tuple[Adapter, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossConfig
+        self, batches: Sequence[tuple[Trainable, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossSettings
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
-        for adapter, _ in batches:
-            _refuse_critic(adapter, "shared passes compute logprobs")
-        loss = _make_loss(loss_fn, loss_fn_config)
-        jobs = [Job(weights=adapter, datums=self._columns(datums, loss)) for adapter, datums in batches]
+        loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         reference = self._reference_for(loss, jobs, loss_fn_config)
         before = [adapter.grad.clone() for adapter, _ in batches]
         try:
@@ -139,13 +118,15 @@ class Engine:
             raise
 
     def forward_backward_custom(
-        self, adapter: Adapter, datums: Sequence[Datum], loss_fn: CustomLoss
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: CustomLoss
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """The caller's own loss over logprobs, one tensor per datum; its gradient is carried through the model."""
-        _refuse_critic(adapter, "a custom loss reads logprobs")
-        job = Job(weights=adapter, datums=self._columns([_with_weights(d) for d in datums], CROSS_ENTROPY))
-        result = yield from self.trainer.logprobs(job, only_trained=False)
-        outputs = outputs_of(job, result)
+        if adapter.objective is not TOKEN_LOGPROBS:
+            raise ConfigError(f"this client trains a critic: a custom loss reads logprobs; {CRITIC_HINT}")
+        columns = TOKEN_LOGPROBS.read_datums(datums, CROSS_ENTROPY, self.model, is_learning=False)
+        job = Job(weights=adapter, datums=columns)
+        result = yield from self.trainer.read(job, only_trained=False)
+        outputs = outputs_by_datum(job, result)
         leaves = [out["logprobs"].to_torch().requires_grad_(True) for out in outputs]
         with torch.enable_grad():
             loss, metrics = loss_fn(list(datums), leaves)
@@ -153,53 +134,39 @@ class Engine:
             raise DataError(f"the custom loss returned {loss}; expected one finite number as a torch scalar")
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         flat = torch.zeros(int(result.offsets[-1]), device=self.device)
-        for datum, start, stop, grad in zip(job.datums, result.offsets, result.offsets[1:], grads, strict=False):
+        for datum, start, stop, grad in zip(columns, result.offsets, result.offsets[1:], grads, strict=False):
             if grad is not None:
                 flat[int(start) + datum.target_start : int(stop)] = grad.to(self.device)
         if not torch.isfinite(flat).all():
             raise DataError("the custom loss has a gradient that is not finite")
-        everything = Job(weights=adapter, datums=[_train_all(d) for d in job.datums])
+        everything = Job(weights=adapter, datums=[datum.with_all_trained() for datum in columns])
         yield from self.trainer.backward_from(everything, flat)
         numbers = {key if ":" in key else f"{key}:mean": float(value) for key, value in metrics.items()}
         known = {"loss:sum": float(loss.detach()), "num_trained_tokens:sum": float(sum(len(leaf) for leaf in leaves))}
         return ForwardBackwardOutput("ArrayRecord", outputs, {**numbers, **known})
 
-    def optim_step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, adapter: Trainable, params: AdamParams) -> dict[str, float]:
         return adamw_step(adapter, params)
 
-    def publish(self, adapter: Adapter) -> Policy:
+    def publish(self, adapter: Trainable) -> Policy:
         """A frozen copy of the adapter for sampling, under a version of its own."""
-        _refuse_critic(adapter, "sampling needs a policy")
         policy = adapter.publish(self.dtype)
         self.sampler.get_ready(policy)
         return policy
 
-    def warm_up(self, policy: AnyPolicy, max_context: int) -> Generator[None, None, int]:
+    def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Make ready, before the first request, what sampling from `policy` would capture when it needs it."""
         return (yield from self.sampler.warm_up(policy, min(max_context, self.max_context_length)))
 
-    def save_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
-        adapter_files.write_adapter(adapter, directory, str(self.model_dir), with_optimizer=with_optimizer)
+    def save_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
+        adapter.save(directory, str(self.model_dir), with_optimizer=with_optimizer)
 
     def save_policy(self, policy: Policy, directory: Path) -> None:
-        adapter_files.write_adapter(policy, directory, str(self.model_dir), with_optimizer=False)
+        adapter_files.write_adapter(policy, directory, str(self.model_dir))
 
-    def load_adapter(self, adapter: Adapter, directory: Path, *, with_optimizer: bool) -> None:
-        """Replace an adapter's weights; its gradient is cleared, and its optimizer starts anew or is restored."""
-        flat = adapter_files.read_flat(directory, adapter.shapes, adapter.lora.rank, adapter.flat)
-        if isinstance(adapter, CriticAdapter):
-            head = adapter_files.read_head(directory, len(adapter.weight_H))
-            flat[-len(head) :] = head
-        elif adapter_files.is_critic(directory):
-            raise CheckpointError(f"{directory} is a critic, not a policy; create a critic's client from it")
-        if with_optimizer:
-            adapter_files.read_optimizer(directory, adapter)
-        else:
-            adapter.num_steps = 0
-            adapter.exp_avg.zero_()
-            adapter.exp_avg_sq.zero_()
-        adapter.flat.copy_(flat)
-        adapter.grad.zero_()
+    def load_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
+        """Replace an adapter's weights; its gradient is cleared, and its optimizer starts again or is restored."""
+        adapter.load(directory, with_optimizer=with_optimizer)
 
     def load_policy(self, directory: Path) -> Policy:
         if adapter_files.is_critic(directory):
@@ -217,28 +184,34 @@ class Engine:
     def close(self) -> None:
         """Drop everything that holds memory."""
         self._references.clear()
-        del self.sampler, self.trainer, self.critics, self.model
+        del self.sampler, self.trainer, self.model
 
-    def _columns(self, datums: Sequence[Datum], loss: AnyLoss) -> list[DatumColumns]:
-        if not datums:
-            raise DataError("no datums; send at least one")
-        sizes = {"vocab_size": self.vocab_size, "max_length": self.max_context_length}
-        columns = datums_to_columns(datums, loss=loss, **sizes)
-        if isinstance(loss, PreferenceLoss):
-            check_pairs(columns)
-        return columns
+    def _jobs(
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str,
+        settings: LossSettings,
+        *,
+        is_learning: bool,
+    ) -> tuple[PassLoss, list[Job]]:
+        """The loss and the checked batches; passes are shared by trainables of one objective."""
+        objective = batches[0][0].objective
+        if any(adapter.objective is not objective for adapter, _ in batches):
+            raise ConfigError("policies and critics cannot share passes; send their batches one by one")
+        loss = objective.make_loss(loss_fn, settings, is_learning=is_learning)
+        jobs = []
+        for adapter, datums in batches:
+            checked = objective.read_datums(datums, loss, self.model, is_learning=is_learning)
+            jobs.append(Job(weights=adapter, datums=checked, objective=objective))
+        return loss, jobs
 
-    def _value_columns(self, datums: Sequence[Datum], loss: ValueLoss, *, is_learning: bool) -> list[ValueColumns]:
-        sizes = {"vocab_size": self.vocab_size, "max_length": self.max_context_length}
-        return value_columns(datums, loss, **sizes, is_learning=is_learning)
-
-    def _reference_for(self, loss: AnyLoss, jobs: Sequence[Job], config: LossConfig) -> AnyPolicy | None:
-        """The policy that a KL term is measured against: the base, or an adapter's directory; None: no need of one."""
-        if not loss.needs_reference or all(d.ref_logprobs is not None for job in jobs for d in job.datums):
+    def _reference_for(self, loss: PassLoss, jobs: Sequence[Job], config: LossSettings) -> Policy | None:
+        """The policy that a KL term is measured against; None where the loss or the datums need none."""
+        if not loss.needs_reference or all(d.has_reference for job in jobs for d in job.datums):
             return None
         return self._reference(config)
 
-    def _reference(self, config: LossConfig) -> AnyPolicy:
+    def _reference(self, config: LossSettings) -> Policy:
         where = str((config or {}).get("kl_reference", "base"))
         if where == "base":
             return self.base_policy
@@ -249,7 +222,7 @@ class Engine:
     def _split_memory(self) -> MemorySplit:
         split = split_memory(
             self.config,
-            find_place(self.config),
+            find_device(self.config),
             self.model.sizes,
             adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
             context_length=self.max_context_length,
@@ -262,33 +235,3 @@ class Engine:
                 "raise one of them, or take a smaller model"
             )
         return split
-
-
-def _make_loss(name: str, config: LossConfig) -> AnyLoss:
-    settings = _without_reference(config)
-    return make_preference_loss(name, settings) if name in PREFERENCE_LOSSES else make_loss(name, settings)
-
-
-def _without_reference(config: LossConfig) -> dict[str, Any]:
-    """`kl_reference` is the engine's to read; the loss sees the logprobs that come of it."""
-    return {key: value for key, value in (config or {}).items() if key != "kl_reference"}
-
-
-def _refuse_critic(adapter: Adapter, why: str) -> None:
-    if isinstance(adapter, CriticAdapter):
-        raise ConfigError(f"this client trains a critic: {why}; a critic has forward and forward_backward with 'value'")
-
-
-def _with_weights(datum: Datum) -> Datum:
-    """Reading logprobs needs no choice of what to train: a datum without weights or mask gets weights of one."""
-    inputs = datum.loss_fn_inputs
-    if "target_tokens" not in inputs or "weights" in inputs or "mask" in inputs:
-        return datum
-    ones = TensorData([1.0] * len(inputs["target_tokens"]))
-    return Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, "weights": ones})
-
-
-def _train_all(datum: DatumColumns) -> DatumColumns:
-    """The same datum with every target trained."""
-    mask = np.arange(len(datum.input_ids)) >= datum.target_start
-    return replace(datum, mask=mask, weights=mask.astype(np.float32))

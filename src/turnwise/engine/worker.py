@@ -25,11 +25,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnwise.errors import EngineStoppedError
-from turnwise.types import SampleResponse, SamplingParams
+from turnwise.types import SampleRequest, SampleResponse
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import AnyPolicy
+    from turnwise.engine.model.lora import Policy
     from turnwise.engine.sampling.scheduler import OnToken
 
 T = TypeVar("T")
@@ -71,12 +71,8 @@ class _Operation:
 class _Sample:
     """One sampling request, from its arrival to its last token."""
 
-    prompt: Sequence[int]
-    params: SamplingParams
-    policy: AnyPolicy
-    num_samples: int
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
+    request: SampleRequest
+    policy: Policy
     future: Future[Any]
     pick: Callable[[SampleResponse], Any]
     """What of the response the future gets."""
@@ -142,15 +138,7 @@ class EngineWorker:
         return future
 
     def sample(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        policy: AnyPolicy,
-        *,
-        num_samples: int = 1,
-        prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        on_token: OnToken | None = None,
+        self, request: SampleRequest, policy: Policy, *, on_token: OnToken | None = None
     ) -> Future[SampleResponse]:
         """Queue a sampling request; cancelling its future stops the sampling.
 
@@ -159,18 +147,13 @@ class EngineWorker:
                 be quick and must not raise.
         """
         future: Future[SampleResponse] = _WorkerFuture(self._thread)
-        self._post_sample(
-            _Sample(
-                *(prompt, params, policy, num_samples, prompt_logprobs, topk_prompt_logprobs, future, _whole),
-                on_token=on_token,
-            )
-        )
+        self._post_sample(_Sample(request, policy, future, _whole, on_token))
         return future
 
-    def compute_logprobs(self, prompt: Sequence[int], policy: AnyPolicy) -> Future[list[float | None]]:
+    def compute_logprobs(self, prompt: Sequence[int], policy: Policy) -> Future[list[float | None]]:
         """Queue the scoring of a prompt: the logprob of each of its tokens, None for the first."""
         future: Future[list[float | None]] = _WorkerFuture(self._thread)
-        self._post_sample(_Sample(prompt, SamplingParams(max_tokens=1), policy, 1, True, 0, future, _prompt_logprobs))
+        self._post_sample(_Sample(SampleRequest.scoring(prompt), policy, future, _prompt_logprobs))
         return future
 
     def _post_sample(self, sample: _Sample) -> None:
@@ -260,14 +243,15 @@ class EngineWorker:
             sample.future.set_running_or_notify_cancel()
             return
         self._samples.add(sample)
+        request = sample.request
         try:
             sample.request_id = engine.sampler.submit(
-                sample.prompt,
-                sample.params,
+                request.prompt,
+                request.sampling_params,
                 sample.policy,
-                num_samples=sample.num_samples,
-                prompt_logprobs=sample.prompt_logprobs,
-                topk_prompt_logprobs=sample.topk_prompt_logprobs,
+                num_samples=request.num_samples,
+                prompt_logprobs=request.include_prompt_logprobs,
+                topk_prompt_logprobs=request.topk_prompt_logprobs,
                 on_done=partial(self._finish_sample, sample),
                 on_token=sample.on_token,
             )

@@ -19,14 +19,14 @@ from numbers import Real
 from typing import Any, Literal, cast, get_args
 
 from turnwise.envs.base import EnvStep, Split, Task, World
-from turnwise.envs.check_play import Caller, CallFailedError, CallLateError, Play, Player
+from turnwise.envs.check_play import CallFailedError, CallLateError, CheckCaller, CheckPlayer, Play
 from turnwise.envs.check_replay import check_demonstrations, check_fork, check_isolation, read_scripts
-from turnwise.envs.check_report import CheckFailedError, CheckSkippedError, Report, Result
+from turnwise.envs.check_report import CheckFailedError, CheckReport, CheckResult, CheckSkippedError
 from turnwise.envs.worlds import EnvClassWorld, as_world, check_options, is_env, is_world, world_parameters
 from turnwise.errors import DataError
 from turnwise.trajectory import Message, Role
 
-__all__ = ["Report", "check_env"]
+__all__ = ["CheckReport", "check_env"]
 
 _RULE_OF_MESSAGE = {"EnvStep.reward": "reward", "EnvStep.messages": "messages", "EnvStep is both": "end"}
 """`EnvStep` refuses some mistakes at birth; how its message begins tells which rule they break."""
@@ -39,7 +39,7 @@ def check_env(
     num_tasks: int = 3,
     seed: int = 0,
     deadline_s: float = 5.0,
-) -> Report:
+) -> CheckReport:
     """Play a world, or an env class alone, against every rule.
 
     Args:
@@ -48,9 +48,9 @@ def check_env(
         deadline_s: What a single call of the env or the world may take.
     """
     world, has_tasks = _to_world(target, options)
-    caller = Caller(deadline_s)
+    caller = CheckCaller(deadline_s)
     try:
-        check = _Check(Player(world=world, caller=caller, seed=seed), has_tasks, num_tasks)
+        check = _WorldCheck(CheckPlayer(world=world, caller=caller, seed=seed), has_tasks, num_tasks)
         return check.run()
     finally:
         caller.close()
@@ -69,18 +69,18 @@ def _to_world(target: Any, options: Mapping[str, Any] | None) -> tuple[World, bo
 
 
 @dataclass
-class _Check:
+class _WorldCheck:
     """One run of all rules. A rule looks at its own matter alone, so that one mistake is reported once."""
 
-    player: Player
+    player: CheckPlayer
     has_tasks: bool
     num_tasks: int
     plays: list[tuple[Play, Play]] = field(default_factory=list[tuple[Play, Play]])
-    results: list[Result] = field(default_factory=list[Result])
+    results: list[CheckResult] = field(default_factory=list[CheckResult])
     late: CallLateError | None = None
     """Outside of plays."""
 
-    def run(self) -> Report:
+    def run(self) -> CheckReport:
         self._rule("world", self._world)
         self._rule("tasks", self._tasks)
         self._rule("splits", self._splits)
@@ -103,7 +103,7 @@ class _Check:
         ):
             self._rule(name, rule if is_playable else _cannot_play)
         self._rule("deadline", self._deadline)
-        return Report(name=str(getattr(self.player.world, "name", "this world")), results=tuple(self.results))
+        return CheckReport(name=str(getattr(self.player.world, "name", "this world")), results=tuple(self.results))
 
     def _rule(self, name: str, rule: Callable[[], str]) -> None:
         """Call one rule: it returns a sentence, or raises one."""
@@ -119,7 +119,7 @@ class _Check:
         except CallLateError as late:
             state, sentence = ("failed" if name == "deadline" else "skipped"), str(late)
             self.late = late
-        self.results.append(Result(name=name, state=state, sentence=sentence))
+        self.results.append(CheckResult(name=name, state=state, sentence=sentence))
 
     def _has_failed(self, *names: str) -> bool:
         return any(result.name in names and result.state == "failed" for result in self.results)

@@ -40,7 +40,7 @@ class CallLateError(Exception):
         self.call = call
 
 
-class Caller:
+class CheckCaller:
     """Makes calls, one at a time, each under the same deadline."""
 
     def __init__(self, deadline_s: float) -> None:
@@ -203,11 +203,11 @@ DEMONSTRATED = "demonstrated"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
+class CheckPlayer:
     """Plays envs of one world."""
 
     world: World
-    caller: Caller
+    caller: CheckCaller
     seed: int
     scripts: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     """Demonstrated replies by task id, for the style `DEMONSTRATED`."""

@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import cast
 
 from turnwise.envs.base import Env, EnvStep, Task
-from turnwise.envs.check_play import CallFailedError, CallLateError, Play, Player
+from turnwise.envs.check_play import CallFailedError, CallLateError, CheckPlayer, Play
 from turnwise.envs.check_report import CheckFailedError, CheckSkippedError
 from turnwise.envs.sync import as_env
 from turnwise.trajectory import Message
 
 
-def check_isolation(player: Player, plays: Sequence[Play]) -> str:
+def check_isolation(player: CheckPlayer, plays: Sequence[Play]) -> str:
     """Two attempts at once, turn about, must go exactly as they went one after the other."""
     pairs = [(a, b) for a, b in pairwise(plays) if a.task.id == b.task.id]
     for pair in pairs:
@@ -35,7 +35,7 @@ def check_isolation(player: Player, plays: Sequence[Play]) -> str:
     return f"{len(pairs)} pairs of attempts at the same time, none disturbed the other"
 
 
-def check_fork(player: Player, plays: Sequence[Play]) -> str:
+def check_fork(player: CheckPlayer, plays: Sequence[Play]) -> str:
     """A fork and its original, given the same replies, must answer alike, and not hear each other."""
     of_one_task = [play for play in plays if play.task.id == plays[0].task.id and len(play.steps) > 1]
     if not of_one_task:
@@ -45,7 +45,7 @@ def check_fork(player: Player, plays: Sequence[Play]) -> str:
     return "a fork goes on as its original does, and leaves it alone"
 
 
-def _compare_fork(player: Player, alone: Play) -> None:
+def _compare_fork(player: CheckPlayer, alone: Play) -> None:
     """Fork half-way through the attempt that was played `alone`, play the fork to its end, then the original."""
     env, play = player.begin(alone.task, alone.style)
     envs = [env]
@@ -70,7 +70,7 @@ def _compare_fork(player: Player, alone: Play) -> None:
             player.close(one)
 
 
-def read_scripts(player: Player, tasks: Sequence[Task]) -> dict[str, list[str]]:
+def read_scripts(player: CheckPlayer, tasks: Sequence[Task]) -> dict[str, list[str]]:
     """The demonstrated replies of each task; none when the demonstrations cannot be had (another rule says why)."""
     try:
         dialogues = _demonstrations(player, len(tasks))
@@ -80,7 +80,7 @@ def read_scripts(player: Player, tasks: Sequence[Task]) -> dict[str, list[str]]:
     return {task.id: script for task, script in zip(tasks, replies, strict=False)}
 
 
-def _demonstrations(player: Player, count: int) -> Sequence[Sequence[Message]]:
+def _demonstrations(player: CheckPlayer, count: int) -> Sequence[Sequence[Message]]:
     dialogues: Sequence[Sequence[Message]] = player.caller.run_plain(
         "demonstrations", player.world.demonstrations, count, player.seed
     )
@@ -90,7 +90,7 @@ def _demonstrations(player: Player, count: int) -> Sequence[Sequence[Message]]:
     return dialogues
 
 
-def check_demonstrations(player: Player, count: int) -> str:
+def check_demonstrations(player: CheckPlayer, count: int) -> str:
     """Each demonstration, said again to an env of its task, must get the same answers and end in success."""
     dialogues = _demonstrations(player, count)
     if not dialogues:
@@ -107,7 +107,7 @@ def check_demonstrations(player: Player, count: int) -> str:
     return f"{len(dialogues)} demonstrations replay to success"
 
 
-def _replay(player: Player, task: Task, dialogue: Sequence[Message]) -> str:
+def _replay(player: CheckPlayer, task: Task, dialogue: Sequence[Message]) -> str:
     """What goes wrong when the dialogue is said again in an env of `task`; empty when nothing does."""
     env = player.make_env(task)
     try:

@@ -19,7 +19,7 @@ class CheckSkippedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CheckResult:
     """One rule."""
 
     name: str
@@ -31,18 +31,18 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CheckReport:
     """All rules, in the order in which they were looked at."""
 
     name: str
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
 
     @property
     def is_ok(self) -> bool:
         return not self.failed
 
     @property
-    def failed(self) -> tuple[Result, ...]:
+    def failed(self) -> tuple[CheckResult, ...]:
         return tuple(result for result in self.results if result.state == "failed")
 
     def __str__(self) -> str:

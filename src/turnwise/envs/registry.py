@@ -16,7 +16,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "bargain": "turnwise.envs.library.bargain:Bargain",
     "calculator": "turnwise.envs.library.calculator:Calculator",
     "code": "turnwise.envs.library.code:Code",
-    "dialogue": "turnwise.envs.library.dialogue:Dialogue",
+    "dialogue": "turnwise.envs.library.dialogue:DialogueWorld",
     "gsm8k_multi_turn": "turnwise.envs.library.gsm8k_multi_turn:Gsm8kMultiTurn",
     "guess_number": "turnwise.envs.library.guess_number:GuessNumber",
     "key_door": "turnwise.envs.library.key_door:KeyDoor",

@@ -14,7 +14,7 @@ from turnwise.trajectory import Message
 
 T = TypeVar("T")
 
-Player = Callable[[Sequence[Message]], str]
+ScriptedPlayer = Callable[[Sequence[Message]], str]
 """The conversation so far to the next reply."""
 
 
@@ -29,7 +29,7 @@ class TaskSource(Protocol):
     def make_env(self, task: Task, seed: int) -> Env: ...
 
 
-async def play_script(env: Env, player: Player, max_turns: int) -> list[Message]:
+async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[Message]:
     """Play one attempt to its end: the first messages, then replies and answers, up to the last reply."""
     env = as_env(env)
     try:
@@ -48,7 +48,7 @@ async def play_script(env: Env, player: Player, max_turns: int) -> list[Message]
 
 
 def play_demonstrations(
-    world: TaskSource, player_of: Callable[[Task], Player], count: int, seed: int, *, concurrency: int = 1
+    world: TaskSource, player_of: Callable[[Task], ScriptedPlayer], count: int, seed: int, *, concurrency: int = 1
 ) -> list[list[Message]]:
     """Dialogue i is `player_of(task)` in an env of task i of `world.tasks("train", count, seed)`.
 

@@ -158,9 +158,14 @@ class CallThread:
 
 
 _idle: list[_Calls] = []
-"""Of threads that nobody needs: for a moment they wait for somebody who does, since starting one takes long."""
+"""The queues of threads that serve no env. They wait a moment for the next one, because starting a thread is slow."""
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+
+
+def num_idle_threads() -> int:
+    """How many threads serve no env and wait a moment for the next one."""
+    return len(_idle)
 
 
 def _take_thread() -> _Calls:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from turnwise.credit.preferences import Pair, best_and_worst, dmpo_weights, side_to_datums
+from turnwise.credit.preferences import PreferencePair, best_and_worst, dmpo_weights, side_to_datums
 from turnwise.errors import DataError
 from turnwise.methods.base import (
     PLAY_GROUPS,
@@ -39,7 +39,7 @@ class PairsToLessons:
     uses_sampler: bool = True
     """The policy that sampled is the reference; else the base model is."""
 
-    def __call__(self, pairs: Sequence[Pair]) -> list[Lesson]:
+    def __call__(self, pairs: Sequence[PreferencePair]) -> list[Lesson]:
         lessons: list[Lesson] = []
         for number, pair in enumerate(pairs, start=1):
             for sign, trajectory in ((1, pair.chosen), (-1, pair.rejected)):
@@ -85,7 +85,7 @@ class StoredDpo:
     read: PairsToLessons = PairsToLessons()
     loss_fn: str = "dpo"
 
-    def lessons(self, items: Sequence[Pair]) -> list[Lesson]:
+    def lessons(self, items: Sequence[PreferencePair]) -> list[Lesson]:
         return [forget_attempt(lesson) for lesson in self.read(items)]
 
 

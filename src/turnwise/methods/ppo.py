@@ -6,7 +6,7 @@
 
 No attempt is compared with another, so a group whose rewards are all the same still teaches, and so does a group of
 one. `whiten` scales the advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens. The critic
-is trained by the loop (`train/critic.py`), towards the returns that the lessons carry.
+is trained by the loop (`training/critic.py`), towards the returns that the lessons carry.
 """
 
 from __future__ import annotations

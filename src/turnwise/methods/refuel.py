@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import train_turns
-from turnwise.credit.preferences import Pair, disjoint_pairs, side_to_datums
+from turnwise.credit.preferences import PreferencePair, disjoint_pairs, side_to_datums
 from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, ReadPairs, Values, keep_by, why_unusable
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import Datum
@@ -50,11 +50,11 @@ class StoredRefuel:
     uses_sampler: bool = True
     loss_fn: str = "refuel"
 
-    def lessons(self, items: Sequence[Pair]) -> list[Lesson]:
+    def lessons(self, items: Sequence[PreferencePair]) -> list[Lesson]:
         return [forget_attempt(lesson) for lesson in refuel_lessons(items, uses_sampler=self.uses_sampler)]
 
 
-def refuel_lessons(pairs: Sequence[Pair], *, uses_sampler: bool) -> list[Lesson]:
+def refuel_lessons(pairs: Sequence[PreferencePair], *, uses_sampler: bool) -> list[Lesson]:
     lessons: list[Lesson] = []
     for number, pair in enumerate(pairs, start=1):
         for sign, trajectory in ((1, pair.chosen), (-1, pair.rejected)):
@@ -76,7 +76,7 @@ def forget_attempt(lesson: Lesson) -> Lesson:
     return replace(lesson, trajectory=None)
 
 
-def _why_no_pair(pair: Pair) -> str | None:
+def _why_no_pair(pair: PreferencePair) -> str | None:
     """Why two continuations tell nothing."""
     sides = [side.turns[pair.branch_turn] for side in (pair.chosen, pair.rejected)]
     if not all(side.is_trained for side in sides):

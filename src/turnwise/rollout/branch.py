@@ -50,7 +50,7 @@ from turnwise.rollout.play import (
 from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.sources import PlayBranches
-from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, TrajectoryGroup
+from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, TrajectoryGroup
 
 CHECKED_TURNS = 3
 """At how many turns `check_can_branch` tries."""
@@ -102,7 +102,7 @@ class _Trunk:
     """None: the dialogue ended before its turn."""
     probability: float = 1.0
     num_sampled_tokens: int = 0
-    stop_reason: StopReason | None = None
+    end_reason: EndReason | None = None
 
     async def close(self) -> None:
         if self.point is not None and self.point.parked is not None:
@@ -143,7 +143,7 @@ class _BranchRollout(Rollout):
     async def _continue(self, task: Task, trunk: _Trunk, seed: int) -> TrajectoryGroup | DroppedGroup:
         point = trunk.point
         if point is None:
-            detail = f"the dialogue ended ({trunk.stop_reason}) before the turn that it was to branch at"
+            detail = f"the dialogue ended ({trunk.end_reason}) before the turn that it was to branch at"
             return self.drop(task, "ended_before_branch", detail, lost=self._plan.continuations)
         trajectories = await self.play_all(partial(self._try_continuation, task, seed, trunk, point), task)
         return self.finish_group(task, trajectories, branch_turn=len(point.turns), branch_probability=trunk.probability)
@@ -178,7 +178,7 @@ class _BranchRollout(Rollout):
             return trunk
         except AttemptFailed as error:
             failure = Failure(party=error.party, detail=error.detail)
-            trajectory = player.to_trajectory(StopReason.FAILED, failure)
+            trajectory = player.to_trajectory(EndReason.FAILED, failure)
             self.stats.add_try(trajectory)
             self.quarantine.record_try(failure)
             return trajectory
@@ -191,15 +191,15 @@ class _BranchRollout(Rollout):
         probabilities_H, player = self._probabilities_H, trunk.player
         wanted = int(rng.choice(len(probabilities_H), p=probabilities_H))
         await player.begin()
-        stop_reason = player.limit_reached()
-        while stop_reason is None and player.num_turns < wanted:
+        end_reason = player.limit_reached()
+        while end_reason is None and player.num_turns < wanted:
             turn = player.num_turns
             if self._plan.redraw and rng.random() * probabilities_H[: turn + 1].sum() < probabilities_H[turn]:
                 await self._hold(trunk, await player.save(is_fork=True))
-            stop_reason = await player.turn() or player.limit_reached()
+            end_reason = await player.turn() or player.limit_reached()
         trunk.num_sampled_tokens = player.num_sampled_tokens
-        trunk.stop_reason = stop_reason
-        if stop_reason is None:
+        trunk.end_reason = end_reason
+        if end_reason is None:
             await self._hold(trunk, await player.save(is_fork=False))
             trunk.probability = float(probabilities_H[wanted])
         elif trunk.point is not None:
@@ -237,7 +237,7 @@ async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0
     replies = [message for dialogue in dialogues for message in dialogue if message.role == "assistant"]
     replies = (replies or [assistant("Hello."), assistant("Yes."), assistant("Go on.")])[:CHECKED_TURNS]
     try:
-        return await _Check(world, task, limits, seed).run(replies)
+        return await _ForkCheck(world, task, limits, seed).run(replies)
     except AttemptFailed as error:
         raise ConfigError(
             f"{world.name} cannot branch in the middle of an attempt: {error.detail}. Give the env a fork() that "
@@ -246,7 +246,7 @@ async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0
         ) from error
 
 
-class _Check:
+class _ForkCheck:
     """Two copies of an env, asked the same at each of the first turns."""
 
     def __init__(self, world: World, task: Task, limits: RolloutLimits, seed: int) -> None:

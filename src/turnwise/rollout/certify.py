@@ -163,12 +163,12 @@ def certify(
     checker = _Checker(k2_tolerance, trainer_version, only_version)
     checks: list[_Checked] = []
     for trajectory, own in zip(trajectories, datums, strict=True):
-        checks += checker.check_trajectory(trajectory, [_Sequence.of(datum, next(answers)) for datum in own])
+        checks += checker.check_trajectory(trajectory, [_ReplayedSequence.of(datum, next(answers)) for datum in own])
     return _to_certificate(len(trajectories), checks, k2_tolerance)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _ReplayedSequence:
     """One datum, unshifted, with the trainer's logprobs (`logprobs[i]` is of `ids[i + 1]`)."""
 
     ids: tuple[int, ...]
@@ -176,7 +176,7 @@ class _Sequence:
     logprobs: Sequence[float]
 
     @classmethod
-    def of(cls, datum: Datum, logprobs: Sequence[float]) -> _Sequence:
+    def of(cls, datum: Datum, logprobs: Sequence[float]) -> _ReplayedSequence:
         targets = datum.loss_fn_inputs["target_tokens"].tolist()
         if len(logprobs) != len(targets):
             raise DataError(f"{len(logprobs)} logprobs came for a datum of {len(targets)} targets")
@@ -206,7 +206,7 @@ class _Checked:
 class _Place:
     """The datum that a turn is in, and how it came to be there."""
 
-    sequence: _Sequence | None
+    sequence: _ReplayedSequence | None
     link: Link
     has_extra: bool
     """The datum also trains tokens that no turn of it sampled."""
@@ -218,7 +218,7 @@ class _Checker:
         self._trainer_version = trainer_version
         self._only_version = only_version
 
-    def check_trajectory(self, trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Checked]:
+    def check_trajectory(self, trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Checked]:
         checked: list[_Checked] = []
         for index, place in enumerate(_places(trajectory, sequences)):
             is_first_off = not any(one.check.is_drifting for one in checked)
@@ -286,7 +286,7 @@ class _Checker:
         return "it is off from the start: other weights, or another context, than the sampler's"
 
 
-def _places(trajectory: Trajectory, sequences: Sequence[_Sequence]) -> list[_Place]:
+def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Place]:
     """Turns are found in order: in the datum of the turn before, or in a later one."""
     found: list[int | None] = []
     links: list[Link] = []

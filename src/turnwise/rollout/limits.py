@@ -11,7 +11,7 @@ from turnwise.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """The first three end an attempt with a `StopReason`; so does `attempt_deadline_s`. The other deadlines fail it."""
+    """The first three end an attempt with a `EndReason`; so does `attempt_deadline_s`. The other deadlines fail it."""
 
     max_turns: int = 8
     max_tokens_per_turn: int = 256
@@ -19,7 +19,7 @@ class RolloutLimits:
     max_trajectory_tokens: int = 4096
     """Prompt and reply together, at any turn; no more than the model's context."""
     attempt_deadline_s: float = 600.0
-    """The whole attempt, from making the env on. What was played until then counts, with `StopReason.TIME_LIMIT`."""
+    """The whole attempt, from making the env on. What was played until then counts, with `EndReason.TIME_LIMIT`."""
     step_deadline_s: float = 60.0
     """One call of the env."""
     sample_deadline_s: float = 300.0

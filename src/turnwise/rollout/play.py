@@ -2,7 +2,7 @@
 
     start -> render -> [limits] -> sample -> parse -> step -> extend -> [limits] -> sample -> ...
 
-Every end has one `StopReason`. A turn is recorded when the env has answered it, so no turn has a reward that nobody
+Every end has one `EndReason`. A turn is recorded when the env has answered it, so no turn has a reward that nobody
 gave: an attempt that fails or runs out of time keeps the turns before. A failed attempt is data, with the party to
 blame; only bugs of ours and cancellation leave `play` as exceptions. The env is closed in any case. An attempt may
 also go on from a `Savepoint`, the middle of another one (`rollout.branch`).
@@ -28,7 +28,7 @@ from turnwise.rollout.limits import Clock
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runtime.pending_calls import caller
-from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
 from turnwise.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 T = TypeVar("T")
@@ -76,12 +76,12 @@ async def play_to_the_end(player: Player) -> Trajectory:
     """Let a player finish, and close its env."""
     failure: Failure | None = None
     try:
-        stop_reason = await player.run()
+        end_reason = await player.run()
     except AttemptFailed as error:
-        stop_reason, failure = StopReason.FAILED, Failure(party=error.party, detail=error.detail)
+        end_reason, failure = EndReason.FAILED, Failure(party=error.party, detail=error.detail)
     finally:
         await close_in_any_case(player.close())
-    return player.to_trajectory(stop_reason, failure)
+    return player.to_trajectory(end_reason, failure)
 
 
 async def close_in_any_case(work: Coroutine[Any, Any, None]) -> None:
@@ -134,17 +134,17 @@ class Player:
     def num_sampled_tokens(self) -> int:
         return sum(len(turn.sampled_ids) for turn in self._turns)
 
-    async def run(self) -> StopReason:
+    async def run(self) -> EndReason:
         """From the start, or the savepoint, to the end."""
         try:
             await self.begin()
-            while (stop_reason := await self.turn()) is None:
+            while (end_reason := await self.turn()) is None:
                 pass
         except DeadlinePassed:
             if self._has_own_turns and self._clock.is_over:
-                return StopReason.TIME_LIMIT
+                return EndReason.TIME_LIMIT
             raise
-        return stop_reason
+        return end_reason
 
     async def close(self) -> None:
         try:
@@ -154,14 +154,14 @@ class Player:
             if self._env.close_problem is not None:
                 self._stats.add_close_failure()
 
-    def to_trajectory(self, stop_reason: StopReason, failure: Failure | None) -> Trajectory:
+    def to_trajectory(self, end_reason: EndReason, failure: Failure | None) -> Trajectory:
         return Trajectory(
             task_id=self._attempt.task_id,
             attempt=self._attempt.index,
             seed=self._attempt.seed,
             start=self._start,
             turns=tuple(self._turns),
-            stop_reason=stop_reason,
+            end_reason=end_reason,
             failure=failure,
             is_success=self._is_success,
             metrics=self._metrics,
@@ -178,23 +178,23 @@ class Player:
         self._history = list(self._start)
         self._prompt_ids = call_now(Party.RENDERER, "start", lambda: self._renderer.start(self._start))
 
-    def limit_reached(self) -> StopReason | None:
+    def limit_reached(self) -> EndReason | None:
         """Asked before each sampling. A first prompt that does not fit is no attempt at all."""
         if self._config.limits.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
                 limit = self._config.limits.max_trajectory_tokens
                 detail = f"the first prompt has {len(self._prompt_ids)} tokens and max_trajectory_tokens is {limit}"
                 raise AttemptFailed(Party.ENV, detail)
-            return StopReason.MAX_TOKENS
+            return EndReason.MAX_TOKENS
         if self._clock.is_over and self._has_own_turns:
-            return StopReason.TIME_LIMIT
+            return EndReason.TIME_LIMIT
         return None
 
-    async def turn(self) -> StopReason | None:
+    async def turn(self) -> EndReason | None:
         """One turn; why there is no other one after it (or why there was none at all), else None."""
-        stop_reason = self.limit_reached()
-        if stop_reason is not None:
-            return stop_reason
+        end_reason = self.limit_reached()
+        if end_reason is not None:
+            return end_reason
         await self._reseed()
         env_state, potential = await self._env.state_key(), await self._env.potential()
         response = await self._sample(self._prompt_ids)
@@ -208,10 +208,10 @@ class Player:
         self._metrics.update({key: float(value) for key, value in step.info.items()})
         if step.is_success is not None:
             self._is_success = bool(step.is_success)
-        stop_reason = self._end_after(step)
-        if stop_reason is None:
+        end_reason = self._end_after(step)
+        if end_reason is None:
             self._prompt_ids = self._extend(self._prompt_ids, step)
-        return stop_reason
+        return end_reason
 
     async def save(self, *, is_fork: bool) -> Savepoint:
         """The attempt as it is now; `is_fork`: with a fork of the env, because this attempt goes on."""
@@ -315,15 +315,15 @@ class Player:
             parts["penalty"] = parts.get("penalty", 0.0) - self._config.unparsable_penalty
         return parts
 
-    def _end_after(self, step: EnvStep) -> StopReason | None:
+    def _end_after(self, step: EnvStep) -> EndReason | None:
         """The env's own end comes before any limit of ours."""
         if step.terminated:
-            return StopReason.TERMINATED
+            return EndReason.TERMINATED
         if step.truncated:
-            return StopReason.TRUNCATED
+            return EndReason.TRUNCATED
         if step.is_unparsable and self._config.on_unparsable == "end":
-            return StopReason.UNPARSABLE
-        return StopReason.MAX_TURNS if len(self._turns) >= self._config.limits.max_turns else None
+            return EndReason.UNPARSABLE
+        return EndReason.MAX_TURNS if len(self._turns) >= self._config.limits.max_turns else None
 
     def _extend(self, prompt_ids: list[int], step: EnvStep) -> list[int]:
         turn, history = self._turns[-1], tuple(self._history)

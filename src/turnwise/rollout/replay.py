@@ -18,15 +18,12 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import StopReason, Trajectory, Turn
+from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import SampledSequence
-
-_UNREPEATABLE = (StopReason.TIME_LIMIT, StopReason.FAILED)
-"""Ends that depend on the hour; only the turns before them are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ReplayDifference:
     """The first thing that came out otherwise."""
 
     turn: int | None
@@ -42,7 +39,7 @@ class Replay:
 
     recorded: Trajectory
     replayed: Trajectory
-    difference: Difference | None
+    difference: ReplayDifference | None
 
     @property
     def is_exact(self) -> bool:
@@ -53,7 +50,7 @@ class Replay:
         name = f"attempt {self.recorded.attempt} at {self.recorded.task_id} (seed {self.recorded.seed})"
         if self.difference is None:
             turns = len(self.recorded.turns)
-            return [f"{name}: {turns} turns replayed exactly, stop reason {self.recorded.stop_reason}"]
+            return [f"{name}: {turns} turns replayed exactly, end reason {self.recorded.end_reason}"]
         place = "before any turn" if self.difference.turn is None else f"at turn {self.difference.turn}"
         return [
             f"{name}: {self.difference.what} differs {place}",
@@ -95,7 +92,7 @@ def _to_sequence(turn: Turn) -> SampledSequence:
     return SampledSequence("length" if turn.is_cut else "stop", list(turn.sampled_ids), list(turn.sampler_logprobs))
 
 
-def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection[str]) -> Iterator[Difference]:
+def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection[str]) -> Iterator[ReplayDifference]:
     yield from _compare_items(None, "first messages", recorded.start, replayed.start)
     for index, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=False)):
         yield from _compare_items(index, "prompt ids", old.prompt_ids, new.prompt_ids)
@@ -108,24 +105,24 @@ def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection
         if "mask" not in altered:
             yield from _compare(index, "is_trained", old.is_trained, new.is_trained)
     if len(replayed.turns) < len(recorded.turns):
-        failure = replayed.failure.detail if replayed.failure is not None else str(replayed.stop_reason)
-        yield Difference(
+        failure = replayed.failure.detail if replayed.failure is not None else str(replayed.end_reason)
+        yield ReplayDifference(
             turn=len(replayed.turns), what="the end", recorded="the attempt went on", replayed=f"it ended: {failure}"
         )
-    if recorded.stop_reason not in _UNREPEATABLE:
+    if recorded.end_reason.is_repeatable:  # of other ends only the turns before them are compared
         last = len(recorded.turns) - 1
-        yield from _compare(last, "stop reason", str(recorded.stop_reason), str(replayed.stop_reason))
+        yield from _compare(last, "end reason", str(recorded.end_reason), str(replayed.end_reason))
         yield from _compare(last, "is_success", recorded.is_success, replayed.is_success)
 
 
-def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[Difference]:
+def _compare(turn: int | None, what: str, old: object, new: object) -> Iterator[ReplayDifference]:
     if old != new:
-        yield Difference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
+        yield ReplayDifference(turn=turn, what=what, recorded=_shown(old), replayed=_shown(new))
 
 
 def _compare_items(
     turn: int | None, what: str, old: tuple[object, ...], new: tuple[object, ...]
-) -> Iterator[Difference]:
+) -> Iterator[ReplayDifference]:
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     yield from _compare(turn, f"{what} (from item {at} of {len(old)} on)", old[at : at + 5], new[at : at + 5])
 

@@ -31,7 +31,7 @@ from turnwise.rollout.group import DroppedGroup, RolloutResult, cancel_all
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import Failure, Message, StopReason, Trajectory, TrajectoryGroup
+from turnwise.trajectory import EndReason, Failure, Message, Trajectory, TrajectoryGroup
 
 
 def seat_task_id(task_id: str, seat: int) -> str:
@@ -234,7 +234,7 @@ def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory
         return list(trajectories)
     shared = Failure(party=first.failure.party, detail=f"another seat of the game failed: {first.failure.detail}")
     return [
-        dataclasses.replace(t, stop_reason=StopReason.FAILED, failure=shared)
+        dataclasses.replace(t, end_reason=EndReason.FAILED, failure=shared)
         if t is not None and t.failure is None
         else t
         for t in trajectories
@@ -247,6 +247,6 @@ def _unplayed(task_id: str, index: int, seed: int, error: AttemptFailed) -> Traj
         attempt=index,
         seed=seed,
         turns=(),
-        stop_reason=StopReason.FAILED,
+        end_reason=EndReason.FAILED,
         failure=Failure(party=error.party, detail=error.detail),
     )

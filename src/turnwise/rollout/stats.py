@@ -172,7 +172,7 @@ def _averages(kept: Sequence[Trajectory]) -> dict[str, float]:
         for part, value in turn.reward_parts.items():
             parts[part] += value
     values |= {f"reward_{part}_mean": total / len(kept) for part, total in parts.items()}
-    stops = Counter(trajectory.stop_reason for trajectory in kept)
+    stops = Counter(trajectory.end_reason for trajectory in kept)
     values |= {f"stop_{reason}_share": count / len(kept) for reason, count in stops.items()}
     keys = sorted({key for trajectory in kept for key in trajectory.metrics})
     for key in keys:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from turnwise.errors import Party
-from turnwise.trajectory import Branch, Failure, Message, StopReason, ToolCall, Trajectory, Turn
+from turnwise.trajectory import Branch, EndReason, Failure, Message, ToolCall, Trajectory, Turn
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
@@ -26,7 +26,7 @@ def _trajectory(entry: dict[str, Any]) -> Trajectory:
     return Trajectory(
         start=_messages(entry.pop("start")),
         turns=tuple(_turn(turn) for turn in entry.pop("turns")),
-        stop_reason=StopReason(entry.pop("stop_reason")),
+        end_reason=EndReason(entry.pop("stop_reason", None) or entry.pop("end_reason")),  # older files: stop_reason
         failure=None if failure is None else Failure(party=Party(failure["party"]), detail=failure["detail"]),
         branch=None if branch is None else Branch(**branch),
         **entry,

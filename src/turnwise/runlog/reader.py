@@ -34,7 +34,7 @@ from turnwise.runlog.schema import (
     PoolRow,
     StoredAttempt,
 )
-from turnwise.trajectory import Branch, Failure, Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
 
 _ATTEMPT_COLUMNS = (
     "id, step, phase, outcome, task_id, attempt, stop_reason, is_success, reward, num_turns, num_sampled_tokens, "
@@ -209,7 +209,7 @@ def _attempt_row(row: sqlite3.Row) -> AttemptRow:
         outcome=row["outcome"],
         task_id=row["task_id"],
         attempt=row["attempt"],
-        stop_reason=row["stop_reason"],
+        end_reason=row["stop_reason"],
         is_success=None if is_success is None else bool(is_success),
         reward=row["reward"],
         num_turns=row["num_turns"],
@@ -250,7 +250,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         seed=row["seed"],
         start=unpack_messages(row["start"]),
         turns=tuple(turns),
-        stop_reason=StopReason(row["stop_reason"]),
+        end_reason=EndReason(row["stop_reason"]),
         failure=failure,
         is_success=None if is_success is None else bool(is_success),
         metrics=json.loads(row["metrics"]),

@@ -145,7 +145,7 @@ OWN_COUNT = ("warmup", "critic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptRecord:
     """A trajectory as it is to be written down."""
 
     trajectory: Trajectory
@@ -170,7 +170,7 @@ class AttemptRow:
     outcome: str
     task_id: str
     attempt: int
-    stop_reason: str
+    end_reason: str
     is_success: bool | None
     reward: float
     num_turns: int

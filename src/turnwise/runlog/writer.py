@@ -28,7 +28,7 @@ from turnwise.runlog.schema import (
     SCHEMA_VERSION,
     TABLES,
     TABLES_WITH_STEPS,
-    Attempt,
+    AttemptRecord,
     CheckpointRow,
     EvaluationRow,
     Phase,
@@ -112,7 +112,7 @@ class RunWriter:
     def task(self, task_id: str, split: str, data: Mapping[str, Any]) -> None:
         self._db.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", (task_id, split, json.dumps(dict(data))))
 
-    def attempts(self, step: int, phase: Phase, attempts: Iterable[Attempt]) -> None:
+    def attempts(self, step: int, phase: Phase, attempts: Iterable[AttemptRecord]) -> None:
         for attempt in attempts:
             self._attempt(step, phase, attempt)
 
@@ -189,13 +189,13 @@ class RunWriter:
             self._db.execute("COMMIT")
         self._db.close()
 
-    def _attempt(self, step: int, phase: Phase, attempt: Attempt) -> None:
+    def _attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
             "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
-                str(trajectory.stop_reason),
+                str(trajectory.end_reason),
                 *((None, None) if failure is None else (str(failure.party), failure.detail)),
                 *(trajectory.is_success, trajectory.total_reward, len(trajectory.turns)),
                 *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),
@@ -273,7 +273,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _turn_row(attempt: Attempt, index: int) -> Sequence[Any]:
+def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
     trajectory = attempt.trajectory
     turn = trajectory.turns[index]
     num_shared = _num_shared(trajectory, index)

@@ -8,11 +8,12 @@ from dataclasses import InitVar, dataclass
 
 from turnwise.client.checkpoints import CheckpointPath
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import LOSSES, policy_losses
 from turnwise.types import AdamParams, LoraConfig
 
 _DEFAULT_BATCH_SIZE = 8
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+POLICY_LOSSES = tuple(name for name in policy_losses() if LOSSES[name].is_of_tinker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.train.checkpoint import best_evaluation
+from turnwise.training.checkpoint import best_evaluation
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44

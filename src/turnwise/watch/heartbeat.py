@@ -17,8 +17,8 @@ from types import TracebackType
 from turnwise.runlog import writer
 from turnwise.runlog.schema import DATABASE
 from turnwise.runtime.pending_calls import WAITS
-from turnwise.train.loop import Loop
-from turnwise.train.record import Recorder
+from turnwise.training.loop import Loop
+from turnwise.training.record import Recorder
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.status import SHOWN_WAITS, ShownWait, Status, memory_mb, write_status
 from turnwise.watch.steer import Order, Steering, take_orders

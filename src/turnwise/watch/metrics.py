@@ -14,11 +14,11 @@ from turnwise.credit.branching import branch_variance_share
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
-from turnwise.train.entropy import entropy_metrics
+from turnwise.training.entropy import entropy_metrics
 from turnwise.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from turnwise.train.stream import Stream, Taken
+    from turnwise.training.stream import Stream, Taken
 
 GEO_BAND = (0.99, 1.01)
 """Ratios, as geometric means over a sequence, that `method.correction=sequence_geo_mask` keeps."""

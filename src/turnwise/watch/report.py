@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow, EvaluationRow
-from turnwise.train.checkpoint import best_evaluation
-from turnwise.train.intervals import Interval
+from turnwise.training.checkpoint import best_evaluation
+from turnwise.training.intervals import Interval
 from turnwise.trajectory import Message
 from turnwise.watch.curve import write_curve
 
@@ -104,7 +104,7 @@ def _chosen(run: RunReader, evaluations: Sequence[EvaluationRow], count: int) ->
 
 def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
     """One attempt as a conversation, each reply with its reward."""
-    verdict = {True: "success", False: "no success", None: row.stop_reason}[row.is_success]
+    verdict = {True: "success", False: "no success", None: row.end_reason}[row.is_success]
     lines = [f"--- attempt {row.id}: {row.task_id}, {verdict}, reward {row.reward:g}"]
     for message, reward in run.dialogue(row.id):
         lines.append(message_line(message, reward))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.train.intervals import Interval
+from turnwise.training.intervals import Interval
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -203,9 +203,10 @@ class LiveView:
         self._live.stop()
 
     def _draw(self) -> None:
-        self._live.update(self._panel())
+        self._live.update(self.panel())
 
-    def _panel(self) -> Any:
+    def panel(self) -> Any:
+        """The view as it is now, ready for rich to print."""
         from rich.console import Group
         from rich.padding import Padding
         from rich.panel import Panel

@@ -20,7 +20,7 @@ from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.certify import certify
 from turnwise.runlog.reader import RunReader
 from turnwise.service.openai.trajectory import trajectory_from_json
-from turnwise.train.checkpoint import saved_critic
+from turnwise.training.checkpoint import saved_critic
 
 URL = os.environ["TINKER_BASE_URL"]
 IDS = [5, 6, 7, 8, 9, 10, 11]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.bench import both, report
-from turnwise.bench.both import Dialogue, RlStep
+from turnwise.bench.both import PlayedDialogue, RlStep
 from turnwise.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def test_a_step_samples_from_the_weights_that_the_step_before_it_trained(tiny_di
 
 
 def test_only_what_was_sampled_is_trained() -> None:
-    dialogue = Dialogue([5, 6])
+    dialogue = PlayedDialogue([5, 6])
     dialogue.add([7, 8], [-1.0, -2.0])
     dialogue.add([9], None)
     dialogue.add([10], [-3.0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.bench import rollout
-from turnwise.bench.rollout import Conversation, Step, StepTimes, draw_latencies, play_ideally, step_times
+from turnwise.bench.rollout import Conversation, MeasuredStep, StepTimes, draw_latencies, play_ideally, step_times
 from turnwise.client.engines import POOL
 from turnwise.errors import ConfigError
 
@@ -52,7 +52,7 @@ def test_plain_envs_are_measured_too_and_nothing_stays_behind(tiny_dir: Path) ->
     few = rollout.run(_arguments(conversations=8, turns=2, reply=4, latency_ms=10.0, blocking=True))
     assert "plain envs in threads" in few["load"]
     assert 0 < few["sampler_busy_share"] < 1
-    assert all(slot.worker is None for slot in POOL._slots.values()), "the engine is closed"
+    assert POOL.num_running == 0, "the engine is closed"
 
 
 def test_a_load_that_the_model_cannot_read_is_refused(tiny_dir: Path) -> None:  # noqa: ARG001
@@ -79,7 +79,9 @@ def test_the_ideal_of_two_conversations_is_what_paper_and_pencil_give() -> None:
 
 
 def test_a_step_of_more_rows_takes_longer_as_it_was_measured() -> None:
-    steps = [Step(0.002 + 0.0001 * rows, 0.0, rows) for rows in (1, 5, 20, 64, 64)]
+    steps = [MeasuredStep(0.002 + 0.0001 * rows, 0.0, rows) for rows in (1, 5, 20, 64, 64)]
     times = step_times(steps)
     assert times(10) == pytest.approx(0.003)
-    assert step_times([Step(0.004, 0.0, 64)] * 3)(1) == pytest.approx(0.004), "one size tells nothing about others"
+    assert step_times([MeasuredStep(0.004, 0.0, 64)] * 3)(1) == pytest.approx(0.004), (
+        "one size tells nothing about others"
+    )

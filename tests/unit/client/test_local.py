@@ -107,6 +107,9 @@ class RememberingEngine:
         self.num_adapters += 1
         return RememberingAdapter(lora)
 
+    def create_saved(self, _directory: Path, lora: LoraConfig) -> RememberingAdapter:
+        return self.create_adapter(lora)
+
     def drop_adapter(self, _adapter: RememberingAdapter) -> None:
         self.num_adapters -= 1
 

@@ -18,9 +18,8 @@ from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteSamplingClient, RemoteServiceClient, RemoteTrainingClient
 from turnwise.client.remote_connection import Connection
-from turnwise.client.remote_wire import CLIP_BOUNDS, CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
+from turnwise.client.remote_wire import CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
-from turnwise.methods import config as method_config
 from turnwise.service.store import store
 from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
 
@@ -81,10 +80,6 @@ def test_a_service_of_ours_gets_every_column_and_our_own_bounds() -> None:
     (columns,), sent = to_columns([datum()], "cispo", {"kl_coef": 0.1}, "turnwise")
     assert set(columns) == {"target_tokens", "mask", "weights", "logprobs", "advantages", "temperature"}
     assert sent == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0, "kl_coef": 0.1}
-
-
-def test_the_bounds_that_are_sent_are_the_methods_own() -> None:
-    assert CLIP_BOUNDS == method_config.CLIP_BOUNDS
 
 
 def lesson() -> Datum:

@@ -259,7 +259,7 @@ def test_loss_options_are_those_that_the_engines_losses_take() -> None:
 def test_the_bounds_of_masks_are_the_engines_and_hold_what_was_drawn_on_policy() -> None:
     for correction, bounds in CORRECTION_BOUNDS.items():
         config = make_loss("ppo", {"correction": correction}).config
-        assert (config.correction_low, config.correction_high) == bounds
+        assert config.correction_bounds == bounds
         for impossible in ({"correction_low": 3}, {"correction_high": 0.4}, {"correction_low": 1.2}):
             with pytest.raises(ValidationError, match="expected correction_low <= 1 <= correction_high"):
                 MethodConfig.model_validate({"correction": correction, **impossible})

@@ -21,7 +21,7 @@ from turnwise.config.files import (
 from turnwise.errors import ConfigError
 from turnwise.methods.config import CLIP_BOUNDS, METHOD_OPTIONS, MethodConfig
 from turnwise.methods.ppo import PPO_LOSS, Ppo
-from turnwise.train.assemble import make_limits, make_method, make_world
+from turnwise.training.assemble import make_limits, make_method, make_world
 
 
 def test_another_method_begins_with_its_own_defaults_whatever_a_preset_says_for_its_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.trajectory import Branch, Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import Branch, EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
 def make_continuation(
@@ -35,7 +35,7 @@ def make_continuation(
         attempt=attempt,
         seed=7,
         turns=tuple(turns),
-        stop_reason=StopReason.TERMINATED,
+        end_reason=EndReason.TERMINATED,
         branch=Branch(turn=turn, seed=attempt, reseeds_env=True),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
 def make_attempt(
@@ -16,7 +16,7 @@ def make_attempt(
     potentials: Sequence[float] | None = None,
     part: str = "outcome",
     is_success: bool | None = None,
-    stop_reason: StopReason = StopReason.TERMINATED,
+    end_reason: EndReason = EndReason.TERMINATED,
 ) -> Trajectory:
     """`potentials` are of every state, the last one included."""
     sizes = sizes or [2] * len(rewards)
@@ -39,7 +39,7 @@ def make_attempt(
         )
         ids = (*ids, *sampled, 3)
     return Trajectory(
-        task_id="t", attempt=attempt, seed=attempt, turns=tuple(turns), stop_reason=stop_reason, is_success=is_success
+        task_id="t", attempt=attempt, seed=attempt, turns=tuple(turns), end_reason=end_reason, is_success=is_success
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from turnwise.credit.advantages import reward_to_go
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens, trajectory_to_datums
 from turnwise.errors import DataError, Party
-from turnwise.trajectory import Failure, Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Failure, Message, Trajectory, Turn
 from turnwise.types import Datum
 
 REPLY = Message(role="assistant", content="")
@@ -28,7 +28,7 @@ def make_turn(prompt_ids: Sequence[int], sampled_ids: Sequence[int], **fields: o
 
 
 def make_trajectory(*turns: Turn, **fields: object) -> Trajectory:
-    settings: dict[str, object] = {"stop_reason": StopReason.TERMINATED, **fields}
+    settings: dict[str, object] = {"end_reason": EndReason.TERMINATED, **fields}
     return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, **settings)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_reward_to_go_crosses_what_the_env_said() -> None:
 
 def test_nothing_is_learned_from_a_failed_attempt() -> None:
     failure = Failure(party=Party.ENV, detail="it fell over")
-    failed = make_trajectory(*D1.turns, stop_reason=StopReason.FAILED, failure=failure)
+    failed = make_trajectory(*D1.turns, end_reason=EndReason.FAILED, failure=failure)
     with pytest.raises(DataError, match="failed"):
         trajectory_to_datums(failed, [0.0] * 3)
 

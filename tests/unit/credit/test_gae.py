@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from turnwise.credit.gae import Gae, bilevel_gae, gae, length_adaptive_lambda, token_gae, turn_gae, whiten
 from turnwise.credit.values import TrajectoryValues
 from turnwise.errors import DataError
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
 VECTOR_FILE = Path(__file__).parents[1] / "engine" / "training" / "algorithm_vectors.json"
 VECTORS: dict[str, Any] = json.loads(VECTOR_FILE.read_text())
@@ -31,7 +31,7 @@ def flat(turns: tuple[np.ndarray, ...]) -> list[float]:
     return np.concatenate(turns).tolist()
 
 
-def trajectory(rewards: list[float], lengths: list[int], stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+def trajectory(rewards: list[float], lengths: list[int], stop: EndReason = EndReason.TERMINATED) -> Trajectory:
     turns = tuple(
         Turn(
             prompt_ids=(1,),
@@ -43,7 +43,7 @@ def trajectory(rewards: list[float], lengths: list[int], stop: StopReason = Stop
         )
         for reward, length in zip(rewards, lengths, strict=True)
     )
-    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, stop_reason=stop)
+    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, end_reason=stop)
 
 
 def values_of(values: list[np.ndarray], bootstrap: float = 0.0) -> TrajectoryValues:

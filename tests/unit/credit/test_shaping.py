@@ -7,7 +7,7 @@ import pytest
 from turnwise.credit.advantages import center_by_group, compare_by_turn, reward_to_go
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_group, shape_trajectory
 from turnwise.errors import DataError
-from turnwise.trajectory import StopReason, TrajectoryGroup
+from turnwise.trajectory import EndReason, TrajectoryGroup
 from unit.credit.groups import make_attempt, make_group
 
 PHI = [[0.1, 0.4, 0.9, 7.0], [0.1, 0.2, 7.0], [0.1, 0.0, 0.3, 7.0]]
@@ -54,7 +54,7 @@ def test_potentials_change_credit_per_turn() -> None:
 
 
 def test_a_cut_attempt_keeps_the_potential_it_was_left_with() -> None:
-    cut = make_attempt([0.0], potentials=[0.2, 0.6], stop_reason=StopReason.MAX_TURNS)
+    cut = make_attempt([0.0], potentials=[0.2, 0.6], end_reason=EndReason.MAX_TURNS)
     assert shape_trajectory(cut, Shaping(potential_gamma=0.5)).total_reward == pytest.approx(0.5 * 0.6 - 0.2)
 
 
@@ -76,7 +76,7 @@ def test_turn_decay_makes_an_outcome_that_took_longer_worth_less() -> None:
 
 
 def test_cut_attempts_can_be_left_out_of_the_loss_and_stay_in_the_baseline() -> None:
-    cut = make_attempt([0.5], stop_reason=StopReason.MAX_TOKENS)
+    cut = make_attempt([0.5], end_reason=EndReason.MAX_TOKENS)
     group = TrajectoryGroup(task_id="t", trajectories=(cut, make_attempt([1.0], attempt=1)))
     shaped = shape_group(group, Shaping(masks_truncated=True))
     assert [t.turns[0].is_trained for t in shaped.trajectories] == [False, True]

@@ -138,11 +138,11 @@ def test_t06_baselines_of_a_group() -> None:
 
 def test_t06_failed_attempts_are_out_before_the_baseline_is_made() -> None:
     from turnwise.errors import Party
-    from turnwise.trajectory import Failure, StopReason
+    from turnwise.trajectory import EndReason, Failure
 
     failed = replace(
         make_attempt([0.0], attempt=2),
-        stop_reason=StopReason.FAILED,
+        end_reason=EndReason.FAILED,
         failure=Failure(party=Party.ENV, detail="it fell over"),
     )
     group = make_group([1.0], [0.0])

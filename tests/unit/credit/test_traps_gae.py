@@ -11,7 +11,7 @@ import pytest
 
 from turnwise.credit.gae import Gae, length_adaptive_lambda
 from turnwise.credit.values import TrajectoryValues, read_values, value_sequences
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
 
 def turn(prompt: list[int], sampled: list[int], reward: float) -> Turn:
@@ -25,10 +25,10 @@ def turn(prompt: list[int], sampled: list[int], reward: float) -> Turn:
     )
 
 
-def played(rewards: tuple[float, float], stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+def played(rewards: tuple[float, float], stop: EndReason = EndReason.TERMINATED) -> Trajectory:
     """Two turns of two tokens, with two tokens of observation between them: the spec's V6."""
     turns = (turn([1], [2, 3], rewards[0]), turn([1, 2, 3, 4, 5], [6, 7], rewards[1]))
-    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, stop_reason=stop)
+    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, end_reason=stop)
 
 
 V6 = TrajectoryValues(turns=(np.array([0.2, 0.3]), np.array([0.4, 0.5])))
@@ -65,7 +65,7 @@ def test_t10_a_reward_always_stands_on_a_sampled_token() -> None:
 
 
 def test_t10_a_truncated_end_is_bootstrapped_and_a_terminated_one_is_not() -> None:
-    cut = played((0.0, 0.0), StopReason.MAX_TURNS)
+    cut = played((0.0, 0.0), EndReason.MAX_TURNS)
     left_at = replace(V6, bootstrap=0.6)
     assert flat(Gae(gamma=0.9).returns(cut, left_at)) == pytest.approx([0.9 * 0.9 * 0.6] * 2 + [0.9 * 0.6] * 2)
     over = played((0.0, 0.0))

@@ -16,7 +16,7 @@ from turnwise.credit.values import (
     value_sequences,
 )
 from turnwise.errors import DataError
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
 SAID = Message(role="assistant", content="x")
 
@@ -32,8 +32,8 @@ def turn(prompt: list[int], sampled: list[int], *, is_trained: bool = True) -> T
     )
 
 
-def played(*turns: Turn, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
-    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, stop_reason=stop)
+def played(*turns: Turn, stop: EndReason = EndReason.TERMINATED) -> Trajectory:
+    return Trajectory(task_id="t", attempt=0, seed=0, turns=turns, end_reason=stop)
 
 
 TWO = played(turn([10, 11], [12, 13]), turn([10, 11, 12, 13, 20], [21, 22, 23]))
@@ -57,7 +57,7 @@ def test_a_rewritten_history_is_asked_in_sequences_of_their_own() -> None:
 
 
 def test_a_truncated_attempt_is_asked_where_its_next_turn_would_begin() -> None:
-    cut = played(*TWO.turns, stop=StopReason.MAX_TURNS)
+    cut = played(*TWO.turns, stop=EndReason.MAX_TURNS)
     (sequence,) = value_sequences(cut, [10, 11, 12, 13, 20, 21, 22, 23, 30])
     assert sequence.bootstrap_at == 8
     assert sequence.question().loss_fn_inputs["mask"].tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 1]
@@ -65,14 +65,14 @@ def test_a_truncated_attempt_is_asked_where_its_next_turn_would_begin() -> None:
 
 
 def test_a_truncated_attempt_whose_next_prompt_was_rewritten_bootstraps_from_it() -> None:
-    cut = played(*TWO.turns, stop=StopReason.MAX_TURNS)
+    cut = played(*TWO.turns, stop=EndReason.MAX_TURNS)
     sequences = value_sequences(cut, [10, 30])
     assert [sequence.ids for sequence in sequences] == [(10, 11, 12, 13, 20, 21, 22), (10, 30)]
     assert read_values(cut, sequences, [[0.0] * 7, [9.0, 0.5]]).bootstrap == 0.5
 
 
 def test_without_a_next_prompt_the_last_value_stands_in() -> None:
-    cut = played(*TWO.turns, stop=StopReason.MAX_TOKENS)
+    cut = played(*TWO.turns, stop=EndReason.MAX_TOKENS)
     assert read_values(cut, value_sequences(cut), [[float(i) for i in range(7)]]).bootstrap == 6.0
     assert read_values(TWO, value_sequences(TWO), [[float(i) for i in range(7)]]).bootstrap == 0.0
 

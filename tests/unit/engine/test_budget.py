@@ -17,7 +17,7 @@ from turnwise.engine.budget import (
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import Place
+from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.sizes import ModelSizes
 
 SMALL = ModelSizes(
@@ -30,14 +30,14 @@ LARGE = ModelSizes(
 LARGE_LINEARS = 7_568_000_000
 
 
-def card(total_gib: float, used_gib: float) -> Place:
+def card(total_gib: float, used_gib: float) -> DeviceInfo:
     free = int((total_gib - used_gib) * GIB)
-    return Place(device="cuda", dtype="bfloat16", free_bytes=free, total_bytes=int(total_gib * GIB))
+    return DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=free, total_bytes=int(total_gib * GIB))
 
 
-def split(place: Place, sizes: ModelSizes = SMALL, adapted: int = SMALL_LINEARS, **settings):
+def split(device: DeviceInfo, sizes: ModelSizes = SMALL, adapted: int = SMALL_LINEARS, **settings):
     config = EngineConfig(**settings)
-    return split_memory(config, place, sizes, adapted_parameters=adapted, context_length=40960)
+    return split_memory(config, device, sizes, adapted_parameters=adapted, context_length=40960)
 
 
 def test_a_large_card_takes_the_longest_passes_and_shares_the_rest_with_the_cache() -> None:
@@ -68,20 +68,20 @@ def test_what_the_user_sets_stands() -> None:
 
 
 def test_a_cpu_has_short_passes() -> None:
-    found = split(Place(device="cpu", dtype="float32"))
+    found = split(DeviceInfo(kind="cpu", dtype="float32"))
     assert found.limit == PassLimit(2048, 4096)
     assert found.kv_bytes == pytest.approx(GIB, rel=1e-3)
 
 
 @given(total=st.floats(8, 200), used=st.floats(0.5, 0.9), utilization=st.floats(0.5, 1.0), is_large=st.booleans())
 def test_nothing_is_promised_twice(total: float, used: float, utilization: float, is_large: bool) -> None:
-    place = card(total, total * used)
+    device = card(total, total * used)
     sizes, adapted = (LARGE, LARGE_LINEARS) if is_large else (SMALL, SMALL_LINEARS)
-    found = split(place, sizes, adapted, gpu_memory_utilization=utilization)
+    found = split(device, sizes, adapted, gpu_memory_utilization=utilization)
     planned = found.merged_bytes + found.kv_bytes + found.training_bytes
-    assert planned <= max(0, place.free_bytes - (1 - utilization) * place.total_bytes) + 1
+    assert planned <= max(0, device.free_bytes - (1 - utilization) * device.total_bytes) + 1
     for tokens in {found.limit.alone, found.limit.sharing} - {MIN_PASS_TOKENS}:
-        assert training_pass_bytes(sizes, place, tokens, rank=64, train_unembed=True) <= found.training_bytes
+        assert training_pass_bytes(sizes, device, tokens, rank=64, train_unembed=True) <= found.training_bytes
 
 
 def test_longer_contexts_and_more_sequences_bound_the_cache() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import DataError, EngineStoppedError
-from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
 DEADLINE_S = 10.0
 Begin = Callable[[Any], Generator[None, None, Any]]
@@ -109,7 +109,7 @@ def blocked(started: threading.Event, release: threading.Event) -> Begin:
 
 
 def sample(worker: EngineWorker, prompt: list[int], max_tokens: int) -> Future[SampleResponse]:
-    return worker.sample(prompt, SamplingParams(max_tokens=max_tokens), cast(Any, None))
+    return worker.sample(SampleRequest(prompt, SamplingParams(max_tokens=max_tokens)), cast(Any, None))
 
 
 def hold(worker: EngineWorker) -> Callable[[], None]:

@@ -150,7 +150,7 @@ async def test_a_thread_that_is_let_go_serves_the_next_env() -> None:
         await as_env(env).start()
         gc.collect()  # forgotten, not closed
         async with asyncio.timeout(10):
-            while not sync._idle and env_threads():
+            while not sync.num_idle_threads() and env_threads():
                 await asyncio.sleep(0.001)
     assert len(env_threads()) <= 1
 

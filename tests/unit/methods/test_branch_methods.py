@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from turnwise.credit.preferences import Pair, best_and_worst, pair_to_group
+from turnwise.credit.preferences import PreferencePair, best_and_worst, pair_to_group
 from turnwise.errors import DataError
 from turnwise.methods.base import MethodSetup, datums_of
 from turnwise.methods.config import DataConfig, MethodConfig
@@ -122,8 +122,8 @@ def test_stored_pairs_give_the_datums_that_the_same_pairs_gave_when_played(name:
 def test_a_pair_from_two_states_is_refused() -> None:
     early, late = make_continuation(0, 1.0, turn=1), make_continuation(1, 0.0, turn=2)
     with pytest.raises(DataError, match="differ before turn 2"):
-        Pair(chosen=early, rejected=late, branch_turn=2)
+        PreferencePair(chosen=early, rejected=late, branch_turn=2)
     with pytest.raises(DataError, match="attempts at t and at u"):
-        Pair(chosen=early, rejected=replace(late, task_id="u"))
+        PreferencePair(chosen=early, rejected=replace(late, task_id="u"))
     with pytest.raises(DataError, match="has 4 turns, and its pair branches at turn 4"):
-        Pair(chosen=early, rejected=early, branch_turn=4)
+        PreferencePair(chosen=early, rejected=early, branch_turn=4)

@@ -19,7 +19,7 @@ from turnwise.methods.registry import build_method
 from turnwise.methods.sft import Dialogue, Sft
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.sources import ReadDialogues
-from turnwise.train.assemble import make_method, make_shaping
+from turnwise.training.assemble import make_method, make_shaping
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import TensorData
 from unit.credit.groups import make_attempt, make_group

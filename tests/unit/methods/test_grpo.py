@@ -11,7 +11,7 @@ from turnwise.credit.advantages import leave_one_out
 from turnwise.credit.weights import weighting
 from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import COMPARISONS, Grpo
-from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
 def _trajectory(rewards: Sequence[float], *, is_trained: bool = True, attempt: int = 0) -> Trajectory:
@@ -30,7 +30,7 @@ def _trajectory(rewards: Sequence[float], *, is_trained: bool = True, attempt: i
             )
         )
         ids = (*ids, *sampled, 3)
-    return Trajectory(task_id="t", attempt=attempt, seed=0, turns=tuple(turns), stop_reason=StopReason.TERMINATED)
+    return Trajectory(task_id="t", attempt=attempt, seed=0, turns=tuple(turns), end_reason=EndReason.TERMINATED)
 
 
 def _group(*rewards: Sequence[float], is_trained: bool = True) -> TrajectoryGroup:

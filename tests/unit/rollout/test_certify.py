@@ -15,7 +15,7 @@ from turnwise.errors import DataError
 from turnwise.renderers import get_renderer
 from turnwise.rollout import play_groups
 from turnwise.rollout.certify import Certificate, TrainerLogprobs, certify
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 from turnwise.types import Datum, ModelInput, TensorData
 from unit.rollout.worlds import CountingEnv, World, make_tasks, quick
 
@@ -31,7 +31,7 @@ def make_turn(prompt: Sequence[int], sampled: Sequence[int], **fields: Any) -> T
 
 
 def make_trajectory(*turns: Turn) -> Trajectory:
-    return Trajectory(task_id="t", attempt=3, seed=0, turns=turns, stop_reason=StopReason.TERMINATED)
+    return Trajectory(task_id="t", attempt=3, seed=0, turns=turns, end_reason=EndReason.TERMINATED)
 
 
 WHOLE = make_trajectory(

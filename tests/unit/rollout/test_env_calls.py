@@ -18,7 +18,7 @@ from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import Message, StopReason
+from turnwise.trajectory import EndReason, Message
 from unit.rollout.worlds import QUESTION, CountingEnv, play_env, quick, saying, wait_for_threads
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -70,7 +70,7 @@ async def test_a_plain_env_is_made_played_and_closed_in_one_thread(renderer: Ren
 
     trajectory = await play(attempt(make), saying(renderer), renderer, quick(), RolloutStats())
     assert trajectory.failure is None
-    assert (trajectory.stop_reason, trajectory.total_reward) == (StopReason.TERMINATED, 2.0)
+    assert (trajectory.end_reason, trajectory.total_reward) == (EndReason.TERMINATED, 2.0)
     assert made[0].is_closed
     assert len(made[0].threads) == 5  # made, started, stepped twice, closed
     assert len(set(made[0].threads)) == 1
@@ -93,7 +93,7 @@ async def test_a_step_that_hangs_fails_its_attempt_and_holds_up_nobody(renderer:
         play_env(CountingEnv(), renderer),
     )
     assert time.monotonic() - started_s < 45
-    assert fine.stop_reason is StopReason.TERMINATED
+    assert fine.end_reason is EndReason.TERMINATED
     assert hung.failure is not None
     assert hung.failure.party is Party.ENV
     assert "step gave no answer" in hung.failure.detail
@@ -218,7 +218,7 @@ async def test_plain_and_async_methods_may_be_mixed(renderer: Renderer) -> None:
             return super().close()
 
     env = Mixed()
-    assert (await play_env(env, renderer)).stop_reason is StopReason.TERMINATED
+    assert (await play_env(env, renderer)).end_reason is EndReason.TERMINATED
     assert env.num_closed == 1
 
 

@@ -15,7 +15,7 @@ from turnwise.errors import AttemptFailed, Party
 from turnwise.renderers import get_renderer
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.stats import RolloutStats, num_splits
-from turnwise.trajectory import Message, StopReason
+from turnwise.trajectory import EndReason, Message
 from turnwise.types import SampledSequence, SamplingParams
 from unit.rollout.worlds import QUESTION, CountingEnv, play_env, saying
 
@@ -35,7 +35,7 @@ async def test_an_attempt_is_recorded_turn_by_turn_in_exact_ids(renderer: Render
     assert first.reply.content == "My guess is 5."
     assert first.observation == (user("Again, 1."),)
     assert [turn.reward for turn in trajectory.turns] == [0.25, 0.25, 1.0]
-    assert (trajectory.stop_reason, trajectory.is_success, trajectory.failure) == (StopReason.TERMINATED, True, None)
+    assert (trajectory.end_reason, trajectory.is_success, trajectory.failure) == (EndReason.TERMINATED, True, None)
     assert (first.temperature, first.policy_version, first.is_cut) == (0.5, 1, False)
     assert trajectory.start == (QUESTION,)
 
@@ -59,7 +59,7 @@ async def test_the_sampler_is_asked_for_the_formats_stops_with_a_seed_per_turn(r
 
 async def test_turns_end_at_their_limit(renderer: Renderer) -> None:
     trajectory = await play_env(CountingEnv(num_turns=9), renderer, max_turns=3)
-    assert (len(trajectory.turns), trajectory.stop_reason) == (3, StopReason.MAX_TURNS)
+    assert (len(trajectory.turns), trajectory.end_reason) == (3, EndReason.MAX_TURNS)
     assert trajectory.is_success is None
 
 
@@ -68,7 +68,7 @@ async def test_a_full_context_ends_the_attempt_before_sampling(renderer: Rendere
     num_first = len(renderer.start([QUESTION]))
     env = CountingEnv(num_turns=9)
     trajectory = await play_env(env, renderer, sampler, max_trajectory_tokens=num_first + 3, max_tokens_per_turn=50)
-    assert (len(trajectory.turns), trajectory.stop_reason) == (1, StopReason.MAX_TOKENS)
+    assert (len(trajectory.turns), trajectory.end_reason) == (1, EndReason.MAX_TOKENS)
     assert (len(trajectory.turns[0].sampled_ids), trajectory.turns[0].is_cut) == (3, True)
     assert len(sampler.prompts) == 1
     assert env.num_closed == 1
@@ -91,7 +91,7 @@ async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -
 
     env.on_step = slower
     trajectory = await play_env(env, renderer, attempt_deadline_s=2.0)
-    assert trajectory.stop_reason is StopReason.TIME_LIMIT
+    assert trajectory.end_reason is EndReason.TIME_LIMIT
     assert len(trajectory.turns) == 2
     assert env.num_closed == 1
 
@@ -108,10 +108,10 @@ async def test_time_that_runs_out_before_any_turn_is_the_awaited_partys_failure(
 async def test_the_envs_own_end_comes_first(renderer: Renderer) -> None:
     cut = CountingEnv(on_step=lambda _: EnvStep(truncated=True, reward=0.5, is_success=False))
     trajectory = await play_env(cut, renderer, max_turns=1)
-    assert (trajectory.stop_reason, trajectory.is_success) == (StopReason.TRUNCATED, False)
+    assert (trajectory.end_reason, trajectory.is_success) == (EndReason.TRUNCATED, False)
     gibberish = CountingEnv(on_step=lambda _: EnvStep(terminated=True, is_unparsable=True))
     trajectory = await play_env(gibberish, renderer, on_unparsable="end")
-    assert trajectory.stop_reason is StopReason.TERMINATED
+    assert trajectory.end_reason is EndReason.TERMINATED
 
 
 def unreadable_once(env: CountingEnv) -> CountingEnv:
@@ -136,7 +136,7 @@ async def test_an_unreadable_reply_is_penalised_masked_or_the_end(renderer: Rend
     assert [turn.is_trained for turn in masked.turns] == [False, True]
     assert masked.turns[0].reward == pytest.approx(-0.1)
     ended = await play_env(unreadable_once(CountingEnv()), renderer, on_unparsable="end")
-    assert (len(ended.turns), ended.stop_reason) == (1, StopReason.UNPARSABLE)
+    assert (len(ended.turns), ended.end_reason) == (1, EndReason.UNPARSABLE)
 
 
 GARBAGE: list[Callable[[], Any]] = [
@@ -253,7 +253,7 @@ async def test_a_close_that_fails_or_hangs_does_not_spoil_the_attempt(renderer: 
     hanging = CountingEnv(on_close=lambda: asyncio.sleep(60))
     for env in (CountingEnv(on_close=fail), hanging):
         trajectory = await play_env(env, renderer, stats=stats, close_deadline_s=0.05)
-        assert trajectory.stop_reason is StopReason.TERMINATED
+        assert trajectory.end_reason is EndReason.TERMINATED
     assert stats.metrics()["rollout/close_failures"] == 2
 
 

@@ -15,7 +15,7 @@ from turnwise.renderers import get_renderer
 from turnwise.renderers.base import Renderer
 from turnwise.rollout import play_groups
 from turnwise.rollout.replay import replay
-from turnwise.trajectory import Message, StopReason, Trajectory
+from turnwise.trajectory import EndReason, Message, Trajectory
 from unit.rollout.worlds import QUESTION, CountingEnv, World, make_tasks, quick, saying
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -52,7 +52,7 @@ async def test_an_attempt_is_replayed_exactly(renderer: Renderer) -> None:
     assert played.is_exact
     assert [turn.reward for turn in played.replayed.turns] == [turn.reward for turn in recorded.turns]
     assert played.lines() == [
-        f"attempt 1 at task-0 (seed {recorded.seed}): 3 turns replayed exactly, stop reason terminated"
+        f"attempt 1 at task-0 (seed {recorded.seed}): 3 turns replayed exactly, end reason terminated"
     ]
 
 
@@ -74,7 +74,7 @@ async def test_time_that_ran_out_need_not_run_out_again(renderer: Renderer) -> N
 
     world = World(lambda _, seed: Slow(seed))
     task, recorded, config = await play_one(world, renderer, attempt_deadline_s=1.0)
-    assert (recorded.stop_reason, len(recorded.turns)) == (StopReason.TIME_LIMIT, 2)
+    assert (recorded.end_reason, len(recorded.turns)) == (EndReason.TIME_LIMIT, 2)
     is_slow = False
     assert (await replay(world, task, recorded, renderer, config)).is_exact
 

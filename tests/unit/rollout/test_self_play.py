@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError, Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.self_play import play_games, seat_task_id
 from turnwise.rollout.stats import num_splits
-from turnwise.trajectory import Message, StopReason, Trajectory
+from turnwise.trajectory import EndReason, Message, Trajectory
 from unit.rollout.worlds import quick, saying
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -55,7 +55,7 @@ async def test_both_seats_have_exact_ids_and_their_rewards_add_up_to_zero(tokeni
         for one, other in zip(first, second, strict=True):
             assert one.attempt == other.attempt
             assert one.total_reward + other.total_reward == 0
-            assert one.stop_reason is other.stop_reason is StopReason.TERMINATED
+            assert one.end_reason is other.end_reason is EndReason.TERMINATED
             for trajectory in (one, other):
                 assert num_splits(trajectory) == 0
                 for turn in trajectory.turns:
@@ -134,8 +134,8 @@ async def test_a_seat_that_never_moves_has_no_trajectory(renderer: Renderer) -> 
 async def test_a_limit_that_ends_one_seat_truncates_the_other(renderer: Renderer, first_free: ScriptedSampler) -> None:
     result = await play_games(TicTacToe(), [START], first_free, renderer, quick(max_turns=2), seed=1)
     x, o = (by_seat(result)[seat_task_id("start", seat)][0] for seat in (0, 1))
-    assert (x.stop_reason, len(x.turns)) == (StopReason.MAX_TURNS, 2)
-    assert (o.stop_reason, len(o.turns)) == (StopReason.TRUNCATED, 2)
+    assert (x.end_reason, len(x.turns)) == (EndReason.MAX_TURNS, 2)
+    assert (o.end_reason, len(o.turns)) == (EndReason.TRUNCATED, 2)
     assert x.total_reward == o.total_reward == 0.0
 
 

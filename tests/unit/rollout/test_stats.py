@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnwise.rollout.stats import RolloutStats, num_splits, success_rate
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
 REPLY = Message(role="assistant", content="")
 
@@ -17,13 +17,13 @@ def make_trajectory(**fields: Any) -> Trajectory:
         prompt_ids=(1, 2), sampled_ids=(3,), sampler_logprobs=(-1.0,), policy_version=1, reply=REPLY,
         reward_parts={"outcome": 1.0, "penalty": -0.5},
     )  # fmt: skip
-    settings = {"turns": (turn,), "stop_reason": StopReason.TERMINATED, **fields}
+    settings = {"turns": (turn,), "end_reason": EndReason.TERMINATED, **fields}
     return Trajectory(task_id="t", attempt=0, seed=0, **settings)
 
 
 def test_an_attempt_that_ended_before_the_env_could_tell_did_not_succeed() -> None:
     won, lost = make_trajectory(is_success=True), make_trajectory(is_success=False)
-    cut, unread = make_trajectory(stop_reason=StopReason.MAX_TURNS), make_trajectory(stop_reason=StopReason.UNPARSABLE)
+    cut, unread = make_trajectory(end_reason=EndReason.MAX_TURNS), make_trajectory(end_reason=EndReason.UNPARSABLE)
     assert success_rate([won, lost, cut, unread]) == 0.25
     assert success_rate([won, make_trajectory()]) == 1.0
     assert success_rate([make_trajectory(), cut]) is None

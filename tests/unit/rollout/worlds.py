@@ -116,7 +116,7 @@ def env_threads() -> list[threading.Thread]:
 
 def num_busy_threads() -> int:
     """Those in a call; the others wait a moment for another env before they end."""
-    return len(env_threads()) - len(sync._idle)
+    return len(env_threads()) - sync.num_idle_threads()
 
 
 def wait_for_threads(within_s: float = 30.0) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from turnwise.errors import Party
-from turnwise.trajectory import Failure, Message, StopReason, ToolCall, Trajectory, Turn
+from turnwise.trajectory import EndReason, Failure, Message, ToolCall, Trajectory, Turn
 
 MakeTrajectory = Callable[..., Trajectory]
 
@@ -43,7 +43,7 @@ def make_trajectory() -> MakeTrajectory:
             seed=2**31 - 1,
             start=(Message(role="system", content="s"), Message(role="user", content="u")),
             turns=(first, second, third),
-            stop_reason=StopReason.FAILED if failed else StopReason.TERMINATED,
+            end_reason=EndReason.FAILED if failed else EndReason.TERMINATED,
             failure=Failure(party=Party.ENV, detail="died") if failed else None,
             is_success=None if failed else True,
             metrics={"guesses": 2.0},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import DATABASE, SCHEMA_VERSION, Attempt
+from turnwise.runlog.schema import DATABASE, SCHEMA_VERSION, AttemptRecord
 from turnwise.runlog.writer import RunWriter
 from turnwise.trajectory import Branch, Trajectory
 
@@ -18,7 +18,7 @@ MakeTrajectory = Callable[..., Trajectory]
 def test_a_branched_attempt_comes_back_with_its_branch(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     writer = RunWriter.create(tmp_path, "", max_size_mb=8)
     branched = replace(make_trajectory(), branch=Branch(turn=1, seed=2**31 - 1, reseeds_env=True))
-    writer.attempts(1, "train", [Attempt(trajectory=branched, outcome="trained")])
+    writer.attempts(1, "train", [AttemptRecord(trajectory=branched, outcome="trained")])
     writer.commit(1)
     with RunReader(tmp_path) as run:
         assert run.attempt(1).trajectory == branched
@@ -30,7 +30,7 @@ def test_a_branched_attempt_comes_back_with_its_branch(tmp_path: Path, make_traj
 
 def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     writer = RunWriter.create(tmp_path, "", max_size_mb=8)
-    writer.attempts(1, "train", [Attempt(trajectory=make_trajectory(), outcome="trained")])
+    writer.attempts(1, "train", [AttemptRecord(trajectory=make_trajectory(), outcome="trained")])
     writer.commit(1)
     writer.close()
     database = sqlite3.connect(tmp_path / DATABASE)
@@ -52,7 +52,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         assert (run.checkpoints(), run.pool(0)) == ([], [])
     writer = RunWriter.reopen(tmp_path, max_size_mb=8)
     branched = replace(make_trajectory(), branch=Branch(turn=1, seed=5))
-    writer.attempts(2, "train", [Attempt(trajectory=branched, outcome="trained")])
+    writer.attempts(2, "train", [AttemptRecord(trajectory=branched, outcome="trained")])
     writer.commit(2)
     writer.close()
     with RunReader(tmp_path) as run:

@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import DATABASE, Attempt, CheckpointRow, EvaluationRow
+from turnwise.runlog.schema import DATABASE, AttemptRecord, CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.trajectory import Trajectory
 
@@ -44,7 +44,9 @@ def _evaluation(step: int, success: float = 0.5) -> EvaluationRow:
 def test_a_trajectory_comes_back_as_it_was_played(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
     trajectory = make_trajectory()
     trained = (np.array([-0.5, -1.5], np.float32), None, np.array([-2.0, -3.0], np.float32))
-    attempt = Attempt(trajectory=trajectory, outcome="trained", advantages=(0.5, 0.25, -1.0), trainer_logprobs=trained)
+    attempt = AttemptRecord(
+        trajectory=trajectory, outcome="trained", advantages=(0.5, 0.25, -1.0), trainer_logprobs=trained
+    )
     writer.attempts(1, "train", [attempt])
     writer.commit(1)
     stored = RunReader(writer.directory).attempt(1)
@@ -66,10 +68,10 @@ def test_what_a_method_made_of_an_attempt_is_kept_beside_what_was_played(
         replace(turn, is_trained=index == 2, reward_parts={"outcome": 7.0, "penalty": -1.0})
         for index, turn in enumerate(turns)
     ]
-    attempt = Attempt(
+    attempt = AttemptRecord(
         trajectory=played, credited=replace(played, turns=tuple(seen)), outcome="trained", advantages=(1.0,) * 3
     )
-    writer.attempts(1, "train", [attempt, Attempt(trajectory=played, outcome="stale")])
+    writer.attempts(1, "train", [attempt, AttemptRecord(trajectory=played, outcome="stale")])
     writer.commit(1)
     with RunReader(writer.directory) as run:
         stored, stale = run.attempt(1), run.attempt(2)
@@ -81,7 +83,7 @@ def test_what_a_method_made_of_an_attempt_is_kept_beside_what_was_played(
 
 
 def test_a_failed_attempt_keeps_the_party_to_blame(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
-    writer.attempts(1, "train", [Attempt(trajectory=make_trajectory(failed=True), outcome="failed")])
+    writer.attempts(1, "train", [AttemptRecord(trajectory=make_trajectory(failed=True), outcome="failed")])
     writer.commit(1)
     stored = RunReader(writer.directory).attempt(1)
     assert stored.trajectory.failure is not None
@@ -90,7 +92,7 @@ def test_a_failed_attempt_keeps_the_party_to_blame(writer: RunWriter, make_traje
 
 
 def test_shared_prompts_are_stored_once(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
-    writer.attempts(1, "train", [Attempt(trajectory=make_trajectory(), outcome="trained")])
+    writer.attempts(1, "train", [AttemptRecord(trajectory=make_trajectory(), outcome="trained")])
     writer.commit(1)
     rows = sqlite3.connect(writer.directory / DATABASE).execute("SELECT num_shared FROM turns ORDER BY turn").fetchall()
     assert rows == [(0,), (5,), (2,)]
@@ -143,7 +145,7 @@ def test_only_the_first_and_the_latest_certificate_are_kept_when_all_are_good(wr
 def test_later_steps_are_forgotten_when_a_run_goes_on(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
     for step in (1, 2, 3):
         writer.metrics(step, {name: float(step) for name in ("reward", "warmup/loss", "critic/sampled_tokens")})
-        writer.attempts(step, "train", [Attempt(trajectory=make_trajectory(), outcome="trained")])
+        writer.attempts(step, "train", [AttemptRecord(trajectory=make_trajectory(), outcome="trained")])
         writer.evaluation(_evaluation(step))
     writer.commit(3)
     writer.forget_after(1, warmup_steps=2, critic_batches=1)
@@ -159,7 +161,7 @@ def test_the_oldest_train_tokens_go_first_and_are_counted(tmp_path: Path, make_t
     writer = RunWriter.create(tmp_path / "run", "", max_size_mb=1)
     rng = np.random.default_rng(0)
 
-    def noisy(step: int) -> Attempt:
+    def noisy(step: int) -> AttemptRecord:
         trajectory = make_trajectory(num_tokens=4000)
         logprobs = tuple(float(x) for x in rng.normal(size=4000).astype(np.float32))
         turn = type(trajectory.turns[0])(
@@ -170,8 +172,8 @@ def test_the_oldest_train_tokens_go_first_and_are_counted(tmp_path: Path, make_t
             },
             sampler_logprobs=logprobs,
         )
-        return Attempt(
-            trajectory=Trajectory(task_id="t", attempt=step, seed=0, turns=(turn,), stop_reason=trajectory.stop_reason),
+        return AttemptRecord(
+            trajectory=Trajectory(task_id="t", attempt=step, seed=0, turns=(turn,), end_reason=trajectory.end_reason),
             outcome="trained",
         )
 

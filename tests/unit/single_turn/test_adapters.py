@@ -156,6 +156,6 @@ def test_code_is_found_in_fences_or_before_the_next_question(response: str, code
 def test_code_that_hangs_is_wrong_but_a_runner_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = CodeAdapter(limits=RunLimits(cpu_s=1, wall_s=0.5))
     assert adapter.compute_reward("import time\ntime.sleep(60)", PROBLEMS[0]) == 0.0
-    monkeypatch.setattr("turnwise.envs.sandbox.python_tests._child_source", lambda: b"raise SystemExit(3)")
+    monkeypatch.setattr("turnwise.envs.sandbox.python_tests.child_source", lambda: b"raise SystemExit(3)")
     with pytest.raises(CodeRunnerError, match="ended with 3 before it was ready"):
         run_tests("x = 1", PROBLEMS[0].tests)

@@ -9,8 +9,8 @@ from turnwise.credit.datums import trajectory_to_datums
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.stats import RolloutStats
-from turnwise.train.record import logprobs_by_turn
-from turnwise.trajectory import Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from turnwise.training.record import logprobs_by_turn
+from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import ForwardBackwardOutput, TensorData
 from turnwise.watch.metrics import Times, merge_outputs, step_metrics, strip_reductions
 
@@ -55,7 +55,7 @@ def test_the_trainers_logprobs_are_told_apart_by_turn_over_splits_and_masked_tur
         _turn((1, 2, 3, 4, 5), (6,), is_trained=False),
         _turn((1, 9), (7, 8, 9)),  # the history was rewritten: a datum of its own
     )
-    trajectory = Trajectory(task_id="t", attempt=0, seed=0, turns=turns, stop_reason=StopReason.TERMINATED)
+    trajectory = Trajectory(task_id="t", attempt=0, seed=0, turns=turns, end_reason=EndReason.TERMINATED)
     datums = tuple(trajectory_to_datums(trajectory, [1.0, 1.0, 1.0]))
     lesson = Lesson(trajectory=trajectory, advantages=(1.0, 1.0, 1.0), datums=datums)
     outputs = []
@@ -72,7 +72,7 @@ def test_the_trainers_logprobs_are_told_apart_by_turn_over_splits_and_masked_tur
 
 def test_the_entropy_is_of_everything_that_was_played_whether_or_not_it_taught_something() -> None:
     trajectory = Trajectory(
-        task_id="t", attempt=0, seed=0, turns=(_turn((1,), (2, 3)),), stop_reason=StopReason.TERMINATED
+        task_id="t", attempt=0, seed=0, turns=(_turn((1,), (2, 3)),), end_reason=EndReason.TERMINATED
     )
     played = RolloutResult(
         groups=(TrajectoryGroup(task_id="t", trajectories=(trajectory,)),), dropped=(), stats=RolloutStats()

@@ -10,7 +10,6 @@ Shape legend: N packed tokens, I inputs, O outputs, r rank.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.model.linear import frozen_linear
-from turnwise.models.linears import adapted_linears, check_kinds
+from turnwise.models.linears import Shape, adapted_linears, check_kinds
 from turnwise.types import LoraConfig
 
 LORA_ALPHA = 32.0
@@ -31,26 +30,33 @@ _versions = itertools.count(1)
 class LoraWeights:
     """The A [r, I] and B [O, r] of every targeted linear, as views into one flat float32 tensor."""
 
-    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], flat: Tensor) -> None:
+    grad_pairs: dict[str, tuple[Tensor, Tensor]] | None = None
+    """Where a backward pass adds the gradients of A and B; None for weights that are not trained."""
+
+    def __init__(self, lora: LoraConfig, shapes: Mapping[str, Shape], flat: Tensor) -> None:
         self.lora = lora
         self.shapes = dict(shapes)
         self.scale = LORA_ALPHA / lora.rank
         self.flat = flat
         self.pairs = split_pairs(flat, shapes, lora.rank)
 
+    def span(self, start: int, stop: int) -> Span:
+        """The route of packed tokens [start, stop) through these weights."""
+        return Span(start, stop, self)
+
     def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """The pairs in the activations' dtype, no gradient recorded: the same tensors where they have it already."""
+        """The pairs in the activations' dtype, outside autograd. Pairs that have this dtype are not copied."""
         with torch.no_grad():
             if all(a.dtype is dtype for a, _ in self.pairs.values()):
                 return {name: (a.detach(), b.detach()) for name, (a, b) in self.pairs.items()}
             return split_pairs(self.flat.to(dtype), self.shapes, self.lora.rank)
 
 
-def num_parameters(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
+def num_parameters(shapes: Mapping[str, Shape], rank: int) -> int:
     return sum(rank * (num_in + num_out) for num_out, num_in in shapes.values())
 
 
-def split_pairs(flat: Tensor, shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+def split_pairs(flat: Tensor, shapes: Mapping[str, Shape], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Views of `flat` as {linear: (A, B)}, in the order of `shapes`."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     offset = 0
@@ -64,58 +70,22 @@ def split_pairs(flat: Tensor, shapes: Mapping[str, tuple[int, int]], rank: int) 
 
 
 class Policy(LoraWeights):
-    """Published weights: they never change, and their `version` marks every KV block computed with them."""
+    """Published weights. They never change, and their `version` marks every KV block computed with them."""
 
-    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], flat: Tensor, dtype: torch.dtype):
+    def __init__(self, lora: LoraConfig, shapes: Mapping[str, Shape], flat: Tensor, dtype: torch.dtype):
         super().__init__(lora, shapes, flat)
         self.version = next(_versions)
         self.pairs = split_pairs(flat.to(dtype), shapes, lora.rank)
 
-
-class BasePolicy:
-    """The frozen base model as a policy: no adapter at all."""
-
-    def __init__(self) -> None:
-        self.version = next(_versions)
-        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.scale = 0.0
-
-    def cast(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:  # noqa: ARG002 - there is nothing to cast
-        return self.pairs
+    @property
+    def has_adapter(self) -> bool:
+        """False for the frozen base model, which is a policy that changes no linear."""
+        return bool(self.pairs)
 
 
-AnyPolicy = Policy | BasePolicy
-
-
-class Adapter(LoraWeights):
-    """A trainable adapter: leaf parameters and gradients as views into flat tensors, and its optimizer's state."""
-
-    def __init__(
-        self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], device: torch.device, *, num_more: int = 0
-    ) -> None:
-        """`num_more` parameters at the end of the flat tensor belong to a subclass; they start at zero."""
-        flat = torch.zeros(num_parameters(shapes, lora.rank) + num_more, dtype=torch.float32, device=device)
-        super().__init__(lora, shapes, flat)
-        generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else torch.seed() % 2**63)
-        for a, _ in self.pairs.values():
-            bound = 1 / math.sqrt(a.shape[1])  # Kaiming-uniform with a = sqrt(5), as PEFT starts; B starts at zero
-            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-        self.grad = torch.zeros_like(flat)
-        self.exp_avg = torch.zeros_like(flat)
-        self.exp_avg_sq = torch.zeros_like(flat)
-        self.num_steps = 0
-        self.pairs = {name: (leaf(a), leaf(b)) for name, (a, b) in self.pairs.items()}
-        self.grad_pairs = split_pairs(self.grad, shapes, lora.rank)
-        for name, (a, b) in self.pairs.items():
-            a.grad, b.grad = self.grad_pairs[name]
-
-    def publish(self, dtype: torch.dtype) -> Policy:
-        return Policy(self.lora, self.shapes, self.flat.clone(), dtype)
-
-
-def leaf(view: Tensor) -> Tensor:
-    """The same storage as a leaf that collects gradients."""
-    return view.detach().requires_grad_(True)
+def base_policy() -> Policy:
+    """The frozen base model as a policy."""
+    return Policy(LoraConfig(), {}, torch.zeros(0), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +94,7 @@ class Span:
 
     start: int
     stop: int
-    weights: LoraWeights | BasePolicy
+    weights: LoraWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +245,7 @@ class _LoraMatmul(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
+def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, Shape]:
     """{linear: (outputs, inputs)} of what `lora` trains; linears are told apart by where they stand in the model."""
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     check_kinds(linears, wanted)

@@ -19,7 +19,7 @@ from torch import Tensor
 from turnwise.engine.attention.cuda import has_triton
 from turnwise.engine.attention.plans import upload
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import AnyPolicy, BankRoute, LinearGroup, Policy
+from turnwise.engine.model.lora import BankRoute, LinearGroup, Policy
 
 FIRST_SLOTS = 4
 MIN_RANK = 16
@@ -59,9 +59,9 @@ class LoraBank:
         """Blocks of outputs must not straddle two linears."""
         return all(bounds.start % OUTPUT_BLOCK == 0 for group in groups for bounds in group.bounds.values())
 
-    def slots(self, policies: Sequence[AnyPolicy]) -> dict[int, int]:
+    def slots(self, policies: Sequence[Policy]) -> dict[int, int]:
         """A slot for every policy of one step, by version; the base has none."""
-        wanted = {policy.version: policy for policy in policies if isinstance(policy, Policy)}
+        wanted = {policy.version: policy for policy in policies if policy.has_adapter}
         rank = max([self._rank, *(policy.lora.rank for policy in wanted.values())])
         adapted = {name for policy in wanted.values() for name in policy.pairs}
         if rank > self._rank or len(wanted) > self._num_slots or not adapted <= self._adapted:
@@ -131,14 +131,14 @@ def count_tiles(lengths: Sequence[int]) -> int:
     return sum(-(-length // TILE_ROWS) for length in lengths)
 
 
-def bank_route(bank: LoraBank, lengths: Sequence[tuple[AnyPolicy, int]], device: torch.device) -> BankRoute:
+def bank_route(bank: LoraBank, lengths: Sequence[tuple[Policy, int]], device: torch.device) -> BankRoute:
     """The route of packed rows, given as neighbouring runs of (policy, rows)."""
     runs = _runs(bank.slots([policy for policy, _ in lengths]), lengths)
     tiles = make_tiles(runs, max(1, count_tiles([count for _, count, _ in runs])))
     return BankRoute(bank.banks, bank.generation, runs, upload(tiles, device))
 
 
-def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[AnyPolicy, int]]) -> list[tuple[int, int, int]]:
+def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> list[tuple[int, int, int]]:
     """(first row, rows, slot) of every run, neighbours of one policy together."""
     runs: list[tuple[int, int, int]] = []
     row = 0

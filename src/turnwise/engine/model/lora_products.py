@@ -23,7 +23,7 @@ from turnwise.engine.model.linear import (
     multiply,
     multiply_with_low_rank,
 )
-from turnwise.engine.model.lora import Adapter, LinearGroup, Route
+from turnwise.engine.model.lora import LinearGroup, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
     spans = []
     for span in route.spans:
         if span.weights.pairs:
-            grads = span.weights.grad_pairs if isinstance(span.weights, Adapter) else None
-            spans.append(SpanWeights(span.start, span.stop, span.weights.scale, span.weights.cast(dtype), grads))
+            weights = span.weights
+            spans.append(SpanWeights(span.start, span.stop, weights.scale, weights.cast(dtype), weights.grad_pairs))
     return spans
 
 

@@ -20,7 +20,7 @@ from turnwise.engine.attention.plans import upload, upload_all
 from turnwise.engine.budget import MemorySplit
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import AnyPolicy, BasePolicy, Policy, Route, Span, merge_into
+from turnwise.engine.model.lora import Policy, Route, Span, merge_into
 from turnwise.engine.model.lora_bank import bank_route, make_bank
 from turnwise.engine.sampling import prompt_graphs
 from turnwise.engine.sampling.draw import DrawSettings, draw, uniforms
@@ -109,7 +109,7 @@ class Sampler:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        policy: AnyPolicy,
+        policy: Policy,
         *,
         num_samples: int = 1,
         prompt_logprobs: bool = False,
@@ -293,13 +293,13 @@ class Sampler:
         for request in list(self._requests.values()):
             self._fail(request, error)
 
-    def warm_up(self, policy: AnyPolicy, max_context: int) -> Generator[None, None, int]:
+    def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Capture the decode graphs of one policy for contexts of up to `max_context` tokens; returns how many.
 
         Nobody has to: a graph that is missing is captured when a step first needs it. There are none on a CPU, and
         those of a policy that is not merged depend on who else samples.
         """
-        if self._graphs is None or (isinstance(policy, Policy) and not self._has_room_to_merge):
+        if self._graphs is None or (policy.has_adapter and not self._has_room_to_merge):
             return 0
         num_blocks = -(-max_context // self.config.block_size)
         wanted = self._graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
@@ -308,16 +308,16 @@ class Sampler:
             yield
         return len(wanted)
 
-    def get_ready(self, policy: AnyPolicy) -> None:
+    def get_ready(self, policy: Policy) -> None:
         """Merge a policy before anybody samples from it, if nobody samples: the card has time, and later it has not."""
         is_cuda = self.model.device.type == "cuda"
-        if is_cuda and isinstance(policy, Policy) and self._has_room_to_merge and not self.has_work:
+        if is_cuda and policy.has_adapter and self._has_room_to_merge and not self.has_work:
             with torch.inference_mode():
                 self._merge(policy)
 
-    def _alone(self, policy: AnyPolicy) -> Route:
+    def _alone(self, policy: Policy) -> Route:
         with torch.inference_mode():
-            return self._merge(policy) if isinstance(policy, Policy) else Route()
+            return self._merge(policy) if policy.has_adapter else Route()
 
     def drop_cache(self) -> None:
         """Forget every prefix."""
@@ -327,7 +327,6 @@ class Sampler:
         """The adapter of every packed token: merged into the weights when one policy has the sampler to itself."""
         if self._may_merge(step):
             policy = step.decode[0].request.policy if step.decode else step.prefill[0].row.request.policy
-            assert isinstance(policy, Policy)
             return self._merge(policy)
         lengths = [(row.request.policy, 1) for row in step.decode]
         lengths += [(piece.row.request.policy, piece.stop - piece.start) for piece in step.prefill]
@@ -342,9 +341,9 @@ class Sampler:
                     graphs.captures.weights_moved()
         return Route(merged=self._merged)
 
-    def _unmerged(self, lengths: Sequence[tuple[AnyPolicy, int]]) -> Route:
+    def _unmerged(self, lengths: Sequence[tuple[Policy, int]]) -> Route:
         """Adapters beside the base, for neighbouring runs of (policy, rows)."""
-        if self._bank is not None and any(isinstance(policy, Policy) for policy, _ in lengths):
+        if self._bank is not None and any(policy.has_adapter for policy, _ in lengths):
             return Route(bank=bank_route(self._bank, lengths, self.model.device))
         return Route(spans=_spans(lengths))
 
@@ -352,11 +351,11 @@ class Sampler:
         if not self._has_room_to_merge:
             return False
         policies = {row.request.policy for row in step.decode} | {p.row.request.policy for p in step.prefill}
-        if len(policies) != 1 or isinstance(next(iter(policies)), BasePolicy):
+        if len(policies) != 1 or not next(iter(policies)).has_adapter:
             return False
         return self.config.merge_adapter == "always" or len(self.scheduler.policies()) == 1
 
-    def _logits(self, hidden: Tensor, owners: Sequence[AnyPolicy]) -> Tensor:
+    def _logits(self, hidden: Tensor, owners: Sequence[Policy]) -> Tensor:
         head = self.model.head
         if self._merged_version and all(owner.version == self._merged_version for owner in owners):
             return head.apply_route(hidden, Route(merged=self._merged))
@@ -438,7 +437,7 @@ def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:
 
 def _has_adapters(route: Route) -> bool:
     """Beside the base, span by span."""
-    return any(isinstance(span.weights, Policy) for span in route.spans)
+    return any(span.weights.pairs for span in route.spans)
 
 
 def _scores_prompt(step: Step) -> bool:
@@ -468,7 +467,7 @@ def _draw_arrays(rows: Sequence[Row]) -> list[np.ndarray]:
     ]
 
 
-def _spans(lengths: Sequence[tuple[AnyPolicy, int]]) -> list[Span]:
+def _spans(lengths: Sequence[tuple[Policy, int]]) -> list[Span]:
     """Neighbouring runs of one policy, as spans over packed tokens."""
     spans: list[Span] = []
     start = 0

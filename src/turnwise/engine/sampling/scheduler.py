@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from turnwise.engine.model.lora import AnyPolicy
+from turnwise.engine.model.lora import Policy
 from turnwise.engine.sampling.kvcache import NO_PREFIX, BlockPool, Prefix
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -37,7 +37,7 @@ class Request:
     prompt: array[int]
     """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
     params: SamplingParams
-    policy: AnyPolicy
+    policy: Policy
     num_samples: int
     seed: int
     max_tokens: int

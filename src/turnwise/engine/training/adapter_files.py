@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from turnwise.engine.model.lora import LORA_ALPHA, Adapter, LoraWeights, num_parameters, split_pairs
-from turnwise.engine.training.critic import CriticAdapter
+from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
 from turnwise.errors import CheckpointError
-from turnwise.models.linears import linear_kind
+from turnwise.models.linears import Shape, linear_kind
 from turnwise.types import LoraConfig
 
 CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"
@@ -42,8 +42,21 @@ _REFUSED = (
 """PEFT options that mean more than plain A and B."""
 
 
-def write_adapter(weights: LoraWeights, directory: Path, base_model: str, *, with_optimizer: bool) -> None:
-    """Write a complete directory or nothing: files are synced, then moved into place."""
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The content of one safetensors file."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str] | None = None
+
+
+def write_adapter(
+    weights: LoraWeights, directory: Path, base_model: str, more: Mapping[str, TensorFile] | None = None
+) -> None:
+    """Write a complete directory or nothing: files are synced, then moved into place.
+
+    `more` are files beside the adapter's own, by name.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
@@ -52,12 +65,8 @@ def write_adapter(weights: LoraWeights, directory: Path, base_model: str, *, wit
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
             tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
         save_tensors(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        if isinstance(weights, CriticAdapter):
-            head = weights.head_flat.detach().cpu()
-            save_tensors({"weight": head[:-1].clone(), "bias": head[-1:].clone()}, temporary / HEAD_FILE)
-        if with_optimizer and isinstance(weights, Adapter):
-            moments = {"exp_avg": weights.exp_avg.cpu(), "exp_avg_sq": weights.exp_avg_sq.cpu()}
-            save_tensors(moments, temporary / OPTIMIZER_FILE, metadata={"num_steps": str(weights.num_steps)})
+        for name, content in (more or {}).items():
+            save_tensors(content.tensors, temporary / name, metadata=content.metadata)
         config = json.dumps(_peft_config(weights, base_model), indent=2)
         (temporary / CONFIG_FILE).write_text(config + "\n")
         _sync(temporary)
@@ -141,7 +150,7 @@ def adapted_names(directory: Path) -> list[str]:
     return list(_read_pairs(directory))
 
 
-def read_flat(directory: Path, shapes: Mapping[str, tuple[int, int]], rank: int, start: Tensor | None = None) -> Tensor:
+def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Tensor | None = None) -> Tensor:
     """The saved A and B as one flat tensor in the order of `shapes`; linears without any keep `start` (or zeros)."""
     config = read_config(directory)
     saved = _read_pairs(directory)
@@ -197,19 +206,17 @@ def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
-def read_optimizer(directory: Path, adapter: Adapter) -> None:
-    """Restore AdamW's moments and step count."""
+def read_optimizer(directory: Path, num_values: int) -> tuple[dict[str, Tensor], int]:
+    """AdamW's saved moments, by name, and the number of steps it had taken."""
     path = directory / OPTIMIZER_FILE
     if not path.exists():
         raise CheckpointError(f"{directory} was saved without optimizer state; load it without the optimizer")
     moments = _load(path)
     for name in ("exp_avg", "exp_avg_sq"):
-        if moments[name].shape != adapter.flat.shape:
-            raise CheckpointError(f"{path}: {name} has {moments[name].numel()} values; expected {adapter.flat.numel()}")
+        if moments[name].numel() != num_values:
+            raise CheckpointError(f"{path}: {name} has {moments[name].numel()} values; expected {num_values}")
     with safe_open(path, framework="pt") as file:
-        adapter.num_steps = int((file.metadata() or {})["num_steps"])
-    adapter.exp_avg.copy_(moments["exp_avg"])
-    adapter.exp_avg_sq.copy_(moments["exp_avg_sq"])
+        return moments, int((file.metadata() or {})["num_steps"])
 
 
 def _load(path: Path) -> dict[str, Tensor]:

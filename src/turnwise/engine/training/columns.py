@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from array import array as number_array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from turnwise.engine.training.losses import Loss, LossColumns, did_you_mean, make_loss
+from turnwise.engine.training.losses import Loss, LossColumns, make_loss
 from turnwise.engine.training.preference_losses import PreferenceLoss
 from turnwise.errors import DataError
+from turnwise.losses.table import ClippedOptions, did_you_mean
 from turnwise.types import Datum, ModelInput, TensorData
 
 AnyLoss = Loss | PreferenceLoss
@@ -43,6 +45,14 @@ KNOWN_INPUTS: Mapping[str, str] = {
     "turn_weights": "how much each target counts within its dialogue",
 }
 """`loss_fn_inputs` keys, with what to send."""
+
+
+class Asked(NamedTuple):
+    """The positions of one datum that a pass reads; all arrays have one entry per position."""
+
+    positions: NDArray[np.int64]
+    temperatures: FloatArray
+    targets: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,31 @@ class DatumColumns:
     @property
     def num_targets(self) -> int:
         return len(self.input_ids) - self.target_start
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the caller sent a reference's logprobs."""
+        return self.ref_logprobs is not None
+
+    def asked(self, *, only_trained: bool) -> Asked:
+        """The trained positions, or every position that has a target."""
+        is_asked = self.mask if only_trained else np.arange(len(self.input_ids)) >= self.target_start
+        positions = np.nonzero(is_asked)[0]
+        return Asked(positions, self.temperature[positions], self.target_ids[positions])
+
+    def with_all_trained(self) -> DatumColumns:
+        """The same datum with every target trained, weight 1."""
+        mask = np.arange(len(self.input_ids)) >= self.target_start
+        return replace(self, mask=mask, weights=mask.astype(np.float32))
+
+
+def with_weights(datum: Datum) -> Datum:
+    """Reading logprobs needs no choice of what to train: a datum without weights or mask gets weights of one."""
+    inputs = datum.loss_fn_inputs
+    if "target_tokens" not in inputs or "weights" in inputs or "mask" in inputs:
+        return datum
+    ones = TensorData([1.0] * len(inputs["target_tokens"]))
+    return Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, "weights": ones})
 
 
 def datums_to_columns(
@@ -209,7 +244,7 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
         if key not in inputs and not (key == "old_logprobs" and "old_share" in inputs):
             who = loss.name
             if key == "old_logprobs" and isinstance(loss, Loss):
-                who = f"{who} with correction={loss.config.correction!r}"
+                who = f"{who} with correction={loss.terms.correction!r}"
             raise DataError(f"{who} needs {key} in loss_fn_inputs, and {came} came; send {KNOWN_INPUTS[key]}")
     if loss.name == "cross_entropy" and not inputs.keys() & {"weights", "mask"}:
         hint = KNOWN_INPUTS["weights"]
@@ -319,7 +354,7 @@ def _check_clip(
         reader.refuse("clip_low_threshold", low < 0, "expected an absolute ratio bound, such as 0.8")
     if high is not None:
         reader.refuse("clip_high_threshold", high < 0, "expected an absolute ratio bound, such as 1.2")
-    if isinstance(loss, PreferenceLoss) or not loss.is_clipped or (low is None and high is None):
+    if not isinstance(loss.config, ClippedOptions) or (low is None and high is None):
         return
     lows = np.broadcast_to(loss.config.clip_low_threshold if low is None else low, mask.shape)
     highs = np.broadcast_to(loss.config.clip_high_threshold if high is None else high, mask.shape)

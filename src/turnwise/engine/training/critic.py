@@ -14,22 +14,30 @@ Shape legend: N input positions of one datum, T those of all datums laid end to 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turnwise.engine.budget import PassLimit
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import Adapter, Route, Span, leaf, target_shapes
-from turnwise.engine.training.losses import did_you_mean
-from turnwise.engine.training.pack import MIN_SHARED, NO_SHARING, pack, split_batches
+from turnwise.engine.model.lora import Policy, Route, target_shapes
+from turnwise.engine.training import adapter_files
+from turnwise.engine.training.columns import Asked
+from turnwise.engine.training.logprobs import TokenGradients
+from turnwise.engine.training.objective import LossSettings, Objective
+from turnwise.engine.training.pack import Entries
+from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, DataError
-from turnwise.types import Datum, ForwardBackwardOutput, LoraConfig, TensorData
+from turnwise.losses.table import did_you_mean
+from turnwise.models.linears import Shape
+from turnwise.types import Datum, LoraConfig, TensorData
 
+CRITIC_HINT = "a critic has forward and forward_backward with 'value'"
 VALUE_LOSS = "value"
 VALUE_INPUTS: Mapping[str, str] = {
     "mask": "1 on each position whose value is asked for or learned, 0 on the others",
@@ -40,48 +48,30 @@ VALUE_INPUTS: Mapping[str, str] = {
 """`loss_fn_inputs` keys of a critic, with what to send; all are as long as `model_input`."""
 
 
-Picked = tuple[int, NDArray[np.int64]]
-"""A datum's number, and positions in it."""
-
-
-class CriticAdapter(Adapter):
+class CriticAdapter(LoraAdapter):
     """LoRA on the body and a value head, all in one flat tensor."""
 
-    def __init__(self, lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], hidden_size: int, device: torch.device):
+    def __init__(self, lora: LoraConfig, shapes: Mapping[str, Shape], hidden_size: int, device: torch.device) -> None:
         super().__init__(lora, shapes, device, num_more=hidden_size + 1)
+        self.objective: Objective = STATE_VALUES
         self.head_flat = self.flat[-(hidden_size + 1) :]
-        head_grad = self.grad[-(hidden_size + 1) :]
-        self.weight_H, self.bias = leaf(self.head_flat[:-1]), leaf(self.head_flat[-1:])
-        self.weight_H.grad, self.bias.grad = head_grad[:-1], head_grad[-1:]
+        """[H + 1] the head's weight, then its bias."""
+        self.head_grad = self.grad[-(hidden_size + 1) :]
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """[rows, H] -> [rows]"""
-        return hidden.float() @ self.weight_H + self.bias
+    def publish(self, dtype: torch.dtype) -> Policy:  # noqa: ARG002 - there is nothing to publish
+        raise ConfigError(f"this client trains a critic: sampling needs a policy; {CRITIC_HINT}")
 
+    def _more_files(self) -> dict[str, adapter_files.TensorFile]:
+        head = self.head_flat.cpu()
+        return {
+            adapter_files.HEAD_FILE: adapter_files.TensorFile({"weight": head[:-1].clone(), "bias": head[-1:].clone()})
+        }
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueColumns:
-    """One checked datum, every array [N]."""
-
-    input_ids: NDArray[np.int64]
-    mask: NDArray[np.bool_]
-    weights: NDArray[np.float32]
-    returns: NDArray[np.float32]
-    old_values: NDArray[np.float32] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLoss:
-    """Half the squared error; with a `clip` above 0, the worse of that and the one of a value kept near its old one."""
-
-    clip: float = 0.0
-
-    def __call__(self, values_T: Tensor, returns_T: Tensor, old_T: Tensor | None) -> Tensor:
-        error_T = (values_T - returns_T).square()
-        if self.clip > 0 and old_T is not None:
-            near_T = torch.clamp(values_T, old_T - self.clip, old_T + self.clip)
-            error_T = torch.maximum(error_T, (near_T - returns_T).square())
-        return 0.5 * error_T
+    def _read_parameters(self, directory: Path) -> Tensor:
+        flat = adapter_files.read_flat(directory, self.shapes, self.lora.rank, self.flat)
+        head = adapter_files.read_head(directory, len(self.head_flat) - 1)
+        flat[-len(head) :] = head
+        return flat
 
 
 def create_critic(model: CausalModel, lora: LoraConfig) -> CriticAdapter:
@@ -92,54 +82,195 @@ def create_critic(model: CausalModel, lora: LoraConfig) -> CriticAdapter:
     return CriticAdapter(lora, shapes, model.head.in_features, model.device)
 
 
-def make_value_loss(loss_fn: str, config: Mapping[str, float | str] | None, *, is_learning: bool) -> ValueLoss:
-    if loss_fn != VALUE_LOSS:
-        raise ConfigError(f"loss {loss_fn!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
-    given = dict(config or {})
-    for key in given:
-        if key != "value_clip":
-            raise ConfigError(f"{VALUE_LOSS} has no config key {key!r}{did_you_mean(key, ['value_clip'])}")
-    clip = given.get("value_clip", 0.0)
-    if isinstance(clip, str) or not (math.isfinite(clip) and clip >= 0):
-        raise ConfigError(f"value_clip={clip!r}; expected a distance such as 0.2, or 0 for off")
-    if clip and not is_learning:
-        raise ConfigError("value_clip is not read by forward; leave it out")
-    return ValueLoss(clip=float(clip))
+class ValueHead:
+    """The value heads of the critics in a route, applied to the rows of one packed batch."""
+
+    def __init__(self, route: Route, entries: Entries) -> None:
+        self.entries = entries
+        self.spans: list[tuple[slice, CriticAdapter]] = []
+        for span in route.spans:
+            start, stop = np.searchsorted(entries.host_tokens, [span.start, span.stop]).tolist()
+            self.spans.append((slice(start, stop), cast(CriticAdapter, span.weights)))
+
+    def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, None]:
+        """Values [E]."""
+        parts = [hidden_RH[rows].float() @ critic.head_flat[:-1] + critic.head_flat[-1] for rows, critic in self.spans]
+        return torch.cat(parts)[self.entries.rows], None
+
+    def backward(self, hidden_RH: Tensor, gradients: TokenGradients) -> tuple[Tensor, Tensor, None]:
+        """d loss / d hidden [R, H] and values [E]; the heads' gradients are added in place."""
+        values_E, _ = self.outputs(hidden_RH)
+        grad_E, _ = gradients(values_E, None, slice(0, len(values_E)))
+        grad_R = torch.zeros(len(hidden_RH), device=hidden_RH.device).index_add_(0, self.entries.rows, grad_E)
+        grad_hidden = torch.empty_like(hidden_RH)
+        for rows, critic in self.spans:
+            critic.head_grad[:-1].addmv_(hidden_RH[rows].float().t(), grad_R[rows])
+            critic.head_grad[-1:] += grad_R[rows].sum()
+            torch.mul(grad_R[rows, None], critic.head_flat[:-1], out=grad_hidden[rows])
+        return grad_hidden, values_E, None
 
 
-def value_columns(
-    datums: Sequence[Datum], loss: ValueLoss, *, vocab_size: int, max_length: int, is_learning: bool
-) -> list[ValueColumns]:
-    """Check the datums of one request; nothing is padded, cut or guessed."""
-    if not datums:
-        raise DataError("no datums; send at least one")
-    required = (("mask", "returns", "values") if loss.clip else ("mask", "returns")) if is_learning else ()
-    found: list[ValueColumns] = []
-    for index, datum in enumerate(datums):
-        try:
-            found.append(_columns_of(datum, required, vocab_size=vocab_size, max_length=max_length))
-        except DataError as cause:
-            raise DataError(f"datum {index}: {cause}") from cause
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDatum:
+    """One checked datum, every array [N]."""
+
+    input_ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    weights: NDArray[np.float32]
+    returns: NDArray[np.float32]
+    old_values: NDArray[np.float32] | None
+
+    target_start = 0
+    has_reference = False
+
+    def asked(self, *, only_trained: bool) -> Asked:  # noqa: ARG002 - values are read where they are learned
+        """The masked positions; a value has neither temperature nor target."""
+        positions = np.nonzero(self.mask)[0]
+        return Asked(positions, np.ones(len(positions), np.float32), np.zeros(len(positions), np.int64))
 
 
-def _columns_of(datum: Datum, required: Sequence[str], *, vocab_size: int, max_length: int) -> ValueColumns:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueColumns:
+    """What the loss reads besides the values; every tensor is [T]."""
+
+    mask_T: Tensor
+    weights_T: Tensor
+    """0 outside the mask."""
+    returns_T: Tensor
+    old_T: Tensor | None
+    """The values to be clipped around."""
+
+    def slice(self, index: slice | Tensor) -> ValueColumns:
+        return self._each(lambda column: column[index])
+
+    def to(self, device: str | torch.device) -> ValueColumns:
+        return self._each(lambda column: column.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ValueColumns:
+        return ValueColumns(
+            mask_T=change(self.mask_T),
+            weights_T=change(self.weights_T),
+            returns_T=change(self.returns_T),
+            old_T=None if self.old_T is None else change(self.old_T),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """Half the squared error; with a `clip` above 0, the worse of that and the one of a value kept near its old one."""
+
+    clip: float = 0.0
+    is_learning: bool = True
+    """False where values are only read: datums bring no returns, and there are no metrics."""
+
+    is_separable = True
+    needs_entropy = False
+    needs_reference = False
+
+    @property
+    def required_inputs(self) -> tuple[str, ...]:
+        """The `loss_fn_inputs` that a datum must bring."""
+        if not self.is_learning:
+            return ()
+        return ("mask", "returns", "values") if self.clip else ("mask", "returns")
+
+    def __call__(self, values_T: Tensor, entropies_T: Tensor | None, columns: ValueColumns) -> Tensor:  # noqa: ARG002
+        error_T = (values_T - columns.returns_T).square()
+        if self.clip > 0 and columns.old_T is not None:
+            near_T = torch.clamp(values_T, columns.old_T - self.clip, columns.old_T + self.clip)
+            error_T = torch.maximum(error_T, (near_T - columns.returns_T).square())
+        return columns.weights_T * 0.5 * error_T
+
+    def metrics(self, values_T: Tensor, entropies_T: Tensor | None, columns: ValueColumns) -> dict[str, float]:  # noqa: ARG002
+        if not self.is_learning:
+            return {}
+        own = columns.slice(columns.mask_T)
+        values = values_T[columns.mask_T]
+        num = max(1, len(values))
+        metrics = {
+            "loss:sum": float(self(values, None, own).sum()),
+            "num_trained_tokens:sum": float(len(values)),
+            "value:mean": float(values.sum() / num),
+            "return:mean": float(own.returns_T.sum() / num),
+            "value_error:mean": float((values - own.returns_T).abs().sum() / num),
+        }
+        if self.clip > 0 and own.old_T is not None:
+            metrics["value_clip_fraction:mean"] = float(((values - own.old_T).abs() > self.clip).sum() / num)
+        return metrics
+
+
+class StateValues:
+    """Values of states, from a critic's own head."""
+
+    output_name = "values"
+
+    def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
+        if name != VALUE_LOSS:
+            raise ConfigError(f"loss {name!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
+        given = dict(settings or {})
+        for key in given:
+            if key != "value_clip":
+                raise ConfigError(f"{VALUE_LOSS} has no config key {key!r}{did_you_mean(key, ['value_clip'])}")
+        clip = given.get("value_clip", 0.0)
+        if isinstance(clip, str) or not (math.isfinite(clip) and clip >= 0):
+            raise ConfigError(f"value_clip={clip!r}; expected a distance such as 0.2, or 0 for off")
+        if clip and not is_learning:
+            raise ConfigError("value_clip is not read by forward; leave it out")
+        return ValueLoss(clip=float(clip), is_learning=is_learning)
+
+    def read_datums(
+        self,
+        datums: Sequence[Datum],
+        loss: ValueLoss,
+        model: CausalModel,
+        *,
+        is_learning: bool,  # noqa: ARG002
+    ) -> list[ValueDatum]:
+        if not datums:
+            raise DataError("no datums; send at least one")
+        found: list[ValueDatum] = []
+        for index, datum in enumerate(datums):
+            try:
+                found.append(_read_datum(datum, loss, model))
+            except DataError as cause:
+                raise DataError(f"datum {index}: {cause}") from cause
+        return found
+
+    def collate(self, datums: Sequence[ValueDatum]) -> ValueColumns:
+        old = [datum.old_values for datum in datums if datum.old_values is not None]
+        return ValueColumns(
+            mask_T=torch.from_numpy(np.concatenate([datum.mask for datum in datums])),
+            weights_T=torch.from_numpy(np.concatenate([datum.weights for datum in datums])),
+            returns_T=torch.from_numpy(np.concatenate([datum.returns for datum in datums])),
+            old_T=torch.from_numpy(np.concatenate(old)) if len(old) == len(datums) else None,
+        )
+
+    def make_head(self, model: CausalModel, route: Route, entries: Entries, *, with_entropy: bool) -> ValueHead:  # noqa: ARG002
+        return ValueHead(route, entries)
+
+
+STATE_VALUES = StateValues()
+
+
+def _read_datum(datum: Datum, loss: ValueLoss, model: CausalModel) -> ValueDatum:
     inputs, ids = datum.loss_fn_inputs, np.asarray(datum.model_input.to_ints())
     for key in inputs:
         if key not in VALUE_INPUTS:
             near = did_you_mean(key, VALUE_INPUTS)
             raise DataError(f"loss_fn_inputs has no key {key!r}{near}; a critic reads {', '.join(VALUE_INPUTS)}")
-    for key in required:
+    for key in loss.required_inputs:
         if key not in inputs:
             raise DataError(f"{VALUE_LOSS} needs {key} in loss_fn_inputs; send {VALUE_INPUTS[key]}")
-    if not 0 < len(ids) <= max_length:
-        raise DataError(f"model_input has {len(ids)} tokens; expected 1 to {max_length} (the model's limit here)")
-    if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
-        raise DataError(f"model_input holds ids outside 0 to {vocab_size - 1}; expected this model's token ids")
+    if not 0 < len(ids) <= model.max_context_length:
+        raise DataError(
+            f"model_input has {len(ids)} tokens; expected 1 to {model.max_context_length} (the model's limit here)"
+        )
+    if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= model.vocab_size:
+        raise DataError(f"model_input holds ids outside 0 to {model.vocab_size - 1}; expected this model's token ids")
     mask = _column(inputs, "mask", 1.0, len(ids))
     if not np.isin(mask, (0.0, 1.0)).all():
         raise DataError("mask holds other numbers than 0 and 1; normalisers belong into weights")
-    return ValueColumns(
+    return ValueDatum(
         input_ids=ids.astype(np.int64),
         mask=mask == 1,
         weights=_column(inputs, "weights", 1.0, len(ids)) * mask,
@@ -158,127 +289,3 @@ def _column(inputs: Mapping[str, TensorData], key: str, filler: float, length: i
         at = int(np.argmin(np.isfinite(column)))
         raise DataError(f"{key} holds {column[at]} at position {at}; expected finite numbers: {VALUE_INPUTS[key]}")
     return column
-
-
-class CriticTrainer:
-    """Runs a critic's datums through the model."""
-
-    def __init__(self, model: CausalModel, limit: PassLimit, *, share_prefixes: bool) -> None:
-        self.model = model
-        self.limit = limit
-        self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
-
-    def forward(
-        self, critic: CriticAdapter, datums: Sequence[ValueColumns]
-    ) -> Generator[None, None, ForwardBackwardOutput]:
-        """The value of every masked position; no gradient."""
-        values_T, offsets = self._blank(datums)
-        for members in self._passes(datums):
-            with torch.no_grad():
-                hidden, columns, _ = self._rows(critic, datums, members, offsets)
-                values_T[columns] = critic.values(hidden)
-            yield
-        return _output(datums, values_T, offsets, {})
-
-    def forward_backward(
-        self, critic: CriticAdapter, datums: Sequence[ValueColumns], loss: ValueLoss
-    ) -> Generator[None, None, ForwardBackwardOutput]:
-        """The same values, and the gradient of `loss` added to the critic's; a pass that fails leaves none behind."""
-        before = critic.grad.clone()
-        values_T, offsets = self._blank(datums)
-        total = torch.zeros((), device=self.model.device)
-        try:
-            for members in self._passes(datums):
-                with torch.enable_grad():
-                    hidden, columns, picked = self._rows(critic, datums, members, offsets)
-                    values = critic.values(hidden)
-                    returns = self._gather([datums[member].returns for member, _ in picked], picked)
-                    weights = self._gather([datums[member].weights for member, _ in picked], picked)
-                    old = None
-                    if loss.clip > 0:
-                        old = self._gather([_old_values(datums[member]) for member, _ in picked], picked)
-                    summed = (weights * loss(values, returns, old)).sum()
-                summed.backward()
-                total += summed.detach()
-                values_T[columns] = values.detach()
-                yield
-        except BaseException:
-            critic.grad.copy_(before)
-            raise
-        return _output(datums, values_T, offsets, _metrics(datums, values_T.cpu().numpy(), float(total), loss))
-
-    def _blank(self, datums: Sequence[ValueColumns]) -> tuple[Tensor, NDArray[np.int64]]:
-        offsets = np.cumsum([0, *(len(datum.input_ids) for datum in datums)])
-        return torch.zeros(int(offsets[-1]), device=self.model.device), offsets
-
-    def _passes(self, datums: Sequence[ValueColumns]) -> list[list[int]]:
-        chosen = [index for index, datum in enumerate(datums) if datum.mask.any()]
-        sequences = [datums[index].input_ids for index in chosen]
-        batches = split_batches(sequences, self.limit, min_shared=self.min_shared)
-        return [[chosen[index] for index in batch] for batch in batches]
-
-    def _rows(
-        self,
-        critic: CriticAdapter,
-        datums: Sequence[ValueColumns],
-        members: Sequence[int],
-        offsets: NDArray[np.int64],
-    ) -> tuple[Tensor, Tensor, list[Picked]]:
-        """Hidden states of the masked positions, where they stand in T, and which position of which datum each is."""
-        batch = pack([datum.input_ids for datum in datums], members, min_shared=self.min_shared)
-        device = self.model.device
-        hidden = self.model.hidden(
-            torch.from_numpy(batch.input_ids).to(device),
-            torch.from_numpy(batch.position_ids).to(device),
-            batch.plan,
-            Route(spans=[Span(0, batch.num_tokens, critic)]),
-        )
-        picked = [(member, np.nonzero(datums[member].mask)[0]) for member in batch.members]
-        tokens = [index[at] for index, (_, at) in zip(batch.packed_index, picked, strict=True)]
-        columns = [at + offsets[member] for member, at in picked]
-        rows = torch.from_numpy(np.concatenate(tokens)).to(device)
-        return hidden[rows], torch.from_numpy(np.concatenate(columns)).to(device), picked
-
-    def _gather(self, columns: Sequence[NDArray[np.float32]], picked: Sequence[Picked]) -> Tensor:
-        """Each datum's column at its picked positions, one after the other."""
-        flat = np.concatenate([column[at] for column, (_, at) in zip(columns, picked, strict=True)])
-        return torch.from_numpy(flat).to(self.model.device)
-
-
-def _old_values(datum: ValueColumns) -> NDArray[np.float32]:
-    assert datum.old_values is not None, "value_columns requires them where values are clipped"
-    return datum.old_values
-
-
-def _metrics(
-    datums: Sequence[ValueColumns], values_T: NDArray[np.float32], total: float, loss: ValueLoss
-) -> dict[str, float]:
-    mask_T = np.concatenate([datum.mask for datum in datums])
-    values, returns = values_T[mask_T], np.concatenate([datum.returns for datum in datums])[mask_T]
-    num = max(1, len(values))
-    metrics = {
-        "loss:sum": total,
-        "num_trained_tokens:sum": float(len(values)),
-        "value:mean": float(values.sum() / num),
-        "return:mean": float(returns.sum() / num),
-        "value_error:mean": float(np.abs(values - returns).sum() / num),
-    }
-    if loss.clip > 0:
-        old = np.concatenate([_old_values(datum) for datum in datums])[mask_T]
-        metrics["value_clip_fraction:mean"] = float((np.abs(values - old) > loss.clip).sum() / num)
-    return metrics
-
-
-def _output(
-    datums: Sequence[ValueColumns], values_T: Tensor, offsets: NDArray[np.int64], metrics: Mapping[str, float]
-) -> ForwardBackwardOutput:
-    """Per datum its values, and a mask of the positions that they are known at."""
-    known = values_T.cpu().numpy()
-    outputs = [
-        {
-            "values": TensorData.from_numpy(known[int(start) : int(stop)]),
-            "mask": TensorData.from_numpy(datum.mask.astype(np.float32)),
-        }
-        for datum, start, stop in zip(datums, offsets, offsets[1:], strict=False)
-    ]
-    return ForwardBackwardOutput("ArrayRecord", outputs, dict(metrics))

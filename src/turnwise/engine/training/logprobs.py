@@ -85,7 +85,7 @@ class TargetHead:
         self.spans = _row_spans(head, route, entries)
         self._fused = fused_head(head.weight)
 
-    def logprobs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logprobs and entropies [E], no gradient."""
         logprobs, entropies = [], []
         for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
@@ -215,7 +215,7 @@ def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan
             continue
         start, stop = np.searchsorted(entries.host_tokens, [span.start, span.stop]).tolist()
         a, b = span.weights.pairs[head.name]
-        grads = getattr(span.weights, "grad_pairs", {}).get(head.name, (None, None))
+        grads = (span.weights.grad_pairs or {}).get(head.name, (None, None))
         spans.append(RowSpan(start, stop, a.detach().float(), b.detach().float(), span.weights.scale, *grads))
     return spans
 

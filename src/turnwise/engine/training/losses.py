@@ -17,29 +17,37 @@ Axes: `_T` target position, `_D` datum (one sequence).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from turnwise.engine.training.loss_config import (
-    CHOICES,
-    FLAGS,
-    OUTLIER_BOUNDS,
-    TRUNCATIONS,
-    LossConfig,
-    check_ranges,
-    check_value,
-    correction_bounds,
-)
-from turnwise.engine.training.loss_config import did_you_mean as did_you_mean  # noqa: PLC0414 - for its other users
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import (
+    ClippedOptions,
+    DppoTvOptions,
+    DroOptions,
+    LossInfo,
+    LossOptions,
+    PolicyOptions,
+    PpoOptions,
+    Settings,
+    find_loss,
+    read_settings,
+)
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before exp."""
+OUTLIER_BOUNDS = (1e-4, 100.0)
+"""`outlier_rejection` drops a sequence that holds a token whose ratio lies outside."""
+NO_TERMS = PolicyOptions()
+"""What a loss that compares no policies has of the shared terms: none."""
 
 _Index = slice | Tensor
+PolicyFunction = Callable[["_Tokens", Any], "_PolicyTerm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,55 +95,52 @@ class LossColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One loss with its settings; built by `make_loss`."""
+    """One loss with its options; built by `make_loss`."""
 
-    name: str
-    config: LossConfig
+    info: LossInfo
+    config: LossOptions
+    policy: PolicyFunction
+    """[T] the loss of each token before correction, KL, entropy and weight."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def terms(self) -> PolicyOptions:
+        """The options that all losses over policies share."""
+        return self.config if isinstance(self.config, PolicyOptions) else NO_TERMS
 
     @property
     def is_separable(self) -> bool:
         """Token i's loss depends on token i alone, so any slice of the columns may be evaluated by itself."""
-        config = self.config
-        has_sequence_rule = config.outlier_rejection or config.opsm_threshold != 0
-        is_by_token = not config.correction.startswith("sequence") and not has_sequence_rule
-        return self.name != "gspo" and is_by_token
+        return self.info.is_separable and self.terms.is_by_token
 
     @property
     def needs_entropy(self) -> bool:
-        return self.config.entropy_coef != 0
+        return self.terms.entropy_coef != 0
 
     @property
     def needs_reference(self) -> bool:
-        return self.config.kl_coef != 0
-
-    @property
-    def needs_old(self) -> bool:
-        """A truncation acts on old / sampler; without the old policy it would correct the ratio a second time."""
-        return self.config.correction in TRUNCATIONS
-
-    @property
-    def is_clipped(self) -> bool:
-        return "clip_low_threshold" in _KINDS[self.name].keys
+        return self.terms.kl_coef != 0
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
         """The `loss_fn_inputs` that a datum must bring besides `target_tokens`; the engine can compute a reference."""
-        if self.name == "cross_entropy":
-            return ()
-        return ("logprobs", "advantages", "old_logprobs") if self.needs_old else ("logprobs", "advantages")
+        return (*self.info.columns, "old_logprobs") if self.terms.needs_old_policy else self.info.columns
 
     def __call__(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> Tensor:
         """[T] the loss of each token; its sum is the loss. Exactly 0, gradient included, where untrained."""
         return self._evaluate(logprobs_T, entropies_T, columns).loss_T
 
     def _evaluate(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> _Evaluation:
-        config = self.config
-        if self.name == "cross_entropy":  # it knows no other policy
+        config = self.terms
+        if not self.info.compares_policies:
             columns = replace(columns, old_logprobs_T=None, ref_logprobs_T=None)
         if self.needs_reference and columns.ref_logprobs_T is None:
             raise DataError(f"kl_coef={config.kl_coef} but no ref_logprobs; send them with every datum, or set it to 0")
-        tokens = _mask_tokens(logprobs_T, columns, config)
-        policy = _KINDS[self.name].policy(tokens, config)
+        tokens = _mask_tokens(logprobs_T, columns, self.config)
+        policy = self.policy(tokens, self.config)
         factor_T, is_kept_T = _correct(tokens, config)
         loss_T = factor_T * policy.loss_T
         kl_T = None
@@ -162,7 +167,7 @@ class Loss:
         found = {"loss:sum": evaluation.loss_T.sum(), "num_trained_tokens:sum": columns.mask_T.sum()}
         if entropies_T is not None:
             found["entropy:mean"] = _mean(entropies_T, columns.mask_T)
-        if self.name != "cross_entropy":
+        if self.info.compares_policies:
             found |= _ratio_metrics(evaluation)
         values = torch.stack([value.to(logprobs_T.dtype) for value in found.values()]).tolist()  # one device read
         return dict(zip(found, values, strict=True))
@@ -220,7 +225,7 @@ class _Evaluation:
     kl_T: Tensor | None
 
 
-def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossConfig) -> _Tokens:
+def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossOptions) -> _Tokens:
     # Mask before any arithmetic: an untrained token may hold a huge gap, and inf * 0 is nan in the gradient.
     def masked(column_T: Tensor) -> Tensor:
         return torch.where(columns.mask_T, column_T, 0.0)
@@ -233,6 +238,9 @@ def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossConfig) -
     if columns.old_share_T is not None:
         old_T = sampler_T + masked(columns.old_share_T) * (p_T.detach() - sampler_T)
     sequence_mask_T = columns.sequence_ratio_mask_T
+    low, high = 0.0, math.inf
+    if isinstance(config, ClippedOptions):
+        low, high = config.clip_low_threshold, config.clip_high_threshold
     return _Tokens(
         mask_T=columns.mask_T,
         logprobs_T=p_T,
@@ -240,8 +248,8 @@ def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossConfig) -
         log_ratio_T=p_T - (sampler_T if old_T is None else old_T),
         log_sampler_ratio_T=p_T.detach() - sampler_T,
         log_rho_T=None if old_T is None else old_T - sampler_T,
-        clip_low_T=bound(columns.clip_low_T, config.clip_low_threshold),
-        clip_high_T=bound(columns.clip_high_T, config.clip_high_threshold),
+        clip_low_T=bound(columns.clip_low_T, low),
+        clip_high_T=bound(columns.clip_high_T, high),
         sequence_mask_T=columns.mask_T if sequence_mask_T is None else columns.mask_T & sequence_mask_T,
         datum_T=columns.datum_T,
         num_datums=columns.num_datums,
@@ -252,22 +260,23 @@ def _ratio(log_ratio_T: Tensor) -> Tensor:
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _correct(tokens: _Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def _correct(tokens: _Tokens, config: PolicyOptions) -> tuple[Tensor, Tensor]:
     """[T] the constant factor on each token's policy term, and whether the token is kept at all."""
-    if tokens.log_rho_T is None and config.correction in TRUNCATIONS:
+    if tokens.log_rho_T is None and config.needs_old_policy:
         raise ConfigError(
             f"correction={config.correction!r} without old_logprobs: the ratio is already taken against the sampler, "
             "and would be corrected twice; send old_logprobs with every datum, or use a mask or correction='none'"
         )
+    low, high = config.correction_bounds
     log_gap_T = tokens.log_sampler_ratio_T if tokens.log_rho_T is None else tokens.log_rho_T
     gap_T = _ratio(log_gap_T)
     factor_T = torch.ones_like(gap_T) if tokens.log_rho_T is None else gap_T
     judged_T = None
     match config.correction:
         case "token_tis":
-            factor_T = gap_T.clamp(max=config.correction_high)
+            factor_T = gap_T.clamp(max=high)
         case "sequence_tis":
-            factor_T = _ratio(tokens.sequence_sum(log_gap_T)).clamp(max=config.correction_high)
+            factor_T = _ratio(tokens.sequence_sum(log_gap_T)).clamp(max=high)
         case "token_mask":
             judged_T = gap_T
         case "sequence_mask":
@@ -278,7 +287,7 @@ def _correct(tokens: _Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
             pass
     is_kept_T = tokens.mask_T
     if judged_T is not None:
-        is_kept_T = is_kept_T & _is_within(judged_T, config.correction_low, config.correction_high)
+        is_kept_T = is_kept_T & _is_within(judged_T, low, high)
     if config.outlier_rejection:
         is_outlier_T = ~_is_within(gap_T, *OUTLIER_BOUNDS)
         is_kept_T = is_kept_T & (tokens.datum_sum(is_outlier_T.to(gap_T.dtype)) == 0)
@@ -292,7 +301,7 @@ def _is_within(values_T: Tensor, low: float, high: float) -> Tensor:
     return (values_T >= low) & (values_T <= high)
 
 
-def _kl_to_reference(tokens: _Tokens, ref_logprobs_T: Tensor, config: LossConfig) -> Tensor:
+def _kl_to_reference(tokens: _Tokens, ref_logprobs_T: Tensor, config: PolicyOptions) -> Tensor:
     """[T] the estimate of KL(trainer || reference) at the drawn token (joschu.net/blog/kl-approx.html)."""
     gap_T = tokens.logprobs_T - torch.where(tokens.mask_T, ref_logprobs_T, 0.0)
     match config.kl_estimator:
@@ -305,21 +314,21 @@ def _kl_to_reference(tokens: _Tokens, ref_logprobs_T: Tensor, config: LossConfig
     return kl_T * _ratio(tokens.log_sampler_ratio_T) if config.kl_importance else kl_T
 
 
-def _cross_entropy(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+def _cross_entropy(tokens: _Tokens, _: LossOptions) -> _PolicyTerm:
     return _PolicyTerm(loss_T=-tokens.logprobs_T, ratio_T=torch.ones_like(tokens.logprobs_T), clipped={})
 
 
-def _importance_sampling(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+def _importance_sampling(tokens: _Tokens, _: LossOptions) -> _PolicyTerm:
     """-ratio * A; on-policy its gradient is REINFORCE."""
     ratio_T = _ratio(tokens.log_ratio_T)
     return _PolicyTerm(loss_T=-ratio_T * tokens.advantages_T, ratio_T=ratio_T, clipped={})
 
 
-def _ppo(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
-    return _clipped_surrogate(_ratio(tokens.log_ratio_T), tokens, config)
+def _ppo(tokens: _Tokens, config: PpoOptions) -> _PolicyTerm:
+    return _clipped_surrogate(_ratio(tokens.log_ratio_T), tokens, config.dual_clip)
 
 
-def _clipped_surrogate(ratio_T: Tensor, tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+def _clipped_surrogate(ratio_T: Tensor, tokens: _Tokens, dual_clip: float = 0.0) -> _PolicyTerm:
     """-min(ratio A, clip(ratio) A) (arXiv:1707.06347 eq. 7), with the dual clip of arXiv:1912.09729 where A < 0."""
     advantages_T, low_T, high_T = tokens.advantages_T, tokens.clip_low_T, tokens.clip_high_T
     objective_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low_T, high_T) * advantages_T)
@@ -327,14 +336,14 @@ def _clipped_surrogate(ratio_T: Tensor, tokens: _Tokens, config: LossConfig) -> 
         "low": (advantages_T < 0) & (ratio_T < low_T),
         "high": (advantages_T > 0) & (ratio_T > high_T),
     }
-    if config.dual_clip > 0:
-        floor_T = config.dual_clip * advantages_T
+    if dual_clip > 0:
+        floor_T = dual_clip * advantages_T
         clipped["dual"] = (advantages_T < 0) & (objective_T < floor_T)
         objective_T = torch.where(clipped["dual"], floor_T, objective_T)
     return _PolicyTerm(loss_T=-objective_T, ratio_T=ratio_T, clipped=clipped)
 
 
-def _cispo(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
+def _cispo(tokens: _Tokens, _: LossOptions) -> _PolicyTerm:
     """-sg[clip(ratio)] log p A (arXiv:2506.13585); the value holds log p and does not compare with PPO's."""
     ratio_T = _ratio(tokens.log_ratio_T.detach())
     loss_T = -ratio_T.clamp(tokens.clip_low_T, tokens.clip_high_T) * tokens.logprobs_T * tokens.advantages_T
@@ -342,13 +351,13 @@ def _cispo(tokens: _Tokens, _: LossConfig) -> _PolicyTerm:
     return _PolicyTerm(loss_T=loss_T, ratio_T=ratio_T, clipped=clipped)
 
 
-def _dro(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+def _dro(tokens: _Tokens, config: DroOptions) -> _PolicyTerm:
     """-(A log p - beta/2 log(ratio)^2) (arXiv:2405.19107)."""
     objective_T = tokens.advantages_T * tokens.logprobs_T - config.beta / 2 * tokens.log_ratio_T.square()
     return _PolicyTerm(loss_T=-objective_T, ratio_T=_ratio(tokens.log_ratio_T), clipped={})
 
 
-def _dppo_tv(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+def _dppo_tv(tokens: _Tokens, config: DppoTvOptions) -> _PolicyTerm:
     """-keep ratio A + penalty log(ratio)^2 (arXiv:2602.04879): a token whose probability, not ratio, has moved too far
     the way its advantage pushes it is dropped."""
     ratio_T = _ratio(tokens.log_ratio_T)
@@ -362,11 +371,11 @@ def _dppo_tv(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
     return _PolicyTerm(loss_T=loss_T, ratio_T=ratio_T, clipped=clipped)
 
 
-def _gspo(tokens: _Tokens, config: LossConfig) -> _PolicyTerm:
+def _gspo(tokens: _Tokens, _: LossOptions) -> _PolicyTerm:
     """PPO's surrogate on the geometric mean ratio of the sequence, s_i = sg[s] p_i / sg[p_i] (arXiv:2507.18071)."""
     log_s_T = tokens.sequence_mean(tokens.log_ratio_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_T = (log_s_T + tokens.logprobs_T - tokens.logprobs_T.detach()).exp()
-    return _clipped_surrogate(ratio_T, tokens, config)
+    return _clipped_surrogate(ratio_T, tokens)
 
 
 def _ratio_metrics(evaluation: _Evaluation) -> dict[str, Tensor]:
@@ -398,43 +407,19 @@ def _max(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return masked_T.amax() if masked_T.numel() else masked_T.sum()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    policy: Callable[[_Tokens, LossConfig], _PolicyTerm]
-    keys: frozenset[str]
-    """The config keys that the loss may be given."""
-    defaults: Mapping[str, float]
-    """Where they differ from `LossConfig`'s."""
-
-
-def _rl_kind(policy: Callable[[_Tokens, LossConfig], _PolicyTerm], **defaults: float) -> _Kind:
-    return _Kind(policy, _RL_KEYS | defaults.keys(), defaults)
-
-
-_RL_KEYS = FLAGS | CHOICES.keys() | {"kl_coef", "entropy_coef", "correction_low", "correction_high", "opsm_threshold"}
-_KINDS: Mapping[str, _Kind] = {
-    "cross_entropy": _Kind(_cross_entropy, frozenset(), {}),
-    "importance_sampling": _rl_kind(_importance_sampling),
-    "ppo": _rl_kind(_ppo, clip_low_threshold=0.8, clip_high_threshold=1.2, dual_clip=0.0),
-    "cispo": _rl_kind(_cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
-    "dro": _rl_kind(_dro, beta=0.05),
-    "dppo_tv": _rl_kind(_dppo_tv, tv_threshold=0.2, tv_penalty=1e-3),
-    "gspo": _rl_kind(_gspo, clip_low_threshold=1 - 3e-4, clip_high_threshold=1 + 4e-4),
+LOSS_FUNCTIONS: Mapping[str, PolicyFunction] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "dppo_tv": _dppo_tv,
+    "gspo": _gspo,
 }
+"""The formulas of the table's losses over tokens; those over pairs stand in `preference_losses.py`."""
 
 
-def make_loss(name: str, config: Mapping[str, float | str] | None = None) -> Loss:
+def make_loss(name: str, config: Settings | None = None) -> Loss:
     """The loss of that name with the given settings; the rest take that loss's defaults."""
-    if name not in _KINDS:
-        raise ConfigError(f"loss {name!r} is unknown{did_you_mean(name, _KINDS)}; expected one of {', '.join(_KINDS)}")
-    kind, given = _KINDS[name], dict(config or {})
-    for key, value in given.items():
-        if key not in kind.keys:
-            expected = f"expected one of {', '.join(sorted(kind.keys))}" if kind.keys else "it takes no config"
-            raise ConfigError(f"{name} has no config key {key!r}{did_you_mean(key, kind.keys)}; {expected}")
-        check_value(key, value)
-    settings = {**kind.defaults, **correction_bounds(given), **given}
-    settings |= {key: bool(settings[key]) for key in FLAGS & settings.keys()}
-    resolved = LossConfig(**settings)  # pyright: ignore[reportArgumentType] - each value was checked above
-    check_ranges(resolved)
-    return Loss(name=name, config=resolved)
+    info = find_loss(name)
+    return Loss(info=info, config=read_settings(info, config), policy=LOSS_FUNCTIONS[name])

@@ -18,81 +18,57 @@ Axes: `_T` target position, `_P` pair.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from turnwise.engine.training.losses import LossColumns, did_you_mean
-from turnwise.errors import ConfigError, DataError
+from turnwise.engine.training.losses import LossColumns
+from turnwise.errors import DataError
+from turnwise.losses.table import DpoOptions, LossInfo, LossOptions, RefuelOptions, Settings, find_loss, read_settings
 
 if TYPE_CHECKING:
     from turnwise.engine.training.columns import DatumColumns
 
-RefuelForm = Literal["paper", "repo"]
-
-DEFAULTS: Mapping[str, Mapping[str, float | str]] = {
-    "dpo": {"beta": 0.1, "reward_offset": 0.0},
-    "refuel": {"eta": 1.0, "form": "paper"},
-}
-"""The losses by name, and their settings."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceConfig:
-    """The settings of one loss; `make_preference_loss` decides which of them a loss may be given."""
-
-    beta: float = 0.1
-    """DPO's pull towards the reference."""
-    reward_offset: float = 0.0
-    """DPO: how much of the reward difference the margin has to exceed."""
-    eta: float = 1.0
-    """REFUEL: log-ratio per unit of reward at the optimum."""
-    form: RefuelForm = "paper"
-    """REFUEL: the paper's scale, or that of its code, which is eta^2 times as large."""
+PairFunction = Callable[["_Pairs", Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """One loss over pairs with its settings; the trainer shows it the whole batch at once."""
+    """One loss over pairs with its options; the trainer shows it the whole batch at once."""
 
-    name: str
-    config: PreferenceConfig
+    info: LossInfo
+    config: LossOptions
+    formula: PairFunction
+    """[P] the loss of each pair before its weight."""
 
     is_separable = False
     needs_entropy = False
     needs_reference = True
-    needs_old = False
-    is_clipped = False
+
+    @property
+    def name(self) -> str:
+        return self.info.name
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        needs_rewards = self.name == "refuel" or self.config.reward_offset != 0
-        return ("advantages",) if needs_rewards else ()
+        needs_rewards = isinstance(self.config, DpoOptions) and self.config.reward_offset != 0
+        return (*self.info.columns, "advantages") if needs_rewards else self.info.columns
 
     def __call__(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> Tensor:  # noqa: ARG002
         """[T] the loss of each pair, shared out evenly over its trained tokens; its sum is the loss."""
         pairs = _Pairs.of(logprobs_T, columns)
-        share_T = (pairs.weights_P * self._loss(pairs) / pairs.num_tokens_P.clamp(min=1))[pairs.pair_T]
+        share_T = (pairs.weights_P * self.formula(pairs, self.config) / pairs.num_tokens_P.clamp(min=1))[pairs.pair_T]
         return torch.where(columns.mask_T, share_T, 0.0)
-
-    def _loss(self, pairs: _Pairs) -> Tensor:
-        config, difference_P = self.config, pairs.rewards_P
-        if self.name == "dpo":
-            return -functional.logsigmoid(config.beta * pairs.delta_P - config.reward_offset * difference_P)
-        if config.form == "paper":
-            return (pairs.delta_P / config.eta - difference_P).square()
-        return (pairs.delta_P - config.eta * difference_P).square()
 
     @torch.no_grad()
     def metrics(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> dict[str, float]:  # noqa: ARG002
         """Diagnostics under `name:reduction` keys; a mean is over pairs, of `kl_reference` over trained tokens."""
         pairs = _Pairs.of(logprobs_T, columns)
-        loss_P = self._loss(pairs)
+        loss_P = self.formula(pairs, self.config)
         is_pair_P = pairs.num_tokens_P > 0
         gap_T = pairs.log_ratio_T
         found = {
@@ -175,25 +151,24 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen, values, 0.0).sum() / chosen.sum().clamp(min=1)
 
 
-def make_preference_loss(name: str, config: Mapping[str, float | str] | None = None) -> PreferenceLoss:
+def _dpo(pairs: _Pairs, config: DpoOptions) -> Tensor:
+    return -functional.logsigmoid(config.beta * pairs.delta_P - config.reward_offset * pairs.rewards_P)
+
+
+def _refuel(pairs: _Pairs, config: RefuelOptions) -> Tensor:
+    if config.form == "paper":
+        return (pairs.delta_P / config.eta - pairs.rewards_P).square()
+    return (pairs.delta_P - config.eta * pairs.rewards_P).square()
+
+
+PAIR_FUNCTIONS: Mapping[str, PairFunction] = {"dpo": _dpo, "refuel": _refuel}
+"""The formulas of the table's losses over pairs."""
+
+
+def make_preference_loss(name: str, config: Settings | None = None) -> PreferenceLoss:
     """The loss of that name with the given settings; the rest take their defaults."""
-    known = DEFAULTS[name]
-    for key, value in (config or {}).items():
-        if key not in known:
-            near = did_you_mean(key, known)
-            raise ConfigError(f"{name} has no config key {key!r}{near}; expected one of {', '.join(known)}")
-        _check_value(key, value)
-    return PreferenceLoss(name=name, config=PreferenceConfig(**{**known, **(config or {})}))  # pyright: ignore[reportArgumentType]
-
-
-def _check_value(key: str, value: object) -> None:
-    if key == "form":
-        if value not in get_args(RefuelForm):
-            raise ConfigError(f"form={value!r} is unknown; expected one of {', '.join(get_args(RefuelForm))}")
-    elif isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigError(f"{key}={value!r}; expected a finite number")
-    elif value < 0 or (value == 0 and key in ("beta", "eta")):
-        raise ConfigError(f"{key}={value!r}; expected more than 0")
+    info = find_loss(name)
+    return PreferenceLoss(info=info, config=read_settings(info, config), formula=PAIR_FUNCTIONS[name])
 
 
 def check_pairs(datums: Sequence[DatumColumns]) -> None:

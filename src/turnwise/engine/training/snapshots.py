@@ -13,28 +13,29 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from turnwise.engine.model.lora import LORA_ALPHA, Adapter, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
 from turnwise.engine.training import adapter_files
 from turnwise.errors import CheckpointError
 from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
+    from turnwise.engine.training.trainable import Trainable
 
 GRADIENT_FILE = "gradient.safetensors"
 MAX_SUMMED_RANK = 1024
 
 
-def write_snapshot(engine: Engine, adapter: Adapter, directory: Path) -> None:
+def write_snapshot(engine: Engine, adapter: Trainable, directory: Path) -> None:
     """Fill `directory` with everything that training on needs; the caller syncs it and puts it in place."""
     engine.save_adapter(adapter, directory, with_optimizer=True)
     if bool(adapter.grad.any()):
         adapter_files.save_tensors({"grad": adapter.grad.cpu()}, directory / GRADIENT_FILE)
 
 
-def read_snapshot(engine: Engine, lora: LoraConfig, directory: Path) -> Adapter:
+def read_snapshot(engine: Engine, lora: LoraConfig, directory: Path) -> Trainable:
     """The adapter exactly as `write_snapshot` found it."""
-    adapter = engine.create_critic(lora) if adapter_files.is_critic(directory) else engine.create_adapter(lora)
+    adapter = engine.create_saved(directory, lora)
     engine.load_adapter(adapter, directory, with_optimizer=True)
     gradient = directory / GRADIENT_FILE
     if gradient.exists():
@@ -66,7 +67,7 @@ def write_sum(
     flat = torch.zeros(num_parameters(shapes, rank))
     _fill_sum(split_pairs(flat, shapes, rank), own, coefficients, LORA_ALPHA / rank)
     weights = LoraWeights(summed, shapes, flat)
-    adapter_files.write_adapter(weights, directory, str(engine.model_dir), with_optimizer=False)
+    adapter_files.write_adapter(weights, directory, str(engine.model_dir))
     return summed
 
 

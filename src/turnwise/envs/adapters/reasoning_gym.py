@@ -24,7 +24,7 @@ from typing import Any
 from turnwise.envs.adapters.peers import import_peer
 from turnwise.envs.base import Env, EnvStep, Split, Task, system, user
 from turnwise.envs.schema import did_you_mean
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
@@ -88,7 +88,7 @@ class ReasoningGymWorld:
         """The data set's own answers; none where it has a check and no answer."""
         return play_demonstrations(self, self._player, count, seed) if self._has_answers() else []
 
-    def _player(self, task: Task) -> Player:
+    def _player(self, task: Task) -> ScriptedPlayer:
         answer = self._dataset[task.data["item"]]["answer"]
         return lambda dialogue: f"<answer>{answer}</answer>"  # noqa: ARG005 - it knows the answer
 

@@ -23,7 +23,7 @@ from turnwise.envs.adapters.peers import import_peer, numbers_of, row_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task
 from turnwise.envs.library.gsm_problems import draw_problem
 from turnwise.envs.schema import did_you_mean
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, draw_tasks, random_for
 from turnwise.envs.sync import as_env
 from turnwise.envs.targets import load_attribute
@@ -117,7 +117,7 @@ class SkyRLGymWorld:
             },
         )
 
-    def _player(self, task: Task) -> Player:
+    def _player(self, task: Task) -> ScriptedPlayer:
         steps, truth = task.data["extra_info"]["steps"], task.data["reward_spec"]["ground_truth"]
         return lambda dialogue: "\n".join([*steps, f"#### {truth}"])  # noqa: ARG005 - it knows the answer
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -98,7 +98,7 @@ class Bargain:
         goods = [{"name": name, "worth": rng.choice(WORTHS)} for name in rng.sample(GOODS, self.num_goods)]
         return Task(id="sell-" + "-".join(f"{good['name']}{good['worth']}" for good in goods), data={"goods": goods})
 
-    def _player(self, rng: random.Random) -> Player:
+    def _player(self, rng: random.Random) -> ScriptedPlayer:
         """Ask for the most; before the mood is known, for what a glad buyer pays."""
 
         def reply(dialogue: Sequence[Message]) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.envs.tools import ParsedReply, Toolbox, ToolError, format_tool_call, tool
 from turnwise.errors import ConfigError
@@ -121,7 +121,7 @@ class Calculator:
         return CalculatorEnv(self, task.data["expression"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        def player(task: Task) -> Player:
+        def player(task: Task) -> ScriptedPlayer:
             rng = random_for("demo", seed, task.id)
             is_skilled = rng.random() < self.demonstration_skill
             return self._player(task.data["expression"] if is_skilled else self._draw_expression(rng))
@@ -136,7 +136,7 @@ class Calculator:
         expression = self._draw_expression(rng)
         return Task(id=f"calc-{expression.replace(' ', '')}", data={"expression": expression})
 
-    def _player(self, expression: str) -> Player:
+    def _player(self, expression: str) -> ScriptedPlayer:
         compact = expression.replace(" ", "")
         call = f"calc({compact})" if self.protocol == "line" else format_tool_call("calc", expression=compact)
 

@@ -37,7 +37,7 @@ from turnwise.envs.library.code_problems import Level, draw_problem, problem_lev
 from turnwise.envs.sandbox import Sandbox, SandboxKind
 from turnwise.envs.sandbox.limits import shorten_middle
 from turnwise.envs.sandbox.python_tests import CallTest, PythonTest, TestsOutcome, run_python_tests
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -127,7 +127,7 @@ class Code:
         }
         return Task(id=f"code-{name}", data=data)
 
-    def _player(self, solution: str) -> Player:
+    def _player(self, solution: str) -> ScriptedPlayer:
         code = f"```python\n{solution.strip()}\n```"
 
         def reply(dialogue: Sequence[Message]) -> str:

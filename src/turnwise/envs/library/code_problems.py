@@ -27,7 +27,7 @@ _MAX_DRAWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CodeStep:
     """One thing to do with a value."""
 
     words: str
@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeProblem:
+class GeneratedProblem:
     """What to write, how it is tested, and one way to write it."""
 
     key: str
@@ -50,7 +50,7 @@ class CodeProblem:
     solution: str
 
 
-def draw_problem(rng: random.Random, level: Level) -> CodeProblem:
+def draw_problem(rng: random.Random, level: Level) -> GeneratedProblem:
     """A problem of a level; `mixed` takes each level as often."""
     level = rng.choice(LEVELS) if level == "mixed" else level
     if level == "easy":
@@ -58,72 +58,72 @@ def draw_problem(rng: random.Random, level: Level) -> CodeProblem:
     return _list_problem(rng, is_hard=level == "hard")
 
 
-def _number_step(rng: random.Random) -> Step:
+def _number_step(rng: random.Random) -> CodeStep:
     k = rng.randint(2, 9)
     return rng.choice(
         (
-            Step(f"plus {k}", f"{{}} + {k}", lambda n: n + k),
-            Step(f"minus {k}", f"{{}} - {k}", lambda n: n - k),
-            Step(f"times {k}", f"{{}} * {k}", lambda n: n * k),
-            Step("squared", "{} ** 2", lambda n: n**2),
-            Step(f"modulo {k}", f"{{}} % {k}", lambda n: n % k),
+            CodeStep(f"plus {k}", f"{{}} + {k}", lambda n: n + k),
+            CodeStep(f"minus {k}", f"{{}} - {k}", lambda n: n - k),
+            CodeStep(f"times {k}", f"{{}} * {k}", lambda n: n * k),
+            CodeStep("squared", "{} ** 2", lambda n: n**2),
+            CodeStep(f"modulo {k}", f"{{}} % {k}", lambda n: n % k),
         )
     )
 
 
-def _text_step(rng: random.Random) -> Step:
+def _text_step(rng: random.Random) -> CodeStep:
     k, letter = rng.randint(2, 4), rng.choice("aeiorst")
     return rng.choice(
         (
-            Step("text backwards", "{}[::-1]", lambda t: t[::-1]),
-            Step("text in capitals", "{}.upper()", str.upper),
-            Step(f"the first {k} letters of text", f"{{}}[:{k}]", lambda t: t[:k]),
-            Step(f"the last {k} letters of text", f"{{}}[-{k}:]", lambda t: t[-k:]),
-            Step(f"text without every {letter}", f'{{}}.replace("{letter}", "")', lambda t: t.replace(letter, "")),
-            Step(f"how often {letter} is in text", f'{{}}.count("{letter}")', lambda t: t.count(letter)),
-            Step(f"text {k} times in a row", f"{{}} * {k}", lambda t: t * k),
-            Step(f"whether text ends with {letter}", f'{{}}.endswith("{letter}")', lambda t: t.endswith(letter)),
+            CodeStep("text backwards", "{}[::-1]", lambda t: t[::-1]),
+            CodeStep("text in capitals", "{}.upper()", str.upper),
+            CodeStep(f"the first {k} letters of text", f"{{}}[:{k}]", lambda t: t[:k]),
+            CodeStep(f"the last {k} letters of text", f"{{}}[-{k}:]", lambda t: t[-k:]),
+            CodeStep(f"text without every {letter}", f'{{}}.replace("{letter}", "")', lambda t: t.replace(letter, "")),
+            CodeStep(f"how often {letter} is in text", f'{{}}.count("{letter}")', lambda t: t.count(letter)),
+            CodeStep(f"text {k} times in a row", f"{{}} * {k}", lambda t: t * k),
+            CodeStep(f"whether text ends with {letter}", f'{{}}.endswith("{letter}")', lambda t: t.endswith(letter)),
         )
     )
 
 
-def _filter_step(rng: random.Random) -> Step:
+def _filter_step(rng: random.Random) -> CodeStep:
     k = rng.randint(1, 9)
     return rng.choice(
         (
-            Step("even", "{} % 2 == 0", lambda n: n % 2 == 0),
-            Step("odd", "{} % 2 == 1", lambda n: n % 2 == 1),
-            Step(f"above {k}", f"{{}} > {k}", lambda n: n > k),
-            Step(f"below {k}", f"{{}} < {k}", lambda n: n < k),
-            Step(f"not {k}", f"{{}} != {k}", lambda n: n != k),
-            Step(f"multiples of {k + 1}", f"{{}} % {k + 1} == 0", lambda n: n % (k + 1) == 0),
+            CodeStep("even", "{} % 2 == 0", lambda n: n % 2 == 0),
+            CodeStep("odd", "{} % 2 == 1", lambda n: n % 2 == 1),
+            CodeStep(f"above {k}", f"{{}} > {k}", lambda n: n > k),
+            CodeStep(f"below {k}", f"{{}} < {k}", lambda n: n < k),
+            CodeStep(f"not {k}", f"{{}} != {k}", lambda n: n != k),
+            CodeStep(f"multiples of {k + 1}", f"{{}} % {k + 1} == 0", lambda n: n % (k + 1) == 0),
         )
     )
 
 
-def _map_step(rng: random.Random) -> Step:
+def _map_step(rng: random.Random) -> CodeStep:
     k = rng.randint(2, 9)
     return rng.choice(
         (
-            Step(f"add {k} to each", f"{{}} + {k}", lambda n: n + k),
-            Step(f"multiply each by {k}", f"{{}} * {k}", lambda n: n * k),
-            Step("square each", "{} ** 2", lambda n: n**2),
-            Step("negate each", "-{}", lambda n: -n),
+            CodeStep(f"add {k} to each", f"{{}} + {k}", lambda n: n + k),
+            CodeStep(f"multiply each by {k}", f"{{}} * {k}", lambda n: n * k),
+            CodeStep("square each", "{} ** 2", lambda n: n**2),
+            CodeStep("negate each", "-{}", lambda n: -n),
         )
     )
 
 
 _REDUCTIONS = (
-    Step("the sum", "sum({})", sum),
-    Step("how many there are", "len({})", len),
-    Step("the largest, or 0 when there are none", "max({}, default=0)", lambda v: max(v, default=0)),
-    Step("the smallest, or 0 when there are none", "min({}, default=0)", lambda v: min(v, default=0)),
-    Step("them as a sorted list", "sorted({})", sorted),
-    Step("them as a list, last one first", "{}[::-1]", lambda v: v[::-1]),
+    CodeStep("the sum", "sum({})", sum),
+    CodeStep("how many there are", "len({})", len),
+    CodeStep("the largest, or 0 when there are none", "max({}, default=0)", lambda v: max(v, default=0)),
+    CodeStep("the smallest, or 0 when there are none", "min({}, default=0)", lambda v: min(v, default=0)),
+    CodeStep("them as a sorted list", "sorted({})", sorted),
+    CodeStep("them as a list, last one first", "{}[::-1]", lambda v: v[::-1]),
 )
 
 
-def _number_problem(rng: random.Random) -> CodeProblem:
+def _number_problem(rng: random.Random) -> GeneratedProblem:
     first, second = _number_step(rng), _number_step(rng)
     steps = [first] if rng.random() < 0.3 else [first, second]
     words = ", ".join(step.words for step in steps)
@@ -141,15 +141,15 @@ def _number_problem(rng: random.Random) -> CodeProblem:
     return _make("n", f"It returns n {words}.", source, apply, lambda draw: draw.randint(-20, 40), near_misses)
 
 
-def _text_problem(rng: random.Random) -> CodeProblem:
+def _text_problem(rng: random.Random) -> GeneratedProblem:
     step = _text_step(rng)
     source = f"def solve(text):\n    return {step.code.format('text')}\n"
     return _make("text", f"It returns {step.words}.", source, step.apply, _draw_word)
 
 
-def _list_problem(rng: random.Random, *, is_hard: bool) -> CodeProblem:
+def _list_problem(rng: random.Random, *, is_hard: bool) -> GeneratedProblem:
     keep, reduce = _filter_step(rng), rng.choice(_REDUCTIONS)
-    change = _map_step(rng) if is_hard else Step("", "{}", lambda n: n)
+    change = _map_step(rng) if is_hard else CodeStep("", "{}", lambda n: n)
     values = f"[{change.code.format('n')} for n in numbers if {keep.code.format('n')}]"
     source = f"def solve(numbers):\n    return {reduce.code.format(values)}\n"
     between = f", {change.words}," if is_hard else ""
@@ -183,7 +183,7 @@ def _make(
     apply: Callable[[Any], Any],
     draw_input: Callable[[random.Random], Any],
     near_misses: Sequence[Callable[[Any], Any]] = (),
-) -> CodeProblem:
+) -> GeneratedProblem:
     """Tests with different inputs; shown ones differ in their answers, and each near miss fails a hidden one."""
     rng = random_for("code", words)
     drawn = {repr(value): value for value in (draw_input(rng) for _ in range(_MAX_DRAWS))}
@@ -196,7 +196,7 @@ def _make(
     chosen = {repr(value): value for value in [*telling, *inputs] if value is not None}
     hidden = list(chosen.values())[:NUM_HIDDEN]
     tests = [(f"solve({value!r})", repr(apply(value))) for value in (first, second, *hidden)]
-    return CodeProblem(
+    return GeneratedProblem(
         key=f"{argument}: {words}",
         question=f"Write solve({argument}). {words}",
         entry_point="solve",

@@ -32,7 +32,7 @@ from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.library.dialogue_data import make_conversations
 from turnwise.envs.rows import Row, read_rows
 from turnwise.envs.schema import did_you_mean
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -45,7 +45,7 @@ _SCORED_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialogue:
+class DialogueWorld:
     """The world `dialogue`."""
 
     name: ClassVar[str] = "dialogue"
@@ -85,7 +85,7 @@ class Dialogue:
         return play_demonstrations(self, _reference_player, count, seed)
 
 
-def _reference_player(task: Task) -> Player:
+def _reference_player(task: Task) -> ScriptedPlayer:
     turns = task.data["turns"]
     return lambda dialogue: turns[sum(message.role == "assistant" for message in dialogue)]["assistant"]
 

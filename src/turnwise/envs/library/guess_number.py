@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -98,7 +98,7 @@ class GuessNumber:
         name = f"guess-{self.low}-{self.high}-s{secret}-p{phrasing}"
         return Task(id=name, data={"secret": secret, "phrasing": phrasing})
 
-    def _player(self, rng: random.Random) -> Player:
+    def _player(self, rng: random.Random) -> ScriptedPlayer:
         """Halve what is left, or, as often as `demonstration_skill` says not to, take any number of the range."""
 
         def reply(dialogue: Sequence[Message]) -> str:

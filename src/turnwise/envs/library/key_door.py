@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -96,7 +96,7 @@ class KeyDoor:
         names = ["".join(key[:3] for key in [room["door"], *room["keys"]]) for room in rooms]
         return Task(id="rooms-" + "-".join(names), data={"rooms": rooms})
 
-    def _player(self, rng: random.Random) -> Player:
+    def _player(self, rng: random.Random) -> ScriptedPlayer:
         """Take a key, and open when one was taken; a key that does not fit is followed by another."""
 
         def reply(dialogue: Sequence[Message]) -> str:

@@ -59,19 +59,19 @@ _ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
 _TAGS = re.compile(r"</?(?:search|answer|information|think)>")
 
 
-class Action(NamedTuple):
+class SearchAction(NamedTuple):
     """What a reply does."""
 
     name: Literal["search", "answer"]
     text: str
 
 
-def read_action(reply: str) -> Action | None:
+def read_action(reply: str) -> SearchAction | None:
     """The first complete tag with something in it; None when there is none."""
     found = _ACTION.search(_drop_thinking(reply))
     if found is None or not found[2].strip():
         return None
-    return Action("search" if found[1] == "search" else "answer", found[2].strip())
+    return SearchAction("search" if found[1] == "search" else "answer", found[2].strip())
 
 
 def _drop_thinking(reply: str) -> str:

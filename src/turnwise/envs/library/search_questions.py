@@ -42,7 +42,7 @@ _COMPARISONS_PER_PERSON = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchQuestion:
     """A question of the generator, with the searches that lead to its answer."""
 
     text: str
@@ -52,9 +52,9 @@ class Question:
     split: Split
 
 
-def make_questions(fiction: Fiction, kind: QuestionKind) -> list[Question]:
+def make_questions(fiction: Fiction, kind: QuestionKind) -> list[SearchQuestion]:
     """All questions of a kind about a corpus, in a fixed order."""
-    questions: list[Question] = []
+    questions: list[SearchQuestion] = []
     if kind in ("one_hop", "mixed"):
         questions += [question for person in fiction.people for question in _ask_about_person(person)]
         questions += [question for town in fiction.towns for question in _ask_about_town(town)]
@@ -65,7 +65,7 @@ def make_questions(fiction: Fiction, kind: QuestionKind) -> list[Question]:
     return questions
 
 
-def question_to_task(question: Question) -> Task:
+def question_to_task(question: SearchQuestion) -> Task:
     data = {
         "question": question.text,
         "answers": [question.answer],
@@ -75,10 +75,10 @@ def question_to_task(question: Question) -> Task:
     return Task(id=_task_id(question.text), data=data)
 
 
-def _ask_about_person(person: Person) -> list[Question]:
+def _ask_about_person(person: Person) -> list[SearchQuestion]:
     answers = {"town": person.town.name, "year": str(person.year), "job": person.job}
     return [
-        Question(
+        SearchQuestion(
             text=text.format(name=person.name),
             answer=answers[relation],
             searches=(person.name,),
@@ -90,10 +90,10 @@ def _ask_about_person(person: Person) -> list[Question]:
     ]
 
 
-def _ask_about_town(town: Town) -> list[Question]:
+def _ask_about_town(town: Town) -> list[SearchQuestion]:
     answers = {"land": town.land, "river": town.river}
     return [
-        Question(
+        SearchQuestion(
             text=text.format(name=town.name),
             answer=answers[relation],
             searches=(town.name,),
@@ -105,10 +105,10 @@ def _ask_about_town(town: Town) -> list[Question]:
     ]
 
 
-def _ask_about_birthplace(person: Person) -> list[Question]:
+def _ask_about_birthplace(person: Person) -> list[SearchQuestion]:
     answers = {"land": person.town.land, "river": person.town.river}
     return [
-        Question(
+        SearchQuestion(
             text=text.format(name=person.name),
             answer=answers[relation],
             searches=(person.name, person.town.name),
@@ -120,9 +120,9 @@ def _ask_about_birthplace(person: Person) -> list[Question]:
     ]
 
 
-def _compare_people(people: Sequence[Person]) -> list[Question]:
+def _compare_people(people: Sequence[Person]) -> list[SearchQuestion]:
     """Each person with a few others of the same split who were born in another year."""
-    questions: list[Question] = []
+    questions: list[SearchQuestion] = []
     for person in people:
         split = split_of(person.name)
         others = [other for other in people if split_of(other.name) == split and other.year != person.year]
@@ -131,7 +131,7 @@ def _compare_people(people: Sequence[Person]) -> list[Question]:
             text, wants_first = rng.choice(_COMPARISONS)
             first, last = sorted((person, other), key=lambda one: one.year)
             questions.append(
-                Question(
+                SearchQuestion(
                     text=text.format(one=person.name, two=other.name),
                     answer=(first if wants_first else last).name,
                     searches=(person.name, other.name),

@@ -25,7 +25,7 @@ _TRIES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SqlQuestion:
     """What is asked, and a query that answers it."""
 
     text: str
@@ -34,7 +34,7 @@ class Question:
     """The expression that the gold orders by: its values must all differ."""
 
 
-def draw_question(level: Level, number: int, rng: random.Random) -> Question | None:
+def draw_question(level: Level, number: int, rng: random.Random) -> SqlQuestion | None:
     """A question about database `number` of a level; None when none was found that says something."""
     variants = [draw_database(level, number, variant) for variant in (0, 1)]
     with closing(variants[0].open()) as first, closing(variants[1].open()) as second:
@@ -45,7 +45,7 @@ def draw_question(level: Level, number: int, rng: random.Random) -> Question | N
     return None
 
 
-def _says_something(question: Question, first: sqlite3.Connection, second: sqlite3.Connection) -> bool:
+def _says_something(question: SqlQuestion, first: sqlite3.Connection, second: sqlite3.Connection) -> bool:
     answers = [connection.execute(question.gold).fetchall() for connection in (first, second)]
     if not answers[0] or not answers[1] or answers[0] == [(0,)] or answers[0][0][0] is None:
         return False
@@ -59,7 +59,7 @@ def _has_no_ties(sql: str, connection: sqlite3.Connection) -> bool:
     return len(set(values)) == len(values)
 
 
-Maker = Callable[[Database, random.Random], Question]
+Maker = Callable[[Database, random.Random], SqlQuestion]
 
 _COMPARISONS = (("over", ">"), ("under", "<"))
 _EXTREMES = (("highest", "MAX"), ("lowest", "MIN"))
@@ -77,46 +77,48 @@ def _comparison(table: Table, rng: random.Random) -> tuple[str, str]:
     return f"{column} {value}", f"{column} = {value!r}"
 
 
-def _count(database: Database, rng: random.Random) -> Question:
+def _count(database: Database, rng: random.Random) -> SqlQuestion:
     table = database.main
     text, sql = _comparison(table, rng)
-    return Question(text=f"How many {table.name} have {text}?", gold=f"SELECT COUNT(*) FROM {table.name} WHERE {sql}")
+    return SqlQuestion(
+        text=f"How many {table.name} have {text}?", gold=f"SELECT COUNT(*) FROM {table.name} WHERE {sql}"
+    )
 
 
-def _names(database: Database, rng: random.Random) -> Question:
+def _names(database: Database, rng: random.Random) -> SqlQuestion:
     table = database.main
     text, sql = _comparison(table, rng)
-    return Question(text=f"Which {table.name} have {text}?", gold=f"SELECT name FROM {table.name} WHERE {sql}")
+    return SqlQuestion(text=f"Which {table.name} have {text}?", gold=f"SELECT name FROM {table.name} WHERE {sql}")
 
 
-def _extreme(database: Database, rng: random.Random) -> Question:
+def _extreme(database: Database, rng: random.Random) -> SqlQuestion:
     table, column = database.main, rng.choice(database.main.numbers)
     word, function = rng.choice((*_EXTREMES, ("average", "AVG"), ("total", "SUM")))
-    return Question(
+    return SqlQuestion(
         text=f"What is the {word} {column} of the {table.name}?", gold=f"SELECT {function}({column}) FROM {table.name}"
     )
 
 
-def _value_of(database: Database, rng: random.Random) -> Question:
+def _value_of(database: Database, rng: random.Random) -> SqlQuestion:
     table = database.main
     column, name = rng.choice((*table.numbers, *table.words)), rng.choice(table.values("name"))
-    return Question(
+    return SqlQuestion(
         text=f"What is the {column} of {name}?", gold=f"SELECT {column} FROM {table.name} WHERE name = '{name}'"
     )
 
 
-def _count_each(database: Database, rng: random.Random) -> Question:
+def _count_each(database: Database, rng: random.Random) -> SqlQuestion:
     table, column = database.main, rng.choice(database.main.words)
-    return Question(
+    return SqlQuestion(
         text=f"How many {table.name} are there for each {column}? Show {column} and number.",
         gold=f"SELECT {column}, COUNT(*) FROM {table.name} GROUP BY {column}",
     )
 
 
-def _extreme_each(database: Database, rng: random.Random) -> Question:
+def _extreme_each(database: Database, rng: random.Random) -> SqlQuestion:
     table, column, number = database.main, rng.choice(database.main.words), rng.choice(database.main.numbers)
     word, function = rng.choice((*_EXTREMES, ("average", "AVG"), ("total", "SUM")))
-    return Question(
+    return SqlQuestion(
         text=f"What is the {word} {number} of the {table.name} for each {column}? Show {column} and {number}.",
         gold=f"SELECT {column}, {function}({number}) FROM {table.name} GROUP BY {column}",
     )
@@ -126,75 +128,75 @@ def _join(table: Table) -> str:
     return f"{table.name} JOIN owners ON {table.name}.owner = owners.name"
 
 
-def _names_by_town(database: Database, rng: random.Random) -> Question:
+def _names_by_town(database: Database, rng: random.Random) -> SqlQuestion:
     table, town = database.main, rng.choice(database.tables[1].values("town"))
-    return Question(
+    return SqlQuestion(
         text=f"Which {table.name} have an owner from {town}?",
         gold=f"SELECT {table.name}.name FROM {_join(table)} WHERE town = '{town}'",
     )
 
 
-def _count_by_town(database: Database, rng: random.Random) -> Question:
+def _count_by_town(database: Database, rng: random.Random) -> SqlQuestion:
     table, town = database.main, rng.choice(database.tables[1].values("town"))
-    return Question(
+    return SqlQuestion(
         text=f"How many {table.name} have an owner from {town}?",
         gold=f"SELECT COUNT(*) FROM {_join(table)} WHERE town = '{town}'",
     )
 
 
-def _town_of(database: Database, rng: random.Random) -> Question:
+def _town_of(database: Database, rng: random.Random) -> SqlQuestion:
     table, name = database.main, rng.choice(database.main.values("name"))
-    return Question(
+    return SqlQuestion(
         text=f"From which town is the owner of {name}?",
         gold=f"SELECT town FROM {_join(table)} WHERE {table.name}.name = '{name}'",
     )
 
 
-def _above_average(database: Database, rng: random.Random) -> Question:
+def _above_average(database: Database, rng: random.Random) -> SqlQuestion:
     table, number = database.main, rng.choice(database.main.numbers)
     word, sign = rng.choice((("above", ">"), ("below", "<")))
-    return Question(
+    return SqlQuestion(
         text=f"Which {table.name} have {number} {word} the average?",
         gold=f"SELECT name FROM {table.name} WHERE {number} {sign} (SELECT AVG({number}) FROM {table.name})",
     )
 
 
-def _owners_without(database: Database, rng: random.Random) -> Question:
+def _owners_without(database: Database, rng: random.Random) -> SqlQuestion:
     table = database.main
     text, sql = _comparison(table, rng)
-    return Question(
+    return SqlQuestion(
         text=f"Which owners have no {table.name} with {text}?",
         gold=f"SELECT name FROM owners WHERE name NOT IN (SELECT owner FROM {table.name} WHERE {sql})",
     )
 
 
-def _having(database: Database, rng: random.Random) -> Question:
+def _having(database: Database, rng: random.Random) -> SqlQuestion:
     table, column = database.main, rng.choice((*database.main.words, "owner"))
     least = rng.randint(1, 3)
     label = "Which owners have" if column == "owner" else f"Which {column} values are shared by"
-    return Question(
+    return SqlQuestion(
         text=f"{label} more than {least} {table.name}?",
         gold=f"SELECT {column} FROM {table.name} GROUP BY {column} HAVING COUNT(*) > {least}",
     )
 
 
-def _in_order(database: Database, rng: random.Random) -> Question:
+def _in_order(database: Database, rng: random.Random) -> SqlQuestion:
     table, number = database.main, rng.choice(database.main.numbers)
     text, sql = _comparison(table, rng)
     word, direction = rng.choice((("highest", "DESC"), ("lowest", "ASC")))
     where = f"FROM {table.name} WHERE {sql}"
-    return Question(
+    return SqlQuestion(
         text=f"List the {table.name} with {text}, {word} {number} first.",
         gold=f"SELECT name {where} ORDER BY {number} {direction}",
         tie_free=f"SELECT {number} {where}",
     )
 
 
-def _top(database: Database, rng: random.Random) -> Question:
+def _top(database: Database, rng: random.Random) -> SqlQuestion:
     table, number = database.main, rng.choice(database.main.numbers)
     word, direction = rng.choice((("highest", "DESC"), ("lowest", "ASC")))
     count = rng.randint(2, 3)
-    return Question(
+    return SqlQuestion(
         text=f"List the {count} {table.name} with the {word} {number}, {word} first.",
         gold=f"SELECT name FROM {table.name} ORDER BY {number} {direction} LIMIT {count}",
         tie_free=f"SELECT {number} FROM {table.name} ORDER BY {number} {direction} LIMIT {count + 1}",

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from turnwise.envs.library import sql_worker
+from turnwise.envs.library.sql_worker import QueryRefused
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Worker, WorkerDiedError
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import ConfigError, DataError
@@ -72,10 +73,6 @@ class QueryResult:
     rows: tuple[tuple[Value, ...], ...]
     is_cut: bool
     """There are more rows than were asked for."""
-
-
-class QueryRefused(Exception):  # noqa: N818 - it names what happened to a query
-    """The query is wrong, not allowed, or too expensive; the text is for the policy."""
 
 
 class SqlRunner:

@@ -62,18 +62,18 @@ TOO_LONG: Final = "the query took too long and was stopped"
 TOO_BIG: Final = "the query needs too much memory and was stopped"
 
 
-class Refused(Exception):  # noqa: N818 - it names what happened to a query
-    """What the policy is told about its query."""
+class QueryRefused(Exception):  # noqa: N818 - it names what happened to a query
+    """The query is wrong, not allowed, or too expensive; the policy reads the text."""
 
 
 def run_query(
     path: str, sql: str, *, max_rows: int, max_bytes: int, max_steps: int, time_limit_s: float
 ) -> tuple[list[str], list[list[Any]], bool]:
-    """Column names, rows, and whether rows were left out; `Refused` says what is wrong with the query."""
+    """Column names, rows, and whether rows were left out; `QueryRefused` says what is wrong with the query."""
     if len(sql) > MAX_SQL_LENGTH:
-        raise Refused(f"the query has {len(sql)} characters; at most {MAX_SQL_LENGTH}")
+        raise QueryRefused(f"the query has {len(sql)} characters; at most {MAX_SQL_LENGTH}")
     if "\x00" in sql:
-        raise Refused("the query holds a null character")
+        raise QueryRefused("the query holds a null character")
     # Nobody writes the file. Said so, it needs no lock and no file beside it, which a read-only folder could not hold.
     is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times as fast
     options = "mode=ro&immutable=1" if is_settled else "mode=ro"
@@ -107,13 +107,13 @@ class _Guard:
         try:
             cursor = self._connection.execute(sql)
             if cursor.description is None:  # a comment, or nothing
-                raise Refused("this is no query; write a SELECT")
+                raise QueryRefused("this is no query; write a SELECT")
             rows, is_cut = _fetch(cursor, max_rows, max_bytes)
             return [str(column[0]) for column in cursor.description], rows, is_cut
         except (sqlite3.Error, sqlite3.Warning, UnicodeError, OverflowError) as error:
-            raise Refused(self._explain(error)) from error
+            raise QueryRefused(self._explain(error)) from error
         except MemoryError as error:
-            raise Refused(TOO_BIG) from error
+            raise QueryRefused(TOO_BIG) from error
 
     def _explain(self, error: Exception) -> str:
         """SQLite's own words, but for what its words would hide."""
@@ -176,7 +176,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """One request to one answer; a file that cannot be read is the caller's fault and told apart."""
     try:
         columns, rows, is_cut = run_query(**request)
-    except Refused as refusal:
+    except QueryRefused as refusal:
         return {"refused": str(refusal)}
     except sqlite3.Error as error:  # before the query: the file is missing, or no database
         return {"broken": str(error)}

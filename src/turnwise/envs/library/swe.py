@@ -43,7 +43,7 @@ from turnwise.envs.library.swe_tasks import (
 from turnwise.envs.library.swe_tests import run_suite
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
 from turnwise.envs.sandbox.limits import shorten_middle
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, in_split, random_for
 from turnwise.envs.tools import ParsedReply, Toolbox, ToolError, tool
 from turnwise.errors import ConfigError, DataError
@@ -116,7 +116,7 @@ class Swe:
         """
         if self.path is not None or self.protocol != "text":
             return []
-        player_of: Callable[[Task], Player] = lambda task: _player(shipped_bugs()[task.data["bug"]], self.hint)  # noqa: E731
+        player_of: Callable[[Task], ScriptedPlayer] = lambda task: _player(shipped_bugs()[task.data["bug"]], self.hint)  # noqa: E731
         return play_demonstrations(self, player_of, count, seed, concurrency=8)
 
     def _where(self, task: Task) -> str:
@@ -126,7 +126,7 @@ class Swe:
         return f"Bug: {bug.path}, line {bug.line}"
 
 
-def _player(bug: Bug, hint: str) -> Player:
+def _player(bug: Bug, hint: str) -> ScriptedPlayer:
     lines = apply_bug(bug)[bug.path].decode("utf-8").split("\n")
     broken = lines[bug.line - 1]
     fixed = broken[: bug.column] + bug.old + broken[bug.column + len(bug.new) :]

@@ -37,7 +37,7 @@ from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, re
 from turnwise.envs.library.sql_questions import draw_question
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner, Value
 from turnwise.envs.sandbox import SandboxKind
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message
@@ -69,7 +69,7 @@ replace rollback savepoint select update vacuum values with"""
 _STATEMENT = re.compile(rf"\(*\s*(?:{'|'.join(_SQL_WORDS.split())})\b", re.IGNORECASE)
 
 
-class Action(NamedTuple):
+class SqlAction(NamedTuple):
     """What a reply says to do."""
 
     is_submission: bool
@@ -77,19 +77,19 @@ class Action(NamedTuple):
     """Empty in a submission: the last query that ran."""
 
 
-def read_action(text: str, protocol: Protocol) -> Action | None:
+def read_action(text: str, protocol: Protocol) -> SqlAction | None:
     """The one action of a reply; None when there is none, or more than one."""
     if protocol == "tags":
         found = _TAG.findall(text)
         if len(found) != 1 or not found[0][1].strip():
             return None
-        return Action(found[0][0].lower() == "solution", _unfence(found[0][1]))
+        return SqlAction(found[0][0].lower() == "solution", _unfence(found[0][1]))
     text = _unfence(text)
     submission = _SUBMIT.fullmatch(text)
     if submission is not None:
         rest = _unfence(submission[1])
-        return Action(True, rest) if not rest or _STATEMENT.match(rest) else None
-    return Action(False, text) if _STATEMENT.match(text) else None
+        return SqlAction(True, rest) if not rest or _STATEMENT.match(rest) else None
+    return SqlAction(False, text) if _STATEMENT.match(text) else None
 
 
 def _unfence(text: str) -> str:
@@ -242,7 +242,7 @@ class TextToSql:
             raise DataError(f"no row {task.data['row']} in {self.path}; is it the folder that the task came from?")
         return question
 
-    def _player(self, task: Task, rng: random.Random) -> Player:
+    def _player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
         gold = self._question(task).gold if "row" in task.data else task.data["gold"]
         if rng.random() >= self.demonstration_skill and "row" not in task.data:
             other = draw_question(task.data["level"], task.data["database"], rng)

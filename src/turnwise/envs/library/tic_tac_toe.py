@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.game import SeatOutcome
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -185,7 +185,7 @@ class TicTacToe:
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         """Perfect play, as the opening allows, but for the moves that `demonstration_skill` leaves to chance."""
 
-        def player_of(task: Task) -> Player:
+        def player_of(task: Task) -> ScriptedPlayer:
             return _player(f"demo:{seed}:{task.id}", self.demonstration_skill)
 
         return play_demonstrations(self, player_of, count, seed)
@@ -202,7 +202,7 @@ def _make_task(board: Board, number: int) -> Task:
     return Task(id=f"ttt-{board.replace(' ', '.')}-{number}", data={"board": board, "opponent": number})
 
 
-def _player(seed: str, skill: float) -> Player:
+def _player(seed: str, skill: float) -> ScriptedPlayer:
     def reply(dialogue: Sequence[Message]) -> str:
         cells = dialogue[-1].content.split()
         board = "".join(" " if cell.isdigit() else cell for cell in cells)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.scripted import Player, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -100,7 +100,7 @@ class TwentyQuestions:
         return TwentyQuestionsEnv(self, task.data["things"], task.data["secret"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        def player_of(task: Task) -> Player:
+        def player_of(task: Task) -> ScriptedPlayer:
             return self._player(task.data["things"], random_for("demo", seed, task.id))
 
         return play_demonstrations(self, player_of, count, seed)
@@ -113,7 +113,7 @@ class TwentyQuestions:
                 break
         return Task(id=f"things-{secret}-of-{'-'.join(things)}", data={"things": things, "secret": secret})
 
-    def _player(self, things: Sequence[str], rng: random.Random) -> Player:
+    def _player(self, things: Sequence[str], rng: random.Random) -> ScriptedPlayer:
         def reply(dialogue: Sequence[Message]) -> str:
             left = things_left(things, dialogue)
             if rng.random() >= self.demonstration_skill:

@@ -1,15 +1,15 @@
 """A sandbox for programs that a policy wrote: docs/sandbox.md."""
 
-from turnwise.envs.sandbox.limits import Limits, RunResult
+from turnwise.envs.sandbox.limits import Limits, SandboxResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind, SandboxWarning
 from turnwise.envs.sandbox.session import Session
 from turnwise.envs.sandbox.worker import Worker, WorkerDiedError
 
 __all__ = [
     "Limits",
-    "RunResult",
     "Sandbox",
     "SandboxKind",
+    "SandboxResult",
     "SandboxWarning",
     "Session",
     "Worker",

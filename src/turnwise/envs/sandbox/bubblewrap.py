@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from turnwise.envs.sandbox.detect import Bubblewrap, num_mapped_ids
-from turnwise.envs.sandbox.process import Job, Launch, data_to_fd
+from turnwise.envs.sandbox.process import Launch, SandboxJob, data_to_fd
 
 WORK = "/work"
 
@@ -45,7 +45,7 @@ class BubblewrapBackend:
         self._found = found
         self._random = random.SystemRandom()
 
-    def launch(self, job: Job, stack: ExitStack) -> Launch:
+    def launch(self, job: SandboxJob, stack: ExitStack) -> Launch:
         """The command, and the descriptors it needs; they are closed with `stack`."""
         user_id = job.user_id if job.user_id is not None else self.draw_user_id()
         status_read, status_write = os.pipe()
@@ -72,7 +72,7 @@ class BubblewrapBackend:
         low = _HIGH_IDS if num_ids > 2 * _HIGH_IDS else num_ids // 2
         return self._random.randrange(low, min(num_ids, 2 * _HIGH_IDS) - 1)
 
-    def _options(self, job: Job, user_id: int, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
+    def _options(self, job: SandboxJob, user_id: int, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
         yield from ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
         yield from ("--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL")
         if self._found.is_root:
@@ -132,7 +132,7 @@ class BubblewrapBackend:
         for name, place in packages.items():
             yield from ("--ro-bind", str(place), f"/opt/packages/{name}")
 
-    def _work(self, job: Job, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
+    def _work(self, job: SandboxJob, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
         if job.directory is not None:
             yield from ("--bind", str(job.directory), WORK)
             return
@@ -144,7 +144,7 @@ class BubblewrapBackend:
             pass_fds.append(data_to_fd(data, stack))
             yield from ("--perms", "0666", "--file", str(pass_fds[-1]), f"{WORK}/{name}")
 
-    def _environment(self, job: Job) -> dict[str, str]:
+    def _environment(self, job: SandboxJob) -> dict[str, str]:
         paths = {"PYTHONPATH": "/opt/packages"} if job.packages else {}
         if self._found.python.libraries:
             paths["LD_LIBRARY_PATH"] = "/opt/lib"
@@ -157,13 +157,13 @@ class BubblewrapBackend:
             **paths,
         }
 
-    def _limited(self, job: Job, user_id: int) -> Iterator[str]:
+    def _limited(self, job: SandboxJob, user_id: int) -> Iterator[str]:
         yield from limit_command(self._found.prlimit, job)
         if self._found.is_root:
             yield from drop_command(self._found.setpriv, user_id)
 
 
-def limit_command(prlimit: str, job: Job) -> list[str]:
+def limit_command(prlimit: str, job: SandboxJob) -> list[str]:
     """`prlimit`, up to its program. The CPU limit is soft first, so that its own signal says what happened."""
     limits = job.limits
     return [

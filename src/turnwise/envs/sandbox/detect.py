@@ -111,10 +111,10 @@ def _probe(found: Bubblewrap) -> str:
     """What goes wrong with the smallest program; empty when nothing does."""
     from turnwise.envs.sandbox.bubblewrap import BubblewrapBackend
     from turnwise.envs.sandbox.limits import Limits
-    from turnwise.envs.sandbox.process import Job, run_job
+    from turnwise.envs.sandbox.process import SandboxJob, run_job
     from turnwise.errors import SandboxError
 
-    job = Job(
+    job = SandboxJob(
         argv=("python3", "-I", "-c", "import json, sys, zlib; print(sys.version)"), limits=Limits(wall_s=_PROBE_S)
     )
     try:

@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+class SandboxResult:
     """What became of one execution. A program that failed is a result; a sandbox that failed raises `SandboxError`."""
 
     ending: Ending

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from turnwise.envs.sandbox.bubblewrap import drop_command, limit_command
 from turnwise.envs.sandbox.detect import find_tool, num_mapped_ids
 from turnwise.envs.sandbox.files import FileTree
-from turnwise.envs.sandbox.process import Job, Launch
+from turnwise.envs.sandbox.process import Launch, SandboxJob
 
 _OTHERS_MAY_ENTER = 0o001
 
@@ -37,7 +37,7 @@ class PlainBackend:
     def draw_user_id(self) -> int:
         return random.SystemRandom().randrange(1 << 30, 1 << 31) if self._is_dropped else os.geteuid()
 
-    def launch(self, job: Job, stack: ExitStack) -> Launch:
+    def launch(self, job: SandboxJob, stack: ExitStack) -> Launch:
         is_dropped = self._is_dropped and not job.shown
         drawn_id = job.user_id if job.user_id is not None else self.draw_user_id()
         user_id = drawn_id if is_dropped else os.geteuid()
@@ -67,7 +67,7 @@ class PlainBackend:
         )
 
 
-def _package_path(job: Job) -> str:
+def _package_path(job: SandboxJob) -> str:
     return os.pathsep.join(dict.fromkeys(str(place.parent) for place in job.packages.values()))
 
 

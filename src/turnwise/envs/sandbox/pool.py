@@ -25,7 +25,7 @@ from pathlib import Path
 
 from turnwise.envs.sandbox.files import FileTree
 from turnwise.envs.sandbox.members import start_time
-from turnwise.envs.sandbox.process import Backend, Job
+from turnwise.envs.sandbox.process import Backend, SandboxJob
 from turnwise.envs.sandbox.session import Session
 from turnwise.errors import ConfigError, SessionClosedError
 
@@ -47,7 +47,7 @@ class SandboxPool:
         self._reaper: threading.Thread | None = None
         atexit.register(self.close)
 
-    def open(self, backend: Backend, job: Job, files: Mapping[str, bytes], lease_s: float) -> Session:
+    def open(self, backend: Backend, job: SandboxJob, files: Mapping[str, bytes], lease_s: float) -> Session:
         """A new session with its files in place; its shell starts with the first command."""
         if lease_s <= 0:
             raise ConfigError(f"lease_s={lease_s}; expected more than 0 seconds")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from turnwise.envs.sandbox.limits import Ending, Limits, RunResult
+from turnwise.envs.sandbox.limits import Ending, Limits, SandboxResult
 from turnwise.envs.sandbox.members import ProcessHandle, memory_bytes
 from turnwise.errors import SandboxError
 
@@ -37,7 +37,7 @@ run_slots = threading.BoundedSemaphore(max(4, 2 + (os.cpu_count() or 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SandboxJob:
     """What to run."""
 
     argv: tuple[str, ...]
@@ -76,7 +76,7 @@ class Backend(Protocol):
     @property
     def has_own_pids(self) -> bool: ...
 
-    def launch(self, job: Job, stack: ExitStack) -> Launch: ...
+    def launch(self, job: SandboxJob, stack: ExitStack) -> Launch: ...
 
     def draw_user_id(self) -> int: ...
 
@@ -112,7 +112,7 @@ def data_to_fd(data: bytes, stack: ExitStack) -> int:
 class Running:
     """A started program; on leaving, nothing of it is left."""
 
-    def __init__(self, backend: Backend, job: Job, *, stdin: int | None, merge_output: bool = False) -> None:
+    def __init__(self, backend: Backend, job: SandboxJob, *, stdin: int | None, merge_output: bool = False) -> None:
         """Start it; `stdin=None` opens a pipe to it."""
         self.job = job
         self._stack = ExitStack()
@@ -324,7 +324,7 @@ def _kill_user(user_id: int | None) -> None:
                 os.kill(int(place.name), signal.SIGKILL)
 
 
-def run_job(backend: Backend, job: Job, cancel: Cancel | None = None) -> RunResult:
+def run_job(backend: Backend, job: SandboxJob, cancel: Cancel | None = None) -> SandboxResult:
     """Run one program to its end, whatever the end is."""
     with run_slots, ExitStack() as stack:
         stdin = data_to_fd(job.stdin, stack)
@@ -335,7 +335,7 @@ def run_job(backend: Backend, job: Job, cancel: Cancel | None = None) -> RunResu
             wall_s = time.monotonic() - started
         if ending == "finished":
             running.complain_unless_it_ran()
-        return RunResult(
+        return SandboxResult(
             ending=ending,
             exit_code=running.exit_code if ending == "finished" else None,
             stdout=running.text(running.stdout_fd),

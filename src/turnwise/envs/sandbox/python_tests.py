@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from turnwise.envs.sandbox.limits import SIGNALLED, Limits, RunResult
+from turnwise.envs.sandbox.limits import SIGNALLED, Limits, SandboxResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind
 from turnwise.errors import CodeRunnerError
 
@@ -87,7 +87,7 @@ async def run_python_tests(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
     """Run `code`, then each test; code that hangs or crashes passes no test."""
-    files = {".run.py": _child_source()}
+    files = {".run.py": child_source()}
     result = await sandbox.run(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
     )
@@ -98,7 +98,7 @@ def run_python_tests_blocking(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
     """The same for code that is not async."""
-    files = {".run.py": _child_source()}
+    files = {".run.py": child_source()}
     result = sandbox.run_blocking(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
     )
@@ -112,7 +112,8 @@ def default_sandbox(kind: SandboxKind = "bubblewrap") -> Sandbox:
 
 
 @cache
-def _child_source() -> bytes:
+def child_source() -> bytes:
+    """The program that runs inside the sandbox."""
     return _CHILD.read_bytes()
 
 
@@ -129,7 +130,7 @@ def _request(sandbox: Sandbox, code: str, tests: Sequence[PythonTest]) -> str:
     return json.dumps({"code": code, "tests": pairs, "become_nobody": sandbox.kind == "subprocess"})
 
 
-def _read_outcome(result: RunResult, tests: Sequence[PythonTest]) -> TestsOutcome:
+def _read_outcome(result: SandboxResult, tests: Sequence[PythonTest]) -> TestsOutcome:
     ready, *lines = _parse_lines(result.stdout) or [{}]
     if "ready" not in ready and result.ending == "finished":
         raise CodeRunnerError(

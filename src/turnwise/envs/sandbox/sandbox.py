@@ -23,11 +23,11 @@ from typing import Literal
 from turnwise.envs.sandbox.bubblewrap import BubblewrapBackend
 from turnwise.envs.sandbox.detect import find_bubblewrap
 from turnwise.envs.sandbox.files import check_names
-from turnwise.envs.sandbox.limits import Limits, RunResult
+from turnwise.envs.sandbox.limits import Limits, SandboxResult
 from turnwise.envs.sandbox.packages import find_packages
 from turnwise.envs.sandbox.plain import PlainBackend
 from turnwise.envs.sandbox.pool import SandboxPool, default_pool
-from turnwise.envs.sandbox.process import Cancel, Job, run_job
+from turnwise.envs.sandbox.process import Cancel, SandboxJob, run_job
 from turnwise.envs.sandbox.session import Session
 from turnwise.envs.sandbox.worker import Worker
 from turnwise.envs.sync import call_in_thread
@@ -84,12 +84,12 @@ class Sandbox:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-    ) -> RunResult:
+    ) -> SandboxResult:
         """Run one program in a working directory of its own; cancelling the task kills the program."""
         job = self._job(argv, stdin, files, limits)
         cancel = Cancel()
 
-        def work() -> RunResult:
+        def work() -> SandboxResult:
             try:
                 return run_job(self._backend, job, cancel)
             finally:
@@ -108,7 +108,7 @@ class Sandbox:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
-    ) -> RunResult:
+    ) -> SandboxResult:
         """The same for code that is not async."""
         return run_job(self._backend, self._job(argv, stdin, files, limits))
 
@@ -120,7 +120,7 @@ class Sandbox:
         lease_s: float = DEFAULT_LEASE_S,
     ) -> Session:
         """A shell of its own in a working directory of its own; close it, or its lease will."""
-        job = Job(argv=(), limits=limits or self.limits, packages=self._packages)
+        job = SandboxJob(argv=(), limits=limits or self.limits, packages=self._packages)
         pool = self._pool or default_pool()
         return pool.open(self._backend, job, check_names(files or {}), lease_s)
 
@@ -147,12 +147,12 @@ class Sandbox:
         stdin: str | bytes,
         files: Mapping[str, str | bytes] | None,
         limits: Limits | None,
-    ) -> Job:
+    ) -> SandboxJob:
         checked = check_names(files or {})
         if not argv:
             raise ConfigError("argv is empty; expected a program and its arguments")
         if len(checked) > MAX_FILES:
             raise ConfigError(f"{len(checked)} files; a run takes at most {MAX_FILES}, a session any number")
         data = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
-        job = Job(argv=tuple(argv), limits=limits or self.limits, packages=self._packages)
+        job = SandboxJob(argv=tuple(argv), limits=limits or self.limits, packages=self._packages)
         return replace(job, stdin=data, files=checked)

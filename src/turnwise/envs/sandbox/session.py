@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnwise.envs.sandbox.files import FileTree
-from turnwise.envs.sandbox.limits import Ending, Limits, RunResult
+from turnwise.envs.sandbox.limits import Ending, Limits, SandboxResult
 from turnwise.envs.sandbox.members import descendants, kill_below, start_time
-from turnwise.envs.sandbox.process import START_S, Backend, Cancel, Job, Running, run_slots
+from turnwise.envs.sandbox.process import START_S, Backend, Cancel, Running, SandboxJob, run_slots
 from turnwise.envs.sync import CallThread
 from turnwise.errors import DataError, SandboxError, SessionClosedError
 
@@ -39,7 +39,7 @@ _MARK_FD = 251
 class Session:
     """Made by `Sandbox.open`; closed by `close`, by its pool, or when its lease runs out."""
 
-    def __init__(self, *, identity: str, place: Path, backend: Backend, job: Job, lease_s: float) -> None:
+    def __init__(self, *, identity: str, place: Path, backend: Backend, job: SandboxJob, lease_s: float) -> None:
         self.id = identity
         self.lease_s = lease_s
         self.num_restarts = 0
@@ -74,7 +74,7 @@ class Session:
     def renew(self) -> None:
         self._expires_at = time.monotonic() + self.lease_s
 
-    async def run(self, command: str, deadline_s: float | None = None) -> RunResult:
+    async def run(self, command: str, deadline_s: float | None = None) -> SandboxResult:
         """Run one command; `stdout` holds all that it wrote. Never raises for what the command does."""
         wall_s = deadline_s if deadline_s is not None else self._job.limits.wall_s
         if "\0" in command or len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES:
@@ -83,7 +83,7 @@ class Session:
         self._expires_at = time.monotonic() + self.lease_s + wall_s
         cancel = Cancel()
 
-        def work() -> RunResult:
+        def work() -> SandboxResult:
             try:
                 return self._run(command, wall_s, cancel)
             finally:
@@ -117,7 +117,7 @@ class Session:
         if self._closed_because:
             raise SessionClosedError(f"session {self.id} is gone: {self._closed_because}; open another one")
 
-    def _run(self, command: str, wall_s: float, cancel: Cancel) -> RunResult:
+    def _run(self, command: str, wall_s: float, cancel: Cancel) -> SandboxResult:
         """In the session's own thread, which outlives the shell it starts."""
         with self._lock, run_slots:
             self._check_open()
@@ -129,7 +129,7 @@ class Session:
                 self._cancel = None
                 self.renew()
 
-    def _run_in(self, shell: Running, command: str, wall_s: float, cancel: Cancel) -> RunResult:
+    def _run_in(self, shell: Running, command: str, wall_s: float, cancel: Cancel) -> SandboxResult:
         started = time.monotonic()
         mark = self._send(shell, command)
         ending, found = self._follow(shell, mark, started + wall_s, cancel)
@@ -145,7 +145,7 @@ class Session:
         else:
             output = self._interrupt(shell, mark, output)
         limits = replace(self._job.limits, wall_s=wall_s)
-        return RunResult(
+        return SandboxResult(
             ending=ending,
             exit_code=exit_code,
             stdout=output,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from turnwise.envs.sandbox.process import START_S, Backend, Job, Running
+from turnwise.envs.sandbox.process import START_S, Backend, Running, SandboxJob
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import SandboxError
 
@@ -33,7 +33,7 @@ class WorkerDiedError(SandboxError):
 class Worker:
     """Made by `Sandbox.start_worker`; one thread, or one coroutine, at a time may use it."""
 
-    def __init__(self, backend: Backend, job: Job) -> None:
+    def __init__(self, backend: Backend, job: SandboxJob) -> None:
         owner = owner_who_reads(job.shown.values()) if os.geteuid() == 0 else None
         if owner is not None:
             job = replace(job, user_id=owner, limits=replace(job.limits, processes=_max_processes()))

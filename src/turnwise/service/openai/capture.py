@@ -18,7 +18,7 @@ from turnwise.renderers import Renderer
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.openai.messages import Reply, with_call_text
 from turnwise.service.openai.schemas import CaptureBody, RewardBody
-from turnwise.trajectory import Message, StopReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 from turnwise.types import SampledSequence
 
 MAX_CAPTURES = 4096
@@ -121,7 +121,7 @@ class Capture:
             seed=self.settings.seed,
             start=tuple(with_call_text(message) for message in self.turns[0].asked),
             turns=tuple(self._finished(index) for index in range(len(self.turns))),
-            stop_reason=StopReason.TERMINATED,
+            end_reason=EndReason.TERMINATED,
             is_success=self.is_success,
             duration_s=self.used_s - self.started_s,
         )

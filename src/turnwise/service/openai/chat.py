@@ -34,7 +34,7 @@ from turnwise.service.openai.schemas import ChatBody, refused
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.types import SampleReply
 from turnwise.trajectory import Message
-from turnwise.types import SampledSequence, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,10 @@ class Call:
     @property
     def num_choices(self) -> int:
         return self.body.n or 1
+
+    @property
+    def sample(self) -> SampleRequest:
+        return SampleRequest(self.prompt, self.params, num_samples=self.num_choices)
 
     def stream(self) -> ReplyStream:
         talker = self.talker
@@ -93,9 +97,7 @@ async def answer_chat(
     call = Call(talker=talker, body=body, asked=asked, prompt=prompt, params=params, capture=capture)
     if body.stream:
         return await _answer_stream(gateway, call)
-    promise = gateway.draw(
-        *(talker, prompt, params), num_samples=call.num_choices, topk_sample_logprobs=body.top_logprobs or 0
-    )
+    promise = gateway.draw(talker, call.sample, topk_sample_logprobs=body.top_logprobs or 0)
     return AsciiJson(_whole(call, await gateway.result(promise, request)))
 
 
@@ -189,9 +191,7 @@ DONE = "data: [DONE]\n\n"
 async def _answer_stream(gateway: Gateway, call: Call) -> Response:
     """A stream that begins with the first token; a request that is refused is told by its status."""
     feed = TokenFeed()
-    promise = gateway.draw(
-        *(call.talker, call.prompt, call.params), num_samples=call.num_choices, on_token=feed.on_token
-    )
+    promise = gateway.draw(call.talker, call.sample, on_token=feed.on_token)
     await feed.follow(promise)
     return EventStream(_events(call, feed, promise), promise)
 

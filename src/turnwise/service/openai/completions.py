@@ -29,6 +29,7 @@ from turnwise.service.openai.logprobs import check_top_logprobs, plain_logprobs
 from turnwise.service.openai.schemas import CompletionBody, refused
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.types import SampleReply
+from turnwise.types import SampleRequest
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
@@ -46,19 +47,20 @@ class _Job:
     def num_top(self) -> int:
         return self.body.logprobs or 0
 
-    def draw(self, gateway: Gateway, **more: Any) -> Promise:
+    def draw(self, gateway: Gateway, *, on_token: Any = None) -> Promise:
         body = self.body
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, self.talker.stop_ids, max(wanted, 1))
         scores_prompt = bool(body.echo) and body.logprobs is not None
-        return gateway.draw(
-            *(self.talker, self.prompt, params),
+        sample = SampleRequest(
+            self.prompt,
+            params,
             num_samples=body.n or 1,
-            prompt_logprobs=scores_prompt,
+            include_prompt_logprobs=scores_prompt,
             topk_prompt_logprobs=self.num_top if scores_prompt else 0,
-            topk_sample_logprobs=self.num_top if body.max_tokens != 0 else 0,
-            **more,
         )
+        num_top = self.num_top if body.max_tokens != 0 else 0
+        return gateway.draw(self.talker, sample, topk_sample_logprobs=num_top, on_token=on_token)
 
     def stream(self) -> ReplyStream:
         return ReplyStream(self.talker.text_of, self.talker.stop_ids, self.body.stops(), has_tools=False)

@@ -25,7 +25,7 @@ from turnwise.service.service import Service
 from turnwise.service.store.store import SessionRow
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
-from turnwise.types import ModelInput, SamplingParams
+from turnwise.types import SampleRequest, SamplingParams
 
 DEADLINE_S = 600.0
 """No answer takes longer; what is being sampled then is given up."""
@@ -142,19 +142,11 @@ class Gateway:
         return await asyncio.shield(task)
 
     def draw(
-        self, talker: Talker, prompt: list[int], params: SamplingParams, *, on_token: Any = None, **extras: Any
+        self, talker: Talker, sample: SampleRequest, *, topk_sample_logprobs: int = 0, on_token: Any = None
     ) -> Promise:
         """Put a request in line."""
-        request = wire.SampleRequest(
-            prompt=ModelInput.from_ints(prompt),
-            num_samples=extras.get("num_samples", 1),
-            params=params,
-            prompt_logprobs=extras.get("prompt_logprobs", False),
-            topk_prompt_logprobs=extras.get("topk_prompt_logprobs", 0),
-            topk_sample_logprobs=extras.get("topk_sample_logprobs", 0),
-            last_n=None,
-        )
-        num_bytes = 8 * len(prompt) + 500
+        request = wire.ServedSample(sample=sample, topk_sample_logprobs=topk_sample_logprobs)
+        num_bytes = 8 * len(sample.prompt) + 500
         return self.service.sampling.enqueue(
             talker.sampler, request, seq=next(self._numbers), num_bytes=num_bytes, on_token=on_token
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from turnwise.errors import DataError
-from turnwise.trajectory import Message, StopReason, ToolCall, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, ToolCall, Trajectory, Turn
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
         fields = dict(values)
         start = tuple(_message(one) for one in fields.pop("start"))
         turns = tuple(_turn(one) for one in fields.pop("turns"))
-        stop_reason = StopReason(fields.pop("stop_reason"))
-        return Trajectory(start=start, turns=turns, stop_reason=stop_reason, **fields)
+        end_reason = EndReason(fields.pop("stop_reason", None) or fields.pop("end_reason"))
+        return Trajectory(start=start, turns=turns, end_reason=end_reason, **fields)
     except (KeyError, TypeError, ValueError) as cause:
         raise DataError(f"this is no trajectory as /v1/captures gives it: {cause!r}") from cause
 

@@ -29,7 +29,7 @@ from turnwise.service.training.checkpoints import Checkpoints, flat, remove_dire
 from turnwise.service.training.parked_adapters import PolicyPlace, Room
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
-from turnwise.types import Datum, ModelInput, SampleResponse, SamplingParams, TensorData
+from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse, TensorData
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,14 @@ class Sampler:
 @dataclass(slots=True, eq=False)
 class _Job:
     sampler: Sampler
-    request: wire.SampleRequest
+    request: wire.ServedSample
     promise: Promise
     seq: int
     on_token: Callable[[int, int, float], None] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.request.sample.num_samples
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +215,7 @@ class Sampling:
     def enqueue(
         self,
         sampler: Sampler,
-        request: wire.SampleRequest,
+        request: wire.ServedSample,
         *,
         seq: int,
         num_bytes: int,
@@ -254,14 +258,14 @@ class Sampling:
                 return
             session = line.share.choose(line.jobs)
             job = line.jobs[session][0]
-            if line.num_running and line.num_running + job.request.num_samples > line.max_running:
+            if line.num_running and line.num_running + job.num_samples > line.max_running:
                 return
             line.jobs[session].popleft()
-            line.share.charge(session, job.request.num_samples)
+            line.share.charge(session, job.num_samples)
             self._start(line, job)
 
     def _start(self, line: _Line, job: _Job) -> None:
-        line.num_running += job.request.num_samples
+        line.num_running += job.num_samples
         job.sampler.num_running += 1
         task = self._loop.create_task(self._sample(job))
         self._tasks.add(task)
@@ -269,7 +273,7 @@ class Sampling:
 
         def done(task: asyncio.Task[wire.SampleReply]) -> None:
             self._tasks.discard(task)
-            line.num_running -= job.request.num_samples
+            line.num_running -= job.num_samples
             job.sampler.num_running -= 1
             job.sampler.last_used = self._loop.time()
             if task.cancelled():
@@ -296,18 +300,8 @@ class Sampling:
         if policy is None:
             policy = await asyncio.wrap_future(worker.run("samplers", job.sampler.place.bring))
             self._make_room()
-        tokens = request.prompt.to_ints()
-        response = await asyncio.wrap_future(
-            worker.sample(
-                tokens,
-                request.params,
-                policy,
-                num_samples=request.num_samples,
-                prompt_logprobs=request.prompt_logprobs,
-                topk_prompt_logprobs=request.topk_prompt_logprobs,
-                on_token=job.on_token,
-            )
-        )
+        tokens = list(request.sample.prompt)
+        response = await asyncio.wrap_future(worker.sample(request.sample, policy, on_token=job.on_token))
         response = _only_last(response, request.last_n)
         topk = targets = None
         if request.topk_sample_logprobs:
@@ -324,15 +318,8 @@ class Sampling:
             whole = [*prompt, *sequence.tokens]
             if len(whole) >= job.sampler.served.max_context_length:
                 raise DataError("topk_sample_logprobs needs a context that is not full; lower max_tokens")
-            scored = await asyncio.wrap_future(
-                worker.sample(
-                    whole,
-                    SamplingParams(max_tokens=1),
-                    policy,
-                    prompt_logprobs=True,
-                    topk_prompt_logprobs=job.request.topk_sample_logprobs,
-                )
-            )
+            asked = replace(SampleRequest.scoring(whole), topk_prompt_logprobs=job.request.topk_sample_logprobs)
+            scored = await asyncio.wrap_future(worker.sample(asked, policy))
             assert scored.topk_prompt_logprobs is not None
             rows.append(scored.topk_prompt_logprobs[len(prompt) :])
         return rows

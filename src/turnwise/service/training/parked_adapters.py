@@ -17,7 +17,8 @@ from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
-    from turnwise.engine.model.lora import Adapter, AnyPolicy, Policy
+    from turnwise.engine.model.lora import Policy
+    from turnwise.engine.training.trainable import Trainable
 
 
 Resident = TypeVar("Resident")
@@ -53,7 +54,7 @@ class AdapterPlace:
         self.is_critic = is_critic
         self.root = root
         self.snapshot = snapshot
-        self._adapter: Adapter | None = None
+        self._adapter: Trainable | None = None
 
     @property
     def is_resident(self) -> bool:
@@ -62,12 +63,9 @@ class AdapterPlace:
     @property
     def num_bytes(self) -> int:
         """What it takes on the device: weights, gradient and the optimizer's moments."""
-        adapter = self._adapter
-        if adapter is None:
-            return 0
-        return sum(tensor.nbytes for tensor in (adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq))
+        return 0 if self._adapter is None else self._adapter.num_bytes
 
-    def bring(self, engine: Engine) -> Adapter:
+    def bring(self, engine: Engine) -> Trainable:
         """The adapter, on the device."""
         if self._adapter is None:
             if self.snapshot is None:
@@ -132,11 +130,11 @@ class PolicyPlace:
     def is_written(self) -> bool:
         return self._is_base or self._directory is not None
 
-    def resident(self, engine: Engine) -> AnyPolicy | None:
+    def resident(self, engine: Engine) -> Policy | None:
         """The weights, if they are there already."""
         return engine.base_policy if self._is_base else self._policy
 
-    def bring(self, engine: Engine) -> AnyPolicy:
+    def bring(self, engine: Engine) -> Policy:
         """The weights, loaded if need be; on the engine's thread."""
         if self._is_base:
             return engine.base_policy

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import LOSSES
 from turnwise.service.wire import proto as pb
 from turnwise.service.wire import schemas
 from turnwise.types import (
@@ -26,6 +27,7 @@ from turnwise.types import (
     ForwardBackwardOutput,
     LoraConfig,
     ModelInput,
+    SampleRequest,
     SampleResponse,
     SamplingParams,
     TensorData,
@@ -39,8 +41,6 @@ MAX_DENSE = 1 << 26
 MAX_WIDTH = 128
 """Most target columns, K, of one datum."""
 
-TINKER_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-"""The losses of the SDKs; the engine's further ones get their inputs as they come."""
 REFUSED_LOSSES: Mapping[str, str] = {
     "stable_reinforce": (
         "the SDK does not define it: it has the name, a setting (kl_coeff) and a flag that makes the server record "
@@ -62,8 +62,6 @@ _DTYPES: dict[int, tuple[str, TensorDtype]] = {
     pb.DTYPE_INT64: ("<i8", "int64"),
     pb.DTYPE_INT32: ("<i4", "int64"),
 }
-_TINKER_DEFAULTS: Mapping[str, Mapping[str, float]] = {"cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
-"""Where Tinker's default settings of a loss differ from the engine's."""
 _PROTO_REQUEST = pb.message_class("ForwardBackwardRequest")
 
 
@@ -106,14 +104,13 @@ class SampleReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequest:
-    prompt: ModelInput
-    num_samples: int
-    params: SamplingParams
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
-    topk_sample_logprobs: int
-    last_n: int | None
+class ServedSample:
+    """A sample request, and the extras that only the wire has."""
+
+    sample: SampleRequest
+    topk_sample_logprobs: int = 0
+    last_n: int | None = None
+    """Return scores of this many tokens at the prompt's end; None returns all."""
     targets: NDArray[np.int64] | None = field(default=None, compare=False)
     """[prompt - 1, K] ids to score; -1 asks for nothing."""
 
@@ -171,13 +168,15 @@ def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float
         datums=flat,
         widths=widths,
         loss_fn=loss_fn,
-        loss_fn_config={**_TINKER_DEFAULTS.get(loss_fn, {}), **(config or {})},
+        loss_fn_config={**(LOSSES[loss_fn].tinker_defaults if loss_fn in LOSSES else {}), **(config or {})},
     )
 
 
 def _with_mask(datum: Datum, loss_fn: str) -> Datum:
     inputs = datum.loss_fn_inputs
-    if loss_fn not in TINKER_LOSSES or "target_tokens" not in inputs or "mask" in inputs:
+    # Losses that Tinker does not have get their inputs as they come.
+    is_of_tinker = loss_fn in LOSSES and LOSSES[loss_fn].is_of_tinker
+    if not is_of_tinker or "target_tokens" not in inputs or "mask" in inputs:
         return datum
     ones = TensorData.from_numpy(np.ones(len(inputs["target_tokens"]), dtype=np.float32))
     added = {"mask": ones}
@@ -334,7 +333,7 @@ def read_adam(body: schemas.OptimStepBody) -> AdamParams:
     return AdamParams(**(body.adam_params or schemas.AdamBody()).model_dump())
 
 
-def read_sample(body: schemas.SampleBody) -> SampleRequest:
+def read_sample(body: schemas.SampleBody) -> ServedSample:
     if body.prompt_alt_tokens_k:
         raise DataError("prompt_alt_tokens_k is not supported by this service; leave it 0")
     prompt = read_model_input(body.prompt)
@@ -346,10 +345,9 @@ def read_sample(body: schemas.SampleBody) -> SampleRequest:
             raise DataError(
                 f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{prompt.length - 1}, K]"
             )
-    return SampleRequest(
-        prompt=prompt,
-        num_samples=body.num_samples,
-        params=SamplingParams(
+    sample = SampleRequest(
+        prompt.to_ints(),
+        SamplingParams(
             max_tokens=params.max_tokens,
             seed=params.seed,
             stop=params.stop,
@@ -357,8 +355,12 @@ def read_sample(body: schemas.SampleBody) -> SampleRequest:
             top_k=params.top_k,
             top_p=params.top_p,
         ),
-        prompt_logprobs=bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0,
+        num_samples=body.num_samples,
+        include_prompt_logprobs=bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    return ServedSample(
+        sample=sample,
         topk_sample_logprobs=body.topk_sample_logprobs,
         last_n=body.prompt_logprobs_last_n,
         targets=targets,

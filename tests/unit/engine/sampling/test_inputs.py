@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from turnwise.engine.attention.plans import Chunk, PagedPlan, copy_packed
-from turnwise.engine.model.lora import BasePolicy
+from turnwise.engine.model.lora import base_policy
 from turnwise.engine.sampling.inputs import block_table, step_inputs
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.engine.sampling.scheduler import Piece, Request, Row, Step
@@ -27,7 +27,7 @@ def make_row(tokens: list[int], blocks: list[int], lane: int) -> Row:
         id=lane,
         prompt=array("i", tokens),
         params=SamplingParams(),
-        policy=BasePolicy(),
+        policy=base_policy(),
         num_samples=1,
         seed=0,
         max_tokens=9,

@@ -126,7 +126,7 @@ def test_defaults_are_the_documented_ones(name: str, expected: dict[str, float |
 )
 def test_each_correction_has_its_own_default_bounds(kind: str, low: float, high: float) -> None:
     config = make_loss("ppo", {"correction": kind}).config
-    assert (config.correction_low, config.correction_high) == (low, high)
+    assert config.correction_bounds == (low, high)
 
 
 @pytest.mark.parametrize(

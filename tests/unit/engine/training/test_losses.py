@@ -353,7 +353,9 @@ def test_on_policy_every_ratio_loss_has_the_gradient_of_reinforce() -> None:
         assert value_and_grad(loss, p_T, columns)[1] == pytest.approx(reinforce, abs=1e-12), name
         metrics = loss.metrics(p_T, None, columns)
         assert metrics["ratio:max"] == 1
-        assert [v for k, v in metrics.items() if k.startswith("clip_fraction")] == ([0, 0] if loss.is_clipped else [])
+        assert [v for k, v in metrics.items() if k.startswith("clip_fraction")] == (
+            [0, 0] if loss.info.is_clipped else []
+        )
 
 
 @for_each("name", RL)

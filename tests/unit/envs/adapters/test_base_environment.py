@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -142,9 +142,18 @@ async def test_a_prompt_may_be_messages() -> None:
 
 
 def test_max_turns_reaches_the_class_and_comes_from_it() -> None:
+    class Noting(Scripted):
+        made: ClassVar[list[int]] = []
+
+        def __init__(self, max_turns: int = 3) -> None:
+            super().__init__(max_turns=max_turns)
+            self.made.append(max_turns)
+
     assert BaseEnvironmentWorld(Scripted, ROWS).max_turns == 3
     assert BaseEnvironmentWorld(Scripted, ROWS, max_turns=7).max_turns == 7
-    assert BaseEnvironmentWorld(Scripted, ROWS, max_turns=7)._make().max_turns == 7  # pyright: ignore[reportAttributeAccessIssue]
+    world = BaseEnvironmentWorld(Noting, ROWS, max_turns=7)
+    world.make_env(world.tasks("train", 1, 0)[0], 0)
+    assert Noting.made[-1] == 7
 
 
 def test_rows_are_split_by_hash_and_drawn_by_seed() -> None:

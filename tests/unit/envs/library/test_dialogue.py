@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnwise.envs.base import EnvStep, Task, assistant, system, user
-from turnwise.envs.library.dialogue import Dialogue, DialogueEnv, load_conversations, score_reply, word_overlap
+from turnwise.envs.library.dialogue import DialogueEnv, DialogueWorld, load_conversations, score_reply, word_overlap
 from turnwise.envs.library.dialogue_data import make_conversations
 from turnwise.errors import ConfigError
 
@@ -20,7 +20,7 @@ FRANCE = {
 
 
 def make_env(conversation: dict[str, Any], **options: Any) -> DialogueEnv:
-    return Dialogue(**options).make_env(Task(id="t", data=conversation), seed=0)
+    return DialogueWorld(**options).make_env(Task(id="t", data=conversation), seed=0)
 
 
 async def play(env: DialogueEnv, *replies: str) -> list[EnvStep]:
@@ -90,7 +90,7 @@ def test_the_shipped_conversations_are_well_formed_and_split(tmp_path: Path) -> 
     file = tmp_path / "all.json"
     file.write_text(json.dumps(conversations), encoding="utf-8")
     assert load_conversations(file) == conversations
-    world = Dialogue()
+    world = DialogueWorld()
     train, test = ({task.id for task in world.tasks(split, 200, 0)} for split in ("train", "test"))
     assert len(train | test) == len(conversations)
     assert len(test) >= 32  # fewer would not tell a run that learns from one that does not
@@ -112,7 +112,7 @@ def test_turns_with_a_reference_and_a_reward_load_as_they_are(tmp_path: Path) ->
     file = tmp_path / "conversations.jsonl"
     rows = [{"turns": turns, "split": "train"}, {"turns": turns, "split": "test", "id": "other"}]
     file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    world = Dialogue(path=file)
+    world = DialogueWorld(path=file)
     assert world.max_turns == 2
     assert [task.id for task in world.tasks("train", 1, 0)] == ["dialogue-1"]
     assert [task.id for task in world.tasks("test", 1, 0)] == ["other"]
@@ -123,7 +123,7 @@ def test_turns_with_a_reference_and_a_reward_load_as_they_are(tmp_path: Path) ->
 def test_there_are_no_demonstrations_without_references(tmp_path: Path) -> None:
     file = tmp_path / "conversations.jsonl"
     file.write_text(json.dumps({**FRANCE, "split": "train"}), encoding="utf-8")
-    world = Dialogue(path=file)
+    world = DialogueWorld(path=file)
     assert world.demonstrations(3, 0) == []
     with pytest.raises(ConfigError, match=r"no test conversation in .*; add some, or mark some"):
         world.tasks("test", 1, 0)
@@ -155,17 +155,17 @@ def test_conversations_that_cannot_be_played_are_refused(tmp_path: Path, row: di
     file = tmp_path / "conversations.jsonl"
     file.write_text(json.dumps(row), encoding="utf-8")
     with pytest.raises(ConfigError, match=problem):
-        Dialogue(path=file)
+        DialogueWorld(path=file)
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:
     file = tmp_path / "conversations.jsonl"
     file.write_text("\n".join([json.dumps({**FRANCE, "id": "x"})] * 2), encoding="utf-8")
     with pytest.raises(ConfigError, match="two conversations with the id 'x'"):
-        Dialogue(path=file)
+        DialogueWorld(path=file)
 
 
 @pytest.mark.parametrize("options", [{"success_share": 0.0}, {"max_words": -1}])
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        Dialogue(**options)
+        DialogueWorld(**options)

@@ -14,9 +14,9 @@ from turnwise.envs.library.search import (
     LAST_TURN,
     NOTHING,
     UNCLEAR,
-    Action,
     LocalRetriever,
     Search,
+    SearchAction,
     format_information,
     read_action,
 )
@@ -69,11 +69,11 @@ def test_f1_is_the_overlap_in_words_with_the_best_target() -> None:
 @pytest.mark.parametrize(
     ("reply", "action"),
     [
-        ("<search>Anna</search>", Action("search", "Anna")),
-        ("I think <answer> 1874 </answer>", Action("answer", "1874")),
-        ("<search>a</search><answer>b</answer>", Action("search", "a")),
-        ("<answer>b</answer><search>a</search>", Action("answer", "b")),
-        ("<think><answer>no</answer></think><search>a</search>", Action("search", "a")),
+        ("<search>Anna</search>", SearchAction("search", "Anna")),
+        ("I think <answer> 1874 </answer>", SearchAction("answer", "1874")),
+        ("<search>a</search><answer>b</answer>", SearchAction("search", "a")),
+        ("<answer>b</answer><search>a</search>", SearchAction("answer", "b")),
+        ("<think><answer>no</answer></think><search>a</search>", SearchAction("search", "a")),
         ("<search>a", None),
         ("<search></search>", None),
         ("<search> \n </search>", None),
@@ -83,7 +83,7 @@ def test_f1_is_the_overlap_in_words_with_the_best_target() -> None:
         ("", None),
     ],
 )
-def test_the_first_complete_tag_is_what_a_reply_does(reply: str, action: Action | None) -> None:
+def test_the_first_complete_tag_is_what_a_reply_does(reply: str, action: SearchAction | None) -> None:
     assert read_action(reply) == action
 
 

@@ -8,7 +8,7 @@ from turnwise.envs.base import EnvStep, Task, assistant, system, user
 from turnwise.envs.check import check_env
 from turnwise.envs.library.sql_databases import draw_database
 from turnwise.envs.library.sql_runner import QueryResult
-from turnwise.envs.library.text_to_sql import Action, Protocol, TextToSql, TextToSqlEnv, format_result, read_action
+from turnwise.envs.library.text_to_sql import Protocol, SqlAction, TextToSql, TextToSqlEnv, format_result, read_action
 from turnwise.errors import ConfigError, DataError
 
 NUMBER = next(n for n in range(400) if draw_database("easy", n, 0).schema == "cats(name, age, color)")
@@ -121,20 +121,20 @@ async def test_a_gold_that_does_not_run_is_an_error_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("text", "protocol", "action"),
     [
-        ("SELECT 1", "line", Action(False, "SELECT 1")),
-        ("  select 1;\n", "line", Action(False, "select 1")),
-        ("```sql\nSELECT 1;\n```", "line", Action(False, "SELECT 1")),
-        ("WITH a AS (SELECT 1) SELECT * FROM a", "line", Action(False, "WITH a AS (SELECT 1) SELECT * FROM a")),
-        ("submit", "line", Action(True, "")),
-        ("Submit.", "line", Action(True, "")),
-        ("submit: SELECT 1", "line", Action(True, "SELECT 1")),
-        ("submit ```SELECT 1```", "line", Action(True, "SELECT 1")),
+        ("SELECT 1", "line", SqlAction(False, "SELECT 1")),
+        ("  select 1;\n", "line", SqlAction(False, "select 1")),
+        ("```sql\nSELECT 1;\n```", "line", SqlAction(False, "SELECT 1")),
+        ("WITH a AS (SELECT 1) SELECT * FROM a", "line", SqlAction(False, "WITH a AS (SELECT 1) SELECT * FROM a")),
+        ("submit", "line", SqlAction(True, "")),
+        ("Submit.", "line", SqlAction(True, "")),
+        ("submit: SELECT 1", "line", SqlAction(True, "SELECT 1")),
+        ("submit ```SELECT 1```", "line", SqlAction(True, "SELECT 1")),
         ("submitted", "line", None),
         ("submit 5", "line", None),
         ("The answer is 5", "line", None),
         ("", "line", None),
-        ("<sql>SELECT 1</sql>", "tags", Action(False, "SELECT 1")),
-        ("I think so. <solution>\nSELECT 1;</solution>", "tags", Action(True, "SELECT 1")),
+        ("<sql>SELECT 1</sql>", "tags", SqlAction(False, "SELECT 1")),
+        ("I think so. <solution>\nSELECT 1;</solution>", "tags", SqlAction(True, "SELECT 1")),
         ("<sql>SELECT 1</sql><sql>SELECT 2</sql>", "tags", None),
         ("<sql>SELECT 1</sql><solution>SELECT 1</solution>", "tags", None),
         ("<solution></solution>", "tags", None),
@@ -142,7 +142,7 @@ async def test_a_gold_that_does_not_run_is_an_error_of_the_data() -> None:
         ("SELECT 1", "tags", None),
     ],
 )
-def test_one_action_is_read_from_a_reply(text: str, protocol: Protocol, action: Action | None) -> None:
+def test_one_action_is_read_from_a_reply(text: str, protocol: Protocol, action: SqlAction | None) -> None:
     assert read_action(text, protocol) == action
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from turnwise.service.openai import chat as openai_chat
 from turnwise.service.openai import gateway as openai_gateway
 from turnwise.service.openai import routes as openai
 from turnwise.trajectory import Message
-from turnwise.types import SamplingParams
+from turnwise.types import SampleRequest, SamplingParams
 from unit.service.conftest import TOKENS, Serve, Wire
 
 HELLO = [{"role": "user", "content": "Say a number."}]
@@ -89,7 +90,7 @@ async def test_the_reply_is_what_the_engine_draws_from_the_rendered_ids(serve: S
     prompt = renderer.start([Message(role="user", content="Say a number.")])
     params = SamplingParams(max_tokens=12, seed=7, temperature=0.8, stop_token_ids=list(renderer.stop_ids))
     worker = engine_held.worker
-    direct = worker.sample(prompt, params, worker.engine.base_policy, num_samples=2).result(30)
+    direct = worker.sample(SampleRequest(prompt, params, 2), worker.engine.base_policy).result(30)
     async with serve() as wire:
         told = await chat(wire, max_tokens=12, seed=7, temperature=0.8, n=2, logprobs=True, return_token_ids=True)
     assert told["prompt_token_ids"] == prompt
@@ -128,9 +129,8 @@ async def test_alternatives_are_the_most_probable_tokens(serve: Serve, engine_he
     (choice,) = told["choices"]
     worker = engine_held.worker
     whole = [*told["prompt_token_ids"], *choice["token_ids"]]
-    scored = worker.sample(
-        whole, SamplingParams(max_tokens=1), worker.engine.base_policy, prompt_logprobs=True, topk_prompt_logprobs=3
-    ).result(30)
+    asked = replace(SampleRequest.scoring(whole), topk_prompt_logprobs=3)
+    scored = worker.sample(asked, worker.engine.base_policy).result(30)
     assert scored.topk_prompt_logprobs is not None
     rows = scored.topk_prompt_logprobs[len(told["prompt_token_ids"]) :]
     for entry, row in zip(choice["logprobs"]["content"], rows, strict=False):

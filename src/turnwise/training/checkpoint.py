@@ -1,0 +1,279 @@
+"""Checkpoints of a run: weights, optimizer state, and how far the run had come.
+
+They live in the run's directory (`checkpoints/<model id>/weights/<name>`), so a run can be moved as a whole. Tasks and
+seeds follow from their number; with the state beside the row (`run_state.py`) a resumed run does what an uninterrupted
+one would have done.
+A run with a critic saves it under the same name; the state beside the row says where, and so does the policy's
+`checkpoint.json` where the files are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from turnwise.client.base import TrainingClient
+from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
+from turnwise.errors import CheckpointError
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import CheckpointRow, EvaluationRow
+from turnwise.runlog.writer import RunWriter
+from turnwise.training.critic import Critic
+from turnwise.training.plateau import PlateauState
+from turnwise.training.run_state import RunState
+
+CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
+"""What a policy's checkpoint says of its critic."""
+NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
+
+
+class Checkpoints:
+    """Saves the latest few states of one run."""
+
+    def __init__(
+        self,
+        trainer: TrainingClient,
+        writer: RunWriter,
+        kept: list[CheckpointRow],
+        *,
+        max_kept: int,
+        critic: Critic | None = None,
+        delete: Callable[[str], None] | None = None,
+        best: EvaluationRow | None = None,
+    ) -> None:
+        """A store for a run.
+
+        Args:
+            kept: the checkpoints of the run so far, oldest first.
+            delete: removes what is not in the run's directory.
+            best: the evaluation whose checkpoint is kept beside the latest.
+        """
+        self._trainer = trainer
+        self._writer = writer
+        self._kept = list(kept)
+        self._max_kept = max_kept
+        self._critic = critic
+        self._delete = delete
+        self._best = best
+
+    def has(self, step: int) -> bool:
+        """There is a checkpoint of that step."""
+        return any(row.step == step for row in self._kept)
+
+    def is_best(self, row: EvaluationRow) -> bool:
+        """No evaluation before this one found a better policy that is kept; of equals, the later is taken.
+
+        Nothing is kept of the model before its first step (`start`): that is the base model.
+        """
+        score = evaluation_score(row)
+        is_measured = row.label != "start" and not math.isnan(score)
+        return is_measured and (self._best is None or score >= evaluation_score(self._best))
+
+    async def keep_best(self, row: EvaluationRow) -> None:
+        """From now on the checkpoint of that evaluation is the one that never goes for its age."""
+        assert self.has(row.step), "what is kept was saved before"
+        self._best = row
+        await self._prune(row.step)
+
+    async def save(self, step: int, warmup_steps: int, state: RunState | None = None) -> CheckpointRow:
+        """Write the state after `step` steps; the oldest beyond `max_kept` goes.
+
+        Whenever the process ends in here, a whole checkpoint is on record: the files come first, then the row and the
+        pool in one transaction, and only then does the oldest go.
+        """
+        name = self._free_name(f"step-{step:06d}" if step or not warmup_steps else f"warmup-{warmup_steps:06d}")
+        critic = await self._save_critic(name)
+        metadata = None if critic is None else {CRITIC_PATH: critic.path, CRITIC_BATCHES: str(critic.num_pretrained)}
+        saved = await self._trainer.save_state(name, overwrite=True, user_metadata=metadata)
+        if state is not None and critic is not None:
+            state = replace(
+                state,
+                critic_path=critic.path,
+                critic_pretrained=critic.num_pretrained,
+                critic_plateau=critic.plateau,
+            )
+        text = None if state is None else state.to_json()
+        row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path, state=text)
+        self._kept.append(row)
+        self._writer.checkpoint(row)
+        self._writer.pool(step, () if state is None else state.pool)
+        self._writer.commit(step)
+        await self._prune(step)
+        return row
+
+    async def reload(self) -> None:
+        """Give the trainer a fresh optimizer: its weights are written, read and forgotten again."""
+        saved = await self._trainer.save_state("reload", overwrite=True)
+        await self._trainer.load_state(saved.path)
+        shutil.rmtree(checkpoint_directory(self._writer.directory, saved.path), ignore_errors=True)
+        if self._delete is not None:
+            await asyncio.to_thread(self._delete, saved.path)
+
+    async def _prune(self, step: int) -> None:
+        """Let go of what is neither among the latest few nor the best."""
+        gone = self._outdated()
+        self._kept = [row for row in self._kept if row not in gone]
+        for old in gone:
+            critic = saved_critic(self._writer.directory, old)
+            self._remove(old, critic)
+            if self._delete is not None:
+                for path in (old.path,) if critic is None else (old.path, critic.path):
+                    await asyncio.to_thread(self._delete, path)
+        self._writer.commit(step)
+
+    def _outdated(self) -> list[CheckpointRow]:
+        """What is older than the latest few, but for the best; of one step, only the last saved can be that."""
+        old = self._kept[: -self._max_kept]
+        best_step = None if self._best is None else self._best.step
+        best = next((row for row in reversed(self._kept) if row.step == best_step), None)
+        return [row for row in old if row is not best]
+
+    def _free_name(self, name: str) -> str:
+        """A name that no checkpoint has which may be needed: files are never written over."""
+        taken = {row.path.rpartition("/")[2] for row in self._kept}
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(free for free in names if free not in taken)
+
+    async def _save_critic(self, name: str) -> SavedCritic | None:
+        """Write the critic first: a policy's checkpoint never names one that is not there."""
+        if self._critic is None:
+            return None
+        saved = await self._critic.client.save_state(name, overwrite=True)
+        critic = self._critic
+        return SavedCritic(path=saved.path, num_pretrained=critic.num_pretrained, plateau=critic.plateau.to_state())
+
+    def _remove(self, old: CheckpointRow, critic: SavedCritic | None) -> None:
+        if critic is not None:
+            shutil.rmtree(checkpoint_directory(self._writer.directory, critic.path), ignore_errors=True)
+        shutil.rmtree(checkpoint_directory(self._writer.directory, old.path), ignore_errors=True)
+        if all(row.step != old.step for row in self._kept):
+            self._writer.forget_checkpoint(old.step)
+
+
+def checkpoint_directory(data_dir: Path, path: str) -> Path:
+    """Where the files of a `tinker://` path are."""
+    return data_dir / "checkpoints" / path.partition("://")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCritic:
+    """A critic that was saved with a policy."""
+
+    path: str
+    num_pretrained: int
+    """Batches that it had learned alone."""
+    plateau: PlateauState | None = None
+    """How long they had not helped; None where nobody wrote it down."""
+
+
+def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
+    """The critic of a checkpoint; None where there is none."""
+    state = {} if row.state is None else json.loads(row.state)
+    if state.get(CRITIC_PATH):
+        return SavedCritic(
+            path=state[CRITIC_PATH],
+            num_pretrained=int(state[CRITIC_BATCHES]),
+            plateau=state.get("critic_plateau"),
+        )
+    file = checkpoint_directory(data_dir, row.path) / INFO_FILE
+    if not file.is_file():
+        return None
+    known = CheckpointInfo.from_json(file.read_text(encoding="utf-8")).user_metadata
+    if CRITIC_PATH not in known:
+        return None
+    return SavedCritic(path=known[CRITIC_PATH], num_pretrained=int(known[CRITIC_BATCHES]))
+
+
+def _rows_with_files(run: RunReader, config: Config) -> list[CheckpointRow]:
+    """The checkpoints whose files are there, oldest first; a service elsewhere keeps its own."""
+    is_elsewhere = bool(config.model.base_url)
+    return [row for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()]
+
+
+def last_checkpoint(run: RunReader) -> CheckpointRow:
+    """The state to go on from: the latest whose files are there."""
+    rows = _rows_with_files(run, config_from_yaml(run.config_yaml, str(run.directory)))
+    if rows:
+        return rows[-1]
+    if run.checkpoints():
+        place = checkpoint_directory(run.directory, run.checkpoints()[-1].path)
+        raise CheckpointError(f"the files of this run's checkpoints are missing; expected {place}: copy them back")
+    raise CheckpointError(f"{run.directory} has no checkpoint yet; turnwise train --resume begins it again")
+
+
+def remove_orphans(directory: Path, kept: Sequence[CheckpointRow]) -> None:
+    """Delete checkpoints that no row knows: a process ended between writing the files and writing them down."""
+    known = {checkpoint_directory(directory, row.path) for row in kept}
+    critics = [saved_critic(directory, row) for row in kept]
+    known |= {checkpoint_directory(directory, critic.path) for critic in critics if critic is not None}
+    for place in (directory / "checkpoints").glob("*/weights/*"):
+        if place not in known:
+            shutil.rmtree(place, ignore_errors=True)
+    for empty in (directory / "checkpoints").glob("*"):
+        if not any(empty.glob("*/*")):
+            shutil.rmtree(empty, ignore_errors=True)
+
+
+def evaluation_score(row: EvaluationRow) -> float:
+    """What checkpoints are compared by: held-out success, or the reward where the world judges no success."""
+    return row.reward if math.isnan(row.success) else row.success
+
+
+def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow | None:
+    """The evaluation of the best checkpoint that is there, of equals the later; None where none was evaluated, or the
+    run keeps no best.
+
+    Args:
+        up_to: look at the first so many steps only.
+    """
+    config = config_from_yaml(run.config_yaml, str(run.directory))
+    if not config.eval.keep_best:
+        return None
+    there = {row.step for row in _rows_with_files(run, config)}
+    rows = [
+        row
+        for row in run.evaluations()
+        if row.step in there
+        and (up_to is None or row.step <= up_to)
+        and row.label != "start"
+        and not math.isnan(evaluation_score(row))
+    ]
+    return max(rows, key=lambda row: (evaluation_score(row), row.step), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenCheckpoint:
+    """A checkpoint of a run, and why it is this one."""
+
+    row: CheckpointRow
+    why: str
+
+
+def choose_checkpoint(run: RunReader, which: str) -> ChosenCheckpoint:
+    """`best`, `last`, or the number of a step. Where nothing was evaluated, or the run keeps no best, best is last."""
+    rows = {row.step: row for row in run.checkpoints()}
+    if which in ("best", "last"):
+        best = best_evaluation(run) if which == "best" else None
+        if best is not None:
+            return ChosenCheckpoint(row=rows[best.step], why=_why_best(best))
+        row = last_checkpoint(run)
+        return ChosenCheckpoint(row=row, why=f"step {row.step}, the last checkpoint")
+    if not which.isdecimal() or int(which) not in rows:
+        known = ", ".join(str(known) for known in rows) or "none"
+        raise CheckpointError(
+            f"{run.directory} has no checkpoint of step {which}; there are: {known}. Expected one of them, best or last"
+        )
+    return ChosenCheckpoint(row=rows[int(which)], why=f"step {which}, as asked")
+
+
+def _why_best(row: EvaluationRow) -> str:
+    measured = f"{row.reward:.3f} held-out reward" if math.isnan(row.success) else f"{row.success:.1%} held-out success"
+    return f"step {row.step}, the best of the kept checkpoints with {measured}; --step last takes the last one"

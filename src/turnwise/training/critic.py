@@ -1,0 +1,166 @@
+"""The critic in a run: asked about attempts before the policy learns from them, then taught what came of them.
+
+It is a `TrainingClient` of its own, with the loss `value`. Before the policy's first step it may be trained alone, on
+attempts of the policy as it is (`pretrain.py`); a critic that knows nothing gives advantages that are noise, and a
+policy that follows them forgets what it could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from turnwise.client.base import TrainingClient
+from turnwise.credit.gae import Gae
+from turnwise.credit.values import (
+    FloatArray,
+    TrajectoryValues,
+    Values,
+    concatenated,
+    error_by_position,
+    explained_variance,
+    read_values,
+    value_datums,
+    value_sequences,
+)
+from turnwise.methods.base import Lesson
+from turnwise.renderers.base import Renderer
+from turnwise.training.critic_config import CriticConfig
+from turnwise.training.plateau import Plateau
+from turnwise.trajectory import Message, Trajectory
+from turnwise.types import AdamParams, Datum
+from turnwise.watch.metrics import strip_reductions
+
+NUM_PARTS = 5
+"""Of an attempt, by which the error on held-out attempts is told."""
+Taught = tuple[Trajectory, TrajectoryValues, Sequence[FloatArray]]
+"""An attempt, what the critic said of it, and what it should have said: [S] per turn."""
+
+
+class Critic:
+    """Values of attempts, and lessons about them."""
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        config: CriticConfig,
+        gae: Gae,
+        optim: AdamParams,
+        renderer: Renderer,
+        *,
+        max_tokens: int,
+        num_pretrained: int = 0,
+    ) -> None:
+        """Wrap a critic's client.
+
+        Args:
+            max_tokens: the longest prompt that it may be shown.
+            num_pretrained: batches that it has learned before the policy's first step.
+        """
+        self.client = client
+        self.config = config
+        self.num_pretrained = num_pretrained
+        self.plateau = Plateau(config.pretrain_patience)
+        """Of the pre-training, over all batches that it has had."""
+        self._gae = gae
+        self.optim = optim
+        self._renderer = renderer
+        self._max_tokens = max_tokens
+
+    @property
+    def is_pretrained(self) -> bool:
+        return self.num_pretrained >= self.config.pretrain_steps
+
+    async def values(self, trajectories: Sequence[Trajectory]) -> Values:
+        """What it expects along each attempt; no gradient."""
+        asked = [value_sequences(one, self._next_prompt(one)) for one in trajectories]
+        questions = [sequence.question() for sequences in asked for sequence in sequences]
+        if not questions:
+            return []
+        output = await self.client.forward(questions, "value")
+        answers = iter(one["values"].tolist() for one in output.loss_fn_outputs)
+        return [
+            read_values(one, sequences, [next(answers) for _ in sequences])
+            for one, sequences in zip(trajectories, asked, strict=True)
+        ]
+
+    async def held_out_errors(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """How far its values are from what came of attempts that nobody learns from, by fifth of the attempt.
+
+        What came is the plain return, whatever lambda its targets have.
+        """
+        judged = [one for one in trajectories if one.failure is None]
+        values = await self.values(judged)
+        plain = replace(self._gae, critic_lambda=1.0, level="token")
+        returns = [plain.returns(one, known) for one, known in zip(judged, values, strict=True)]
+        found = error_by_position(returns, [known.turns for known in values], num_parts=NUM_PARTS)
+        metrics: dict[str, float] = {}
+        for part, (error, explained) in enumerate(found, start=1):
+            metrics |= {f"eval/critic_error_{part}": error, f"eval/critic_explained_variance_{part}": explained}
+        return metrics
+
+    async def learn(self, lessons: Sequence[Lesson]) -> Mapping[str, float]:
+        """Learn the returns that the lessons carry; metrics without a room."""
+        taught: list[Taught] = []
+        for lesson in lessons:
+            assert lesson.trajectory is not None, "a method with a critic plays its attempts"
+            assert lesson.returns is not None, "a method with a critic says what came of each turn"
+            assert lesson.values is not None, "a method with a critic keeps what it was told"
+            taught.append((lesson.trajectory, lesson.values, lesson.returns))
+        metrics = await self._teach(taught, self.optim, self.config.updates)
+        return {f"critic_{key}": value for key, value in metrics.items()}
+
+    async def study(self, trajectories: Sequence[Trajectory], optim: AdamParams) -> dict[str, float]:
+        """Learn from attempts that teach the policy nothing: one batch of the pre-training.
+
+        The explained variance is that of the values before this batch was learned.
+        """
+        values = await self.values(trajectories)
+        returns = [self._gae.returns(one, known) for one, known in zip(trajectories, values, strict=True)]
+        taught = list(zip(trajectories, values, returns, strict=True))
+        return await self._teach(taught, optim, self.config.pretrain_updates)
+
+    async def _teach(self, taught: Sequence[Taught], optim: AdamParams, updates: int) -> dict[str, float]:
+        datums = self._datums(taught)
+        clip = {"value_clip": self.config.value_clip} if self.config.value_clip else None
+        metrics: dict[str, float] = {}
+        for update in range(updates):
+            output = await self.client.forward_backward(datums, "value", clip)
+            stepped = await self.client.optim_step(optim)
+            if update == 0:  # of several, what it was like before
+                metrics = strip_reductions({**output.metrics, **stepped.metrics})
+        first_only = self._gae.first_only
+        said = np.fromiter(
+            (v for _, known, _ in taught for v in concatenated(known.turns, first_only=first_only)), float
+        )
+        came = np.fromiter((r for _, _, due in taught for r in concatenated(due, first_only=first_only)), float)
+        kept = ("loss", "value", "return", "value_error", "value_clip_fraction", "grad_norm")
+        found = {name: metrics[name] for name in kept if name in metrics}
+        return found | {"explained_variance": explained_variance(came, said)}
+
+    def _datums(self, taught: Sequence[Taught]) -> list[Datum]:
+        """Every learned position weighs the same."""
+        first_only = self._gae.first_only
+        total = sum(1 for _, _, due in taught for _ in concatenated(due, first_only=first_only))
+        return [
+            datum
+            for one, known, due in taught
+            for datum in value_datums(
+                value_sequences(one), due, known, weight=1.0 / max(total, 1), first_only=first_only
+            )
+        ]
+
+    def _next_prompt(self, trajectory: Trajectory) -> Sequence[int]:
+        """What the turn after the last would have been shown; empty where the task came to its end, or where it would
+        not fit into the model.
+        """
+        last = trajectory.turns[-1]
+        if not trajectory.is_truncated or not last.observation:
+            return ()
+        history: list[Message] = list(trajectory.start)
+        for turn in trajectory.turns[:-1]:
+            history += [turn.reply, *turn.observation]
+        ids = self._renderer.extend(last.prompt_ids, last.sampled_ids, last.observation, history=history).ids
+        return ids if len(ids) <= self._max_tokens else ()

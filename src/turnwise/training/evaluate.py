@@ -1,0 +1,67 @@
+"""Held-out tasks, played and never trained on. The same tasks and seeds every time, so that evaluations compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise.client.base import SamplingClient
+from turnwise.envs.base import Task, World
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.group import RolloutResult, play_groups
+from turnwise.rollout.seeds import derive_seed
+from turnwise.runlog.schema import EvaluationRow
+from turnwise.training.intervals import NOT_MEASURED, mean_interval, success_interval
+from turnwise.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What was played and what came out."""
+
+    row: EvaluationRow
+    played: RolloutResult
+
+
+async def evaluate(
+    world: World,
+    tasks: Sequence[Task],
+    sampler: SamplingClient,
+    renderer: Renderer,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    label: str,
+    step: int,
+) -> Evaluation:
+    """Play every task `config.group_size` times. Failed attempts are counted and not scored."""
+    played = await play_groups(world, tasks, sampler, renderer, config, seed=derive_seed(seed, "eval"))
+    return Evaluation(row=summarize(played, label=label, step=step), played=played)
+
+
+def summarize(played: RolloutResult, *, label: str, step: int) -> EvaluationRow:
+    outcomes = _outcomes(played.groups)
+    success = NOT_MEASURED if outcomes is None else success_interval(outcomes)
+    reward = mean_interval([group.rewards for group in played.groups])
+    failed = [len(group.failed) for group in (*played.groups, *played.dropped)]
+    return EvaluationRow(
+        step=step,
+        label=label,
+        num_tasks=len(played.groups),
+        num_attempts=sum(len(group.trajectories) for group in played.groups),
+        num_failed=sum(failed),
+        success=success.value,
+        success_low=success.low,
+        success_high=success.high,
+        reward=reward.value,
+        reward_low=reward.low,
+        reward_high=reward.high,
+    )
+
+
+def _outcomes(groups: Sequence[TrajectoryGroup]) -> list[list[bool]] | None:
+    """By task; None when the env never says. An attempt that a limit cut short did not succeed."""
+    if all(t.is_success is None for group in groups for t in group.trajectories):
+        return None
+    return [[t.is_success is True for t in group.trajectories if t.is_judged] for group in groups]

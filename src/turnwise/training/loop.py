@@ -1,0 +1,362 @@
+"""The one training loop.
+
+    evaluate, warm up, then step by step:
+        a batch of groups -> keep what can be learned from -> gradient -> optimizer -> publish -> log
+
+Groups are played in the background (`stream.py`); with `train.max_staleness` 0 that means: while the loop waits for
+them, and synchronous training is this loop with lag 0. `rollout/sources.py` says where the data of a step comes from;
+the method says what is made of it. The loop talks to a `TrainingClient` and knows neither engine nor model. Ctrl-C ends
+the playing of attempts, but never a step that has begun to train; a checkpoint holds everything that a run needs to go
+on as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+
+from turnwise.client.base import TrainingClient
+from turnwise.credit.shaping import shape_group
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.certify import K2_TOLERANCE
+from turnwise.runlog.schema import CheckpointRow
+from turnwise.training.assemble import Parts, critic_rate, make_optim
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.critic import Critic
+from turnwise.training.evaluate import Evaluation, evaluate
+from turnwise.training.learner import Learner
+from turnwise.training.pretrain import pretrain
+from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError
+from turnwise.training.record import Recorder
+from turnwise.training.run_state import RunState
+from turnwise.training.schedule import rate_factor
+from turnwise.training.sources import Batch, Supply
+from turnwise.training.versions import VersionedSampler
+from turnwise.training.warmup import make_warmup, warm_up_step
+from turnwise.watch.alarms import AlarmError, Alarms
+from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.watch.steer import Steering
+from turnwise.watch.watchdog import StalledError, Watchdog
+
+
+class Loop:
+    """One run, from the first evaluation to the last."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        trainer: TrainingClient,
+        renderer: Renderer,
+        recorder: Recorder,
+        checkpoints: Checkpoints,
+        interrupt: Interrupt,
+        *,
+        critic: Critic | None = None,
+        k2_tolerance: float = K2_TOLERANCE,
+        watchdog: Watchdog | None = None,
+        steering: Steering | None = None,
+    ) -> None:
+        train = parts.config.train
+        self._parts = parts
+        self._config = parts.config
+        self._trainer = trainer
+        self._renderer = renderer
+        self._recorder = recorder
+        self._checkpoints = checkpoints
+        self._interrupt = interrupt
+        self._critic = critic
+        self._watchdog = watchdog or Watchdog(
+            call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s
+        )
+        self._steering = steering or Steering()
+        self.supply = Supply(parts, renderer, self._watchdog)
+        self._learner = Learner(parts, trainer, critic, self._watchdog, k2_tolerance)
+        self.alarms = Alarms(parts.config.alarms)
+        self.num_steps = train.steps
+        self.done_step = 0
+        self.version = 0
+        """Updates that moved the weights."""
+        self._state = RunState()
+        self._num_critic_batches = 0 if critic is None else critic.num_pretrained
+        self._progress = Progress(train.max_empty_steps)
+        self._is_read = False
+        """Something was sampled with the weights that were published last, besides the steps' own groups."""
+
+    async def run(
+        self,
+        done: CheckpointRow,
+        evaluated: set[tuple[str, int]],
+        num_drawn: int = 0,
+        state: RunState | None = None,
+        *,
+        num_drawn_before: int = 0,
+    ) -> None:
+        """Go on from `done`.
+
+        Args:
+            evaluated: (label, step) of the evaluations that are on record already.
+            num_drawn: tokens that the steps and the critic's pre-training took so far.
+            state: where the parts of the loop stood; without it, between two synchronous steps.
+            num_drawn_before: those of `num_drawn` that the critic's pre-training took.
+        """
+        per_step = self._config.train.tasks_per_step
+        self._state = state or RunState(version=done.step, num_dealt=done.step * per_step)
+        self.version = self._state.version
+        self._progress.restore(self._state)
+        if self._state.alarms is not None:
+            self.alarms.restore(self._state.alarms)
+        self._num_drawn = num_drawn
+        self._num_drawn_before = num_drawn_before
+        self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
+        try:
+            await self._run()
+        except (Interrupted, StalledError, AlarmError, NothingToLearnError, TokensSpentError) as error:
+            await self.supply.close()
+            if not isinstance(error, StalledError) or error.party == "attempts":
+                await self._save()
+            raise
+        finally:
+            await self.supply.close()
+
+    async def _run(self) -> None:
+        train, evaluation = self._config.train, self._config.eval
+        await self.supply.check()
+        self._sampler = await self._publish()
+        await self._evaluate_once("start", 0)
+        await self._warm_up()
+        await self._pretrain_critic()
+        await self._publish_unread()
+        self._phase("training")
+        self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
+        while self.done_step < self.num_steps and not self._progress.is_solved:
+            step = self.done_step
+            if self._is_spent():
+                break
+            if evaluation.every and step and step % evaluation.every == 0:
+                await self._evaluate_once("step", step)
+                await self._publish_unread()
+            await self._step(step)
+            self._take_orders()
+            if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
+                await self._save()
+        await self.supply.close()
+        await self._save()
+        self._tell_end()
+        if self.num_steps:
+            await self._evaluate_once("end", self.done_step)
+
+    @property
+    def _num_batches(self) -> int:
+        return self.num_steps * self._config.train.accumulate
+
+    def _is_spent(self) -> bool:
+        """No more tokens may be sampled; before the first step that is an error.
+
+        What was played ahead counts. In a synchronous run, or before the first step, nothing is: groups that wait there
+        are those that a process left behind in the middle of the step that comes next.
+        """
+        train, num_drawn = self._config.train, self._num_drawn
+        if train.max_staleness and self.done_step:
+            num_drawn += self.supply.num_untaken_tokens
+        is_spent = 0 < train.max_sampled_tokens <= num_drawn
+        if is_spent and self.num_steps and not self.done_step:
+            raise TokensSpentError(num_drawn, train.max_sampled_tokens, self.num_steps)
+        return is_spent
+
+    def _tell_end(self) -> None:
+        """Write down what nobody learned from, and why there were fewer steps than asked for."""
+        num_untaken, bound = self.supply.num_untaken_tokens, self._config.train.max_sampled_tokens
+        if num_untaken:
+            self._recorder.left_over(self.done_step, num_untaken)
+        if self.done_step >= self.num_steps:
+            return
+        if self._progress.is_solved:
+            self._recorder.solved(self.done_step, self._progress.num_empty_steps)
+        else:
+            self._recorder.tokens_spent(self.done_step, self.num_steps, self._num_drawn + num_untaken, bound)
+
+    async def _step(self, step: int) -> None:
+        """One optimizer step, from waiting for its data (or reading it) to publishing."""
+        started_s, version = time.perf_counter(), self.version
+        self._set_rates(step)
+        batch, learned, played_s = await self._learn(step, version)
+        trained_s = time.perf_counter()
+        if learned:
+            self.version += 1
+            self._sampler = await self._publish()
+        times = Times(
+            rollout_s=played_s,
+            train_s=trained_s - started_s - played_s,
+            publish_s=time.perf_counter() - trained_s,
+            is_ahead=self._config.train.max_staleness > 0,
+        )
+        certificate = None
+        if self.supply.is_played:
+            spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
+            certificate = await self._learner.certify(spare, learned, version)
+        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
+            metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
+        self.supply.publish(self._sampler)
+        self.supply.learned(self._num_batches)
+        self.done_step = step + 1
+        self._recorder.step(self.done_step, batch, learned, metrics, certificate)
+        for alarm in self.alarms.check(metrics):
+            self._recorder.alarm(self.done_step, alarm)
+        self._progress.check(batch, is_empty=not learned)
+        self.alarms.stop_if_lasting()
+
+    async def _learn(self, step: int, version: int) -> tuple[Batch, list[Learned], float]:
+        """Play and learn from the batches of a step, then move the weights; also the seconds of playing.
+
+        Whoever stops in between loses nothing: the batches go back to the pool, and their gradients are made again.
+        """
+        num_batches = self._config.train.accumulate
+        batches: list[Batch] = []
+        learned: list[Learned] = []
+        played_s = 0.0
+        for number in range(num_batches):
+            started_s = time.perf_counter()
+            try:
+                batch = await self._interrupt.unless(self.supply.batch(step * num_batches + number))
+            except BaseException:
+                self.supply.give_back(batches)
+                raise
+            played_s += time.perf_counter() - started_s
+            self._recorder.tasks(batch.tasks, "train")
+            self._num_drawn += batch.played.stats.num_drawn
+            batches.append(batch)
+            if num_batches == 1:
+                learned = await self._learner.learn(batch.items, self._optim, version)
+            else:
+                learned += await self._learner.accumulate(batch.items, version, num_batches)
+                if number + 1 < num_batches:
+                    self.supply.learned(self._num_batches)
+        if num_batches > 1 and learned:
+            learned = [*learned[:-1], await self._learner.update(learned, self._optim)]
+        return Batch.merged(batches), learned, played_s
+
+    def _set_rates(self, step: int) -> None:
+        """The learning rates of a step: the schedule's share of the full ones."""
+        config = self._config
+        factor = rate_factor(config.train, step, self._num_drawn, self._num_drawn_before)
+        self._optim = make_optim(config, factor * config.train.learning_rate)
+        if self._critic is not None:
+            self._critic.optim = make_optim(config, factor * critic_rate(config))
+
+    async def _publish(self) -> VersionedSampler:
+        self._is_read = False
+        work = self._trainer.save_weights_and_get_sampling_client_async()
+        return VersionedSampler(await self._watchdog.call("trainer", "publish the weights", work), self.version)
+
+    async def _publish_unread(self) -> None:
+        """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
+        prompt that begins like them is then rounded otherwise than in a resumed run, which does not evaluate again."""
+        if self._is_read and not self._config.train.max_staleness:
+            self._sampler = await self._publish()
+            self.supply.publish(self._sampler)
+
+    async def _save(self) -> CheckpointRow:
+        """Everything that a process needs to go on from here."""
+        if self.supply.stream is not None:
+            self._state = self.supply.state(
+                RunState(
+                    version=self.version,
+                    num_empty_steps=self._progress.num_empty_steps,
+                    why_empty=dict(self._progress.why_empty),
+                    alarms=self.alarms.to_state(),
+                )
+            )
+        work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
+        return await self._watchdog.call("trainer", "save a checkpoint", work)
+
+    def _take_orders(self) -> None:
+        """Settings that somebody changed while the run goes on."""
+        for name, value in self._steering.take().items():
+            config = self._steering.apply(self._config, name, value)
+            self._config = config
+            self.num_steps = config.train.steps
+            self._recorder.steered(self.done_step, config, name, value)
+
+    def _phase(self, name: str) -> None:
+        self._recorder.phase(name)
+
+    async def _evaluate_once(self, label: str, step: int) -> None:
+        parts = self._parts
+        if not parts.held_out or (label, step) in self._evaluated:
+            return
+        self._phase("evaluating")
+        self._recorder.tasks(parts.held_out, "test")
+        evaluation = await self._play_held_out(label, step)
+        self._recorder.evaluation(evaluation)
+        await self._judge_critic(evaluation)
+        self._evaluated.add((label, step))
+        self._is_read = True
+        if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
+            if not self._checkpoints.has(step):
+                await self._save()
+            await self._checkpoints.keep_best(evaluation.row)
+
+    async def _play_held_out(self, label: str, step: int) -> Evaluation:
+        parts = self._parts
+        return await self._interrupt.unless(
+            evaluate(
+                *(parts.world, parts.held_out, self._sampler, self._renderer, parts.eval_rollout),
+                seed=self._config.train.seed,
+                label=label,
+                step=step,
+            )
+        )
+
+    async def _judge_critic(self, evaluation: Evaluation) -> None:
+        """How far the critic's values are from what came of held-out attempts."""
+        groups = [shape_group(group, self._parts.shaping) for group in evaluation.played.groups]
+        trajectories = [one for group in groups for one in group.trajectories]
+        if self._critic is None or not trajectories:
+            return
+        work = self._critic.held_out_errors(trajectories)
+        metrics = await self._watchdog.call("critic", "judge held-out attempts", work)
+        self._recorder.held_out_critic(evaluation.row.step, metrics)
+
+    async def _warm_up(self) -> None:
+        """Supervised steps; training then starts with their weights and a fresh optimizer."""
+        config, seed = self._config.warmup, self._config.train.seed
+        if self._done_warmup < config.steps:
+            self._phase("warming up")
+            batches = make_warmup(self._parts.world, self._renderer, config, seed)
+            optim = make_optim(self._config, config.learning_rate)
+            for step in range(self._done_warmup, config.steps):
+                self._interrupt.check()
+                work = warm_up_step(self._trainer, batches.batch(step), optim)
+                metrics = await self._watchdog.call("trainer", "warm-up step", work)
+                self._done_warmup = step + 1
+                self._recorder.warmup(self._done_warmup, config.steps, metrics)
+            await self._watchdog.call("trainer", "drop the optimizer's state", self._checkpoints.reload())
+            await self._save()
+            self._sampler = await self._publish()
+        if config.steps and self.done_step == 0:
+            await self._evaluate_once("warm-up", 0)
+
+    async def _pretrain_critic(self) -> None:
+        """The critic learns alone what attempts of the policy are worth; the policy stays as it is."""
+        critic = self._critic
+        if critic is None or critic.is_pretrained or self.done_step:
+            return
+        self._phase("training the critic")
+        save_every = self._config.train.save_every
+        arguments = (self._parts, self._renderer, self._sampler, self._interrupt, self._watchdog)
+        async with aclosing(pretrain(critic, *arguments)) as batches:
+            async for metrics in batches:
+                self._num_critic_batches += 1
+                self._num_drawn += round(metrics["sampled_tokens"])
+                self._num_drawn_before = self._num_drawn
+                self._recorder.critic(self._num_critic_batches, critic.config.pretrain_steps, metrics)
+                self._is_spent()
+                if save_every and self._num_critic_batches % save_every == 0 and not critic.is_pretrained:
+                    await self._save()
+        self._is_read = True
+        if self._parts.held_out:
+            self._phase("evaluating the critic")
+            await self._judge_critic(await self._play_held_out("critic", 0))
+        await self._save()

@@ -1,0 +1,111 @@
+"""What a run takes of its device's memory, from sizes alone: weights, adapter, KV cache and one training pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from turnwise.config.config import Config
+from turnwise.engine.budget import (
+    FLOAT32_BYTES,
+    MemorySplit,
+    format_bytes,
+    split_memory,
+    training_pass_bytes,
+)
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import DeviceInfo
+from turnwise.models.facts import ModelFacts
+from turnwise.rollout.limits import RolloutLimits
+from turnwise.training.critic_config import CRITIC_METHODS
+
+ADAPTER_COPIES = 6
+"""Weights, gradient, two Adam moments, the copy that is sampled from, and the gradient before a pass that may fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes by purpose."""
+
+    device: DeviceInfo
+    weights: int
+    merged: int
+    """The adapted weights once more, with the adapter added in: what the sampler reads."""
+    adapter: int
+    kv_cache: int
+    training_pass: int
+    num_pass_tokens: int
+    """Most tokens of one training pass."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.merged + self.adapter + self.kv_cache + self.training_pass
+
+    def line(self) -> str:
+        """As the plan says it."""
+        parts = {
+            "weights": self.weights,
+            "their merged copy": self.merged,
+            "adapter and optimizer": self.adapter,
+            "KV cache": self.kv_cache,
+            f"training pass of up to {self.num_pass_tokens:,} tokens": self.training_pass,
+        }
+        is_gpu = self.device.kind == "cuda"
+        where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
+        spelled = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
+        return f"about {format_bytes(self.total)} {where} in {self.device.dtype}: {spelled}"
+
+
+def estimate_memory(
+    config: Config,
+    engine: EngineConfig,
+    device: DeviceInfo,
+    facts: ModelFacts,
+    limits: RolloutLimits,
+    num_attempts: int,
+) -> Memory:
+    """Of a run with this config.
+
+    Args:
+        num_attempts: dialogues that one optimizer step learns from, at most.
+    """
+    model, size = config.model, device.dtype_bytes
+    weights = facts.num_parameters * size
+    split = split_memory(
+        engine,
+        replace(device, free_bytes=max(0, device.free_bytes - weights)),
+        facts,
+        adapted_parameters=sum(outputs * inputs for outputs, inputs in facts.linears.values()),
+        context_length=facts.context_length,
+    )
+    num_tokens = pass_tokens(split, limits, num_attempts)
+    kept = training_pass_bytes(facts, device, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
+    return Memory(
+        device=device,
+        weights=weights,
+        merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
+        adapter=_adapter_bytes(config, device, facts),
+        kv_cache=split.kv_bytes,
+        training_pass=min(kept, split.training_bytes),
+        num_pass_tokens=num_tokens,
+    )
+
+
+def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) -> int:
+    """Most tokens of a pass: what dialogues that share a beginning may fill, and any one dialogue whole.
+
+    What the world says is not known here; a dialogue counts with what the policy may say in it.
+    """
+    said = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
+    return min(max(split.limit.sharing, said), max(1, num_attempts) * limits.max_trajectory_tokens)
+
+
+def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:
+    """The policy's adapter with its state, and the critic's where the method has one."""
+    model = config.model
+    cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
+    total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
+    if config.method.name in CRITIC_METHODS:
+        without_head = model.model_copy(update={"train_unembed": False})
+        num_critic = facts.num_adapter_parameters(without_head, config.critic.rank)
+        total += num_critic * FLOAT32_BYTES * (ADAPTER_COPIES - 2)
+    return total

@@ -1,0 +1,236 @@
+"""What a run is going to spend, said before it spends anything. Bounds are upper bounds: attempts may end early."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from turnwise.config.checks import changed_options, unread_of_stored
+from turnwise.config.config import Config, GeneratorConfig, ModelConfig, TrainConfig
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.threads import find_threads
+from turnwise.methods.config import BRANCHING_METHODS
+from turnwise.models.facts import ModelFacts
+from turnwise.models.store import format_count
+from turnwise.rollout.limits import RolloutLimits
+from turnwise.training.assemble import critic_rate
+from turnwise.training.critic_config import CRITIC_METHODS
+from turnwise.training.memory import Memory, estimate_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The numbers behind the printed plan."""
+
+    num_train_tasks: int
+    num_test_tasks: int
+    num_steps: int
+    num_train_attempts: int
+    num_evaluations: int
+    num_eval_attempts: int
+    max_turns: int
+    max_sampled_tokens: int
+    """Upper bound over training and evaluation."""
+    num_warmup_steps: int
+    num_optimizer_steps: int
+    num_adapter_parameters: int
+    memory: Memory | None
+    """None: the model is at a server."""
+
+
+def make_plan(
+    config: Config,
+    facts: ModelFacts,
+    limits: RolloutLimits,
+    *,
+    engine: EngineConfig,
+    device: DeviceInfo | None,
+    num_train_tasks: int,
+    num_test_tasks: int,
+) -> Plan:
+    if device is not None:
+        facts.check_trained(config.model)
+    train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
+    num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
+    train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
+    eval_attempts = num_evaluations * num_test_tasks * evaluation.samples
+    shared = (
+        train.steps * train.accumulate * train.tasks_per_step
+        if group_size and config.method.name in BRANCHING_METHODS
+        else 0
+    )
+    per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
+    num_learned = dialogues_per_optimizer_step(config)
+    return Plan(
+        num_train_tasks=num_train_tasks,
+        num_test_tasks=num_test_tasks,
+        num_steps=train.steps,
+        num_train_attempts=train_attempts,
+        num_evaluations=num_evaluations,
+        num_eval_attempts=eval_attempts,
+        max_turns=limits.max_turns,
+        max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
+        num_warmup_steps=config.warmup.steps,
+        num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
+        num_adapter_parameters=facts.num_adapter_parameters(config.model),
+        memory=None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned),
+    )
+
+
+def attempts_per_task(config: Config) -> int:
+    """Attempts that are played for one task of a batch; none where stored data is read."""
+    if config.reads_stored:
+        return 0
+    return config.generator.n_samples_per_prompt
+
+
+def dialogues_per_optimizer_step(config: Config) -> int:
+    """The most that are learned from at once; a pair is two dialogues."""
+    played = math.ceil(config.train.tasks_per_step / config.train.substeps) * (attempts_per_task(config) or 2)
+    return max(played, config.warmup.batch_size if config.warmup.steps else 0)
+
+
+def _training(config: Config, plan: Plan) -> str:
+    count = config.train.tasks_per_step * config.train.accumulate
+    if not attempts_per_task(config):
+        return f"{plan.num_steps} steps x {count} {'pairs' if config.data.pairs else 'dialogues'} that are stored"
+    kind = "continuations" if config.method.name in BRANCHING_METHODS else "attempts"
+    each = attempts_per_task(config)
+    bound = config.train.max_sampled_tokens
+    until = f", or until {bound:,} tokens are sampled" if bound else ""
+    return f"{plan.num_steps} steps x {count} tasks x {each} {kind} = {plan.num_train_attempts:,} attempts{until}"
+
+
+def evaluation_steps(config: Config) -> list[tuple[str, int]]:
+    """(label, step) of every evaluation, in order."""
+    if config.eval.tasks == 0:
+        return []
+    steps, every = config.train.steps, config.eval.every
+    between = [("step", step) for step in range(every, steps, every)] if every else []
+    after_warmup = [("warm-up", 0)] if config.warmup.steps else []
+    end = [("end", steps)] if steps else []
+    return [("start", 0), *after_warmup, *between, *end]
+
+
+def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLimits, directory: str) -> list[str]:
+    """The plan as a person reads it."""
+    model, train = config.model, config.train
+    stand_in = f" (standing in for {model.name})" if model.alias else ""
+    trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
+    rows = {
+        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
+        **({} if model.base_url else {"adapters": _adapters(model, facts)}),
+        "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
+        "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
+        f"{limits.max_trajectory_tokens} tokens in all",
+        "training": _training(config, plan),
+        "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
+        f"temperature {config.eval.temperature:g}",
+        "warm-up": _warmup(config),
+        "optimizer": f"{plan.num_optimizer_steps} steps; {config.method.name} with {config.method_in_use.loss}, "
+        f"learning rate {train.learning_rate:g}{_schedule(train)}",
+        **_critic(config),
+        **_lag(config),
+        "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
+        "memory": "the server's" if plan.memory is None else plan.memory.line(),
+        **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
+        **_threads(plan),
+        "run": directory,
+    }
+    notes = [("note", note) for note in _notes(config, plan)]
+    return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
+
+
+def _schedule(train: TrainConfig) -> str:
+    """How the learning rate changes, and how many batches make a step; nothing where neither does."""
+    rise = f", rising over {train.lr_warmup} steps" if train.lr_warmup else ""
+    fall = "" if train.lr_schedule == "constant" else f", {train.lr_schedule} to {train.lr_floor:.0%} of it"
+    batches = f"; gradients of {train.accumulate} batches averaged in each" if train.accumulate > 1 else ""
+    return f"{rise}{fall}{batches}"
+
+
+def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
+    """Which layers the adapter lies on, and which it does not."""
+    adapted, total = facts.adapted(model), format_count(facts.num_parameters)
+    left = [name for name in facts.linears if name not in adapted]
+    parts = [f"not adapted: {_short(left)}"] if left else []
+    for what, count in facts.frozen.items():
+        parts.append(f"{what} are not adapted ({format_count(count)} of {total} parameters)")
+    return "; ".join([_short(adapted), *parts])
+
+
+def _short(names: Iterable[str]) -> str:
+    """`self_attn (k_proj q_proj), mlp (down_proj), lm_head` of the dotted names of all layers."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parent, _, child = re.sub(r"^.*\.layers\.\d+\.", "", name).rpartition(".")
+        found.setdefault(parent, set()).add(child)
+    return ", ".join(
+        f"{parent} ({' '.join(sorted(children))})" if parent else " ".join(sorted(children))
+        for parent, children in found.items()
+    )
+
+
+def _warmup(config: Config) -> str:
+    warmup = config.warmup
+    if not warmup.steps:
+        return "none"
+    return f"{warmup.steps} supervised steps of {warmup.batch_size} from {warmup.demonstrations} scripted dialogues"
+
+
+def _threads(plan: Plan) -> dict[str, str]:
+    """The line about the CPU's threads, where the model runs on one in this process."""
+    if plan.memory is None or plan.memory.device.kind != "cpu":
+        return {}
+    threads = find_threads()
+    return {"threads": f"{threads.count}: {threads.why}"}
+
+
+def _critic(config: Config) -> dict[str, str]:
+    """The line about the critic, where the method has one."""
+    critic = config.critic
+    if config.method.name not in CRITIC_METHODS:
+        return {}
+    trained = f"LoRA rank {critic.rank or config.model.rank}, {critic.updates} updates per policy step, learning rate "
+    trained += f"{critic_rate(config):g}"
+    if not critic.pretrain_steps:
+        return {"critic": f"{trained}; not pre-trained"}
+    more = ", whose tokens are not counted below" if critic.pretrain_from == "rollouts" else ""
+    return {"critic": f"{trained}; first up to {critic.pretrain_steps} batches of {critic.pretrain_from} alone{more}"}
+
+
+def _lag(config: Config) -> dict[str, str]:
+    """The line about playing ahead, where a run does."""
+    train = config.train
+    if not train.max_staleness:
+        return {}
+    waited = train.max_wait or train.max_staleness
+    drops = "" if waited <= train.max_staleness else "; groups that grow older than that are dropped"
+    return {
+        "lag": f"tokens up to {train.max_staleness} updates old, an update as soon as {train.batch_size} groups are "
+        f"done, a group waited for after {waited} updates{drops}"
+    }
+
+
+def _notes(config: Config, plan: Plan) -> list[str]:
+    notes: list[str] = []
+    if plan.num_train_tasks < config.train.tasks_per_step:
+        notes.append("fewer train tasks than tasks per step: some are played twice in a step")
+    share, default = config.generator.gpu_memory_utilization, GeneratorConfig().gpu_memory_utilization
+    if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
+        notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
+    notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
+    unread = [name for name in changed_options(config.warmup) if name in ("batch_size", "learning_rate")]
+    if unread and not config.warmup.steps:
+        notes.append(f"warmup.{unread[0]} is not read: warmup.steps is 0")
+    if plan.num_test_tasks < config.eval.tasks:
+        notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
+    unread = [f"reward.{name}" for name in changed_options(config.reward) if name != "on_truncated"]
+    if unread and config.method.name == "rft" and config.method.threshold is None:
+        notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
+    if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):
+        notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
+    return notes

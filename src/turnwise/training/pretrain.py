@@ -1,0 +1,129 @@
+"""Training the critic alone, before the policy's first step (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118).
+
+Batches of attempts come from one of three places: the policy as it is plays them, the world's scripted dialogues are
+played again for their rewards, or a stored run has them. The policy learns nothing meanwhile. It ends after
+`critic.pretrain_steps` batches, or when explained variance and loss, measured on each batch before it is learned,
+have stopped to get better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+
+from turnwise.client.base import SamplingClient
+from turnwise.client.fake import ScriptedSampler
+from turnwise.credit.shaping import shape_group
+from turnwise.errors import ConfigError
+from turnwise.renderers.base import Renderer
+from turnwise.renderers.dialogue import dialogue_to_turns
+from turnwise.rollout.group import play_groups
+from turnwise.rollout.play import Attempt, play
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.stats import RolloutStats
+from turnwise.training.assemble import Parts, make_optim
+from turnwise.training.critic import Critic
+from turnwise.training.stored import read_critic_attempts
+from turnwise.training.task_order import Deck
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.watch.interrupt import Interrupt
+from turnwise.watch.watchdog import Watchdog
+
+
+async def pretrain(
+    critic: Critic,
+    parts: Parts,
+    renderer: Renderer,
+    sampler: SamplingClient,
+    interrupt: Interrupt,
+    watchdog: Watchdog | None = None,
+) -> AsyncGenerator[dict[str, float], None]:
+    """Train the critic batch by batch; each gives its metrics. The policy is only sampled from."""
+    watchdog = watchdog or Watchdog()
+    config, batches = critic.config, Batches(parts, renderer, critic.config.pretrain_from)
+    optim = make_optim(parts.config, config.pretrain_learning_rate)
+    while not critic.is_pretrained:
+        batch = await interrupt.unless(batches.batch(critic.num_pretrained, sampler))
+        work = critic.study(batch.trajectories, optim)
+        metrics = await watchdog.call("critic", "learn ahead of the policy", work)
+        critic.num_pretrained += 1
+        if critic.plateau.is_reached(metrics["explained_variance"], metrics["loss"]):
+            critic.num_pretrained = config.pretrain_steps
+        yield {**metrics, "attempts": float(len(batch.trajectories)), "sampled_tokens": float(batch.num_drawn)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticBatch:
+    """What the critic learns from in one batch."""
+
+    trajectories: Sequence[Trajectory]
+    num_drawn: int = 0
+    """Tokens that the policy drew for it, those of attempts that failed included."""
+
+
+class Batches:
+    """The attempts of each batch, by its number."""
+
+    def __init__(self, parts: Parts, renderer: Renderer, source: str) -> None:
+        self._parts = parts
+        self._renderer = renderer
+        self._source = source
+        self._stored: Deck[Trajectory] | None = None
+
+    @property
+    def is_played(self) -> bool:
+        """The policy is sampled from."""
+        return self._source == "rollouts"
+
+    async def batch(self, index: int, sampler: SamplingClient) -> CriticBatch:
+        if self.is_played:
+            return await self._play(index, sampler)
+        if self._stored is None:
+            config = self._parts.config
+            is_script = self._source == "demonstrations"
+            stored = await self._demonstrations() if is_script else read_critic_attempts(self._source, config)
+            rollout, train = self._parts.rollout, config.train
+            self._stored = Deck(stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic"))
+        return CriticBatch(trajectories=self._stored.batch(index))
+
+    async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
+        parts = self._parts
+        played = await play_groups(
+            *(parts.world, parts.tasks.batch(index), sampler, self._renderer, parts.rollout),
+            seed=derive_seed(parts.config.train.seed, "critic", index),
+        )
+        groups = [shape_group(group, parts.shaping) for group in played.groups]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if not trajectories:
+            raise ConfigError(
+                f"no attempt of batch {index + 1} can be learned from; did the world {parts.world.name} fail?"
+            )
+        return CriticBatch(trajectories=trajectories, num_drawn=played.stats.num_drawn)
+
+    async def _demonstrations(self) -> list[Trajectory]:
+        """The world's scripted dialogues with the rewards that its envs give them."""
+        parts, config = self._parts, self._parts.config
+        seed, count = derive_seed(config.train.seed, "demonstrations"), config.warmup.demonstrations
+        dialogues, tasks = parts.world.demonstrations(count, seed), parts.world.tasks("train", count, seed)
+        if not dialogues:
+            raise ConfigError(f"{parts.world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
+        found: list[Trajectory] = []
+        for index, (task, dialogue) in enumerate(zip(tasks, dialogues, strict=False)):
+            replies = [turn.reply_ids for turn in dialogue_to_turns(self._renderer, dialogue)]
+            attempt = Attempt(
+                task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
+            )
+            limits = dataclasses.replace(parts.rollout.limits, max_turns=len(replies))
+            rollout = dataclasses.replace(parts.rollout, limits=limits)
+            one = await play(attempt, ScriptedSampler(replies), self._renderer, rollout, RolloutStats())
+            if list(one.start) != list(dialogue[: len(one.start)]):
+                raise ConfigError(
+                    f"dialogue {index} of {parts.world.name} does not belong to its task {task.id}, so its rewards are "
+                    "unknown; set critic.pretrain_from=rollouts"
+                )
+            found.append(one)
+        played = [one for one in found if one.failure is None]
+        if not played:
+            raise ConfigError(f"no scripted dialogue of {parts.world.name} can be played: {found[0].failure}")
+        group = TrajectoryGroup(task_id="demonstrations", trajectories=tuple(played))
+        return list(shape_group(group, parts.shaping).trajectories)

@@ -1,0 +1,218 @@
+"""Writes down what happens in a run: to the run directory, the loggers and the view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
+from turnwise.credit.datums import is_trained
+from turnwise.envs.base import Task
+from turnwise.methods.base import Kept, Lesson
+from turnwise.rollout.certify import Certificate
+from turnwise.rollout.group import RolloutResult
+from turnwise.runlog.schema import AttemptRecord
+from turnwise.runlog.writer import RunWriter
+from turnwise.training.evaluate import Evaluation
+from turnwise.training.sources import Batch
+from turnwise.training.stream import Taken
+from turnwise.trajectory import Trajectory
+from turnwise.types import TensorData
+from turnwise.watch.alarms import Alarm
+from turnwise.watch.loggers import MetricLogger
+from turnwise.watch.metrics import Learned
+from turnwise.watch.terminal import View
+
+
+class Recorder:
+    """The one place that the loop reports to."""
+
+    def __init__(self, writer: RunWriter, view: View, loggers: Sequence[MetricLogger], *, num_steps: int) -> None:
+        self.writer = writer
+        self.view = view
+        self._loggers = loggers
+        self._num_steps = num_steps
+        self.phase_name = "starting"
+
+    def phase(self, name: str) -> None:
+        """What is going on now."""
+        self.phase_name = name
+        self.view.phase(name)
+
+    def tasks(self, tasks: Iterable[Task], split: str) -> None:
+        for task in tasks:
+            self.writer.task(task.id, split, task.data)
+
+    def warmup(self, warmup_step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self.writer.metrics(warmup_step, metrics)
+        self.writer.commit(0)
+        self.view.warmup(warmup_step, num_steps, metrics)
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        """One batch of the critic's pre-training; `batch` counts from 1."""
+        named = {f"critic/{key}": value for key, value in metrics.items()}
+        self.writer.metrics(batch, named)
+        self.writer.commit(0)
+        self.view.critic(batch, num_batches, named)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        row = evaluation.row
+        self.writer.evaluation(row)
+        self.writer.attempts(row.step, "eval", _played_attempts(evaluation.played))
+        values = {"eval/success": row.success, "eval/reward": row.reward, "eval/failed_attempts": float(row.num_failed)}
+        self.writer.metrics(row.step, values)
+        self._log(row.step, values)
+        self.writer.commit(row.step)
+        self.view.evaluation(row)
+
+    def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
+        """How well the critic foresees what comes of held-out attempts; what was known of `step` gives way."""
+        self.writer.metrics(step, metrics)
+        self._log(step, metrics)
+        self.writer.commit(step)
+
+    def step(
+        self,
+        step: int,
+        batch: Batch,
+        learned: Sequence[Learned],
+        metrics: Mapping[str, float],
+        certificate: Certificate | None,
+    ) -> None:
+        """One step of training; `step` counts from 1."""
+        self.writer.metrics(step, metrics)
+        played = {_key(one): one for group in batch.as_played for one in group.trajectories}
+        self.writer.attempts(step, "train", _trained_attempts(learned, played))
+        self.writer.attempts(step, "train", _dropped_attempts(batch.played, batch.kept, played))
+        self.writer.attempts(step, "train", _left_attempts(batch.kept, learned, played))
+        if batch.taken is not None:
+            self.writer.attempts(step, "train", _stale_attempts(batch.taken))
+        if certificate is not None:
+            self.writer.certificate(step, certificate.to_json(), is_exact=certificate.is_exact)
+        self._log(step, metrics)
+        self.writer.commit(step)
+        self.view.step(step, self._num_steps, metrics)
+
+    def alarm(self, step: int, alarm: Alarm) -> None:
+        """A number left its band, or came back."""
+        kind = "alarm_over" if alarm.is_over else "alarm"
+        self.writer.event(step, kind, name=alarm.name, value=alarm.value, bound=alarm.bound, text=str(alarm))
+        self.writer.commit(step)
+        self.view.say(f"step {step}: {alarm}")
+
+    def steered(self, step: int, config: Config, name: str, value: float) -> None:
+        """A setting was changed from outside; a run that goes on later has it too."""
+        self._num_steps = config.train.steps
+        self.writer.set_meta("config", config_to_yaml(config))
+        self.writer.event(step, "steered", setting=name, value=value)
+        self.writer.commit(step)
+        self.view.say(f"step {step}: {name} is {value:g} from here on")
+
+    def solved(self, step: int, num_steps: int) -> None:
+        """The run ends before its last step, because nothing is left to learn."""
+        self.writer.event(step, "solved", steps=num_steps)
+        self.writer.commit(step)
+        self.view.say(f"step {step}: solved, every attempt of the last {num_steps} steps succeeded; training ends here")
+
+    def tokens_spent(self, step: int, num_steps: int, num_drawn: int, bound: int) -> None:
+        """The run ends before its last step, because it may sample no more tokens."""
+        self.writer.event(step, "tokens_spent", steps=num_steps, sampled_tokens=num_drawn, bound=bound)
+        self.writer.commit(step)
+        said = f"{num_drawn:,} tokens are sampled, train.max_sampled_tokens={bound}"
+        self.view.say(f"step {step} of {num_steps}: {said}; training ends here")
+
+    def left_over(self, step: int, num_tokens: int) -> None:
+        """The tokens of groups that were played ahead, and that no step came to learn from."""
+        self.writer.metrics(step, {"pool/tokens_drawn": float(num_tokens)})
+        self.writer.commit(step)
+
+    def close(self) -> None:
+        for logger in self._loggers:
+            logger.close()
+        self.view.close()
+        self.writer.close()
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.log(step, values)
+
+
+def logprobs_by_turn(
+    lesson: Lesson, outputs: Sequence[Mapping[str, TensorData]]
+) -> tuple[NDArray[np.float32] | None, ...]:
+    """[S] per trained turn what the trainer gave its tokens: a lesson's datums hold them in the order of turns."""
+    known: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    for datum, output in zip(lesson.datums, outputs, strict=True):
+        known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained(datum)])
+    rest = np.concatenate(known)
+    assert lesson.trajectory is not None
+    found: list[NDArray[np.float32] | None] = []
+    for turn in lesson.trajectory.turns:
+        length = len(turn.sampled_ids) if turn.is_trained else 0
+        found.append(rest[:length] if turn.is_trained else None)
+        rest = rest[length:]
+    assert not len(rest), "datums train tokens that no turn sampled"
+    return tuple(found)
+
+
+_Key = tuple[str, int, int]
+_Played = Mapping[_Key, Trajectory]
+"""Attempts as they were played; methods learn from copies with shaped rewards and a mask of their own."""
+
+
+def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[AttemptRecord]:
+    for step in learned:
+        outputs = iter(step.output.loss_fn_outputs)
+        for lesson in step.lessons:
+            own = [next(outputs) for _ in lesson.datums]
+            if lesson.trajectory is None:
+                continue
+            yield AttemptRecord(
+                trajectory=played[_key(lesson.trajectory)],
+                credited=lesson.trajectory,
+                outcome="trained",
+                advantages=lesson.advantages,
+                trainer_logprobs=logprobs_by_turn(lesson, own),
+            )
+
+
+def _left_attempts(kept: Kept, learned: Sequence[Learned], played: _Played) -> Iterator[AttemptRecord]:
+    """Attempts of groups that were kept, which the method itself left aside."""
+    taken = {_key(lesson.trajectory) for step in learned for lesson in step.lessons if lesson.trajectory is not None}
+    for group in kept.groups:
+        for trajectory in group.trajectories:
+            if _key(trajectory) not in taken:
+                yield AttemptRecord(trajectory=played[_key(trajectory)], credited=trajectory, outcome="left")
+
+
+def _key(trajectory: Trajectory) -> _Key:
+    return trajectory.task_id, trajectory.attempt, trajectory.seed
+
+
+def _dropped_attempts(shaped: RolloutResult, kept: Kept, played: _Played) -> Iterator[AttemptRecord]:
+    for group, reason in zip(shaped.groups, kept.reasons, strict=True):
+        if reason is not None:
+            yield from (
+                AttemptRecord(trajectory=played[_key(t)], credited=t, outcome=reason) for t in group.trajectories
+            )
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in group.failed)
+    for dropped in shaped.dropped:
+        yield from (AttemptRecord(trajectory=trajectory, outcome=dropped.why) for trajectory in dropped.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in dropped.failed)
+
+
+def _stale_attempts(taken: Taken) -> Iterator[AttemptRecord]:
+    """Attempts of groups that nobody learns from because they grew too old."""
+    for place in taken.stale:
+        assert place.outcome is not None, "it was judged by its age"
+        yield from (AttemptRecord(trajectory=trajectory, outcome="stale") for trajectory in place.outcome.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in place.outcome.failed)
+
+
+def _played_attempts(played: RolloutResult) -> Iterator[AttemptRecord]:
+    for group in (*played.groups, *played.dropped):
+        yield from (AttemptRecord(trajectory=trajectory, outcome="evaluated") for trajectory in group.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in group.failed)

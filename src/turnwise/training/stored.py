@@ -1,0 +1,194 @@
+"""The one way to stored data: attempts of another run, or a file of pairs, for a run that learns from them.
+
+Ids mean something under the model that sampled them, and rewards in the world that gave them, so data of another model
+or another world is refused, whoever reads it. A world's options may differ: easy tasks may teach for hard ones. Only
+what was played for training is ever learned from; evaluations play held-out tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
+from turnwise.credit.datums import dialogue_to_datums
+from turnwise.credit.preferences import PreferencePair
+from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
+from turnwise.errors import ConfigError
+from turnwise.methods.sft import Dialogue
+from turnwise.models.places import find_local
+from turnwise.rollout.sources import ReadDialogues, ReadPairs
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import AttemptRow
+from turnwise.training.assemble import Parts, make_shaping
+from turnwise.training.pairs import read_stored_pairs
+from turnwise.trajectory import Trajectory
+
+PRIVATE_MASKS = ("la_grpo", "refuel")
+"""Methods that train some turns of an attempt and leave the others out."""
+
+Altered = Literal["rewards", "mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where data was played."""
+
+    world: str
+    model: str
+
+
+def origin_of(config: Config) -> Origin:
+    """By names that hold in another folder too."""
+    world, model = config.env.name, config.model.alias or config.model.name
+    file, _, attribute = world.rpartition(":")
+    if file.endswith(".py"):
+        world = f"{Path(file).expanduser().resolve()}:{attribute}"
+    path = Path(model).expanduser()
+    return Origin(world=world, model=str(path.resolve()) if path.exists() else model)
+
+
+def check_origin(came: Origin, wanted: Origin, source: str, *, other: str = "this run has") -> None:
+    """Refuse what another model or another world made."""
+    is_same_model = came.model == wanted.model or _place(came.model) == _place(wanted.model)
+    for option, was, expected, is_same in (
+        ("env.name", came.world, wanted.world, came.world == wanted.world),
+        ("model.name", came.model, wanted.model, is_same_model),
+    ):
+        if not is_same:
+            raise ConfigError(
+                f"{source} was played with {option}={was}; {other} {expected}. Its ids and rewards mean something else "
+                "there: name data of the same world and model"
+            )
+
+
+def _place(model: str) -> Path | str:
+    """The model's directory where it is on this machine: one model may go by its name and by its path."""
+    return find_local(model) or model
+
+
+@contextmanager
+def open_stored(path: str, config: Config, option: str) -> Iterator[tuple[RunReader, Config]]:
+    """A run whose attempts `config` may learn from, and its own config; `option` is what named it."""
+    with RunReader(path) as run:
+        stored = config_from_yaml(run.config_yaml, str(run.directory))
+        check_origin(origin_of(stored), origin_of(config), f"{option}={path}")
+        yield run, stored
+
+
+def train_rows(run: RunReader) -> list[AttemptRow]:
+    """The attempts that may be learned from: played for training, not failed, and with their tokens."""
+    return [row for row in run.attempts(phase="train") if row.has_tokens and row.outcome != "failed"]
+
+
+def altered(row: AttemptRow, stored: Config) -> set[Altered]:
+    """What of a stored attempt is not what was played, but what the run's method made of it.
+
+    Nothing, since run directories of version 5.
+    """
+    if row.is_as_played or row.phase == "eval":
+        return set()
+    shaping = make_shaping(stored)
+    found: set[Altered] = set()
+    if replace(shaping, masks_truncated=False) != NO_SHAPING:
+        found.add("rewards")
+    if shaping.masks_truncated or stored.method.name in PRIVATE_MASKS:
+        found.add("mask")
+    return found
+
+
+def check_stored_data(parts: Parts) -> None:
+    """Refuse stored data that a run cannot learn from, before a model is loaded."""
+    config, source = parts.config, parts.method.source
+    if isinstance(source, ReadPairs):
+        read_training_pairs(source, config)
+    elif isinstance(source, ReadDialogues) and source.path:
+        with open_stored(source.path, config, "data.dialogues"):
+            pass
+    critic = config.critic
+    if parts.needs_critic and critic.pretrain_steps and critic.pretrain_from not in ("rollouts", "demonstrations"):
+        with open_stored(critic.pretrain_from, config, "critic.pretrain_from"):
+            pass
+
+
+def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePair]:
+    """The pairs of a file, each of which has something to train on both sides."""
+    stored, option = read_stored_pairs(Path(source.path)), f"data.pairs={source.path}"
+    for origin in dict.fromkeys(Origin(world=one.world, model=one.model) for one in stored):
+        check_origin(origin, origin_of(config), option)
+    if source.only_branch_turn and any(one.kind == "dpo" for one in stored):
+        raise ConfigError(
+            f"{option} holds the best against the worst of some dialogues (--kind dpo), and "
+            f"method={config.method.name} regresses on the difference of any two; make "
+            "pairs with: turnwise pairs ... --kind refuel"
+        )
+    masked = [i for i, one in enumerate(stored) if one.pair.is_masked(only_branch_turn=source.only_branch_turn)]
+    if masked:
+        what = "at the turn where they part" if source.only_branch_turn else "in any turn"
+        raise ConfigError(
+            f"{option}: {len(masked)} of {len(stored)} pairs, the first in row {masked[0]}, have a side with nothing "
+            f"to train {what}; method={config.method.name} compares two sides. Make the file again with: turnwise pairs"
+        )
+    return [one.pair for one in stored]
+
+
+def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
+    """The successes that a run had in training, in the ids that were sampled."""
+    found: list[Dialogue] = []
+    with open_stored(path, config, "data.dialogues") as (run, _):
+        for row in train_rows(run):
+            if row.is_success:
+                turns = run.attempt(row.id).trajectory.turns
+                ids = [(turn.prompt_ids, turn.sampled_ids) for turn in turns]
+                found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
+    if not found:
+        raise ConfigError(
+            f"data.dialogues={path} holds no success of its training with its tokens; there is nothing to imitate"
+        )
+    return found
+
+
+def read_critic_attempts(path: str, config: Config) -> list[Trajectory]:
+    """The attempts of a run's training, with the rewards that this run credits them with."""
+    option, wanted = f"critic.pretrain_from={path}", make_shaping(config)
+    with open_stored(path, config, "critic.pretrain_from") as (run, stored):
+        rows = train_rows(run)
+        shapings = [_shaping_left(row, stored, wanted, option) for row in rows]
+        found = [shape_trajectory(run.attempt(row.id).trajectory, one) for row, one in zip(rows, shapings, strict=True)]
+    if not found:
+        raise ConfigError(f"{option} holds no attempt with its tokens; there is nothing to learn from")
+    return found
+
+
+def _shaping_left(row: AttemptRow, stored: Config, wanted: Shaping, option: str) -> Shaping:
+    """What is to be made of a row's rewards: everything, where they are as they were played."""
+    if "rewards" in altered(row, stored):
+        if make_shaping(stored) == wanted:
+            return NO_SHAPING
+        raise ConfigError(
+            f"{option} was written by an older turnwise, with its rewards shaped, and this run shapes them in another "
+            "way; set the same reward section, or critic.pretrain_from=rollouts"
+        )
+    if not row.is_as_played and wanted.potential_gamma is not None:
+        raise ConfigError(
+            f"{option} was written by an older turnwise, without the potentials that reward.potential reads; set "
+            "critic.pretrain_from=rollouts"
+        )
+    return wanted
+
+
+def check_pairable(rows: Sequence[AttemptRow], stored: Config, run: str, *, only_branch_turn: bool) -> None:
+    """Refuse attempts of an older turnwise whose rewards, or masks that pairs would train by, are a method's own."""
+    what = {name for row in rows for name in altered(row, stored)} - ({"mask"} if only_branch_turn else set())
+    if what:
+        named = " and ".join(
+            {"rewards": "shaped rewards", "mask": "the method's own mask"}[name] for name in sorted(what)
+        )
+        raise ConfigError(
+            f"{run} was written by an older turnwise, which stored {named} in place of what was played; play pairs "
+            f"with its policy instead: turnwise pairs {run}, without --stored"
+        )

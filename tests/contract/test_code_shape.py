@@ -1,0 +1,195 @@
+"""The shape of the code: one thing per class name, short functions and files, few parameters.
+
+Each list of exceptions below states its reason. An exception that is no longer needed fails its test: remove it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import turnwise
+
+SOURCE = Path(turnwise.__file__).parent
+TESTS = Path(__file__).parents[1]
+LISTINGS = "contract/listings/"  # other people's programs, as they wrote them
+TASK_DATA = "envs/library/swe_repos/"  # repositories that the policy repairs; they are data, not our code
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MAX_PARAMETERS = 6
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+TINKERS_NAME = "a protocol and the class of the public API, both named as Tinker names them"
+TO_DO = "its owner renames it"
+SHARED_CLASS_NAMES = {
+    "SamplingClient": TINKERS_NAME,
+    "TrainingClient": TINKERS_NAME,
+    "CheckpointRow": TO_DO,
+    "Checkpoints": TO_DO,
+    "Captures": TO_DO,
+    "Failure": TO_DO,
+    "Job": TO_DO,
+    "_Job": TO_DO,
+    "Order": TO_DO,
+    "Policy": TO_DO,
+    "Progress": TO_DO,
+    "Request": TO_DO,
+    "Run": TO_DO,
+    "Sampler": TO_DO,
+    "World": TO_DO,
+}
+
+KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
+TINKERS_SIGNATURE = "Tinker's public signature"
+WORLD_OPTIONS = "each parameter is an option of the world (`env.options.NAME`) and has a default"
+ROOM = "its owner replaces it by a value object"
+MANY_PARAMETERS = {
+    "engine/ops/": KERNELS,
+    "engine/attention/": KERNELS,
+    "engine/model/body.py": KERNELS,
+    "engine/training/logprobs.py": KERNELS,
+    "client/local.py:create_lora_training_client": TINKERS_SIGNATURE,
+    "client/remote.py:create_lora_training_client": TINKERS_SIGNATURE,
+    "client/remote.py:__init__": TINKERS_SIGNATURE,
+    "envs/adapters/": WORLD_OPTIONS,
+    "judges/world.py:judged_by_model": WORLD_OPTIONS,
+    "engine/sampling/sampler.py": ROOM,
+    "recipes/": ROOM,
+    "rollout/": ROOM,
+    "service/openai/capture.py": ROOM,
+    "training/": ROOM,
+    "watch/": ROOM,
+}
+
+SPLATS = {
+    "client/remote.py": ROOM,
+    "commands/play.py": ROOM,
+    "service/openai/": ROOM,
+    "training/": ROOM,
+}
+
+ENDS_A_PROCESS = "os._exit is Python's name"
+PRIVATE_NAMES_IN_TESTS = {
+    "contract/sdk/load_client.py": ENDS_A_PROCESS,
+    "contract/sdk/runner.py": ENDS_A_PROCESS,
+    "contract/sdk/remote_mint_checks.py": ROOM,
+    "numerics/": ROOM,
+    "unit/client/": ROOM,
+    "unit/engine/": ROOM,
+    "unit/training/test_memory.py": ROOM,
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    files = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+    return {name: ast.parse(path.read_text()) for name, path in files.items() if not name.startswith(TASK_DATA)}
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for name, module in modules().items():
+        for node in ast.walk(module):
+            if isinstance(node, Function):
+                yield name, node
+
+
+def check(offenders: dict[str, str], excused: dict[str, str], rule: str) -> None:
+    """Every offender has an excuse, and every excuse an offender. An excuse is the start of an offender's name."""
+    unexcused = [f"{name}: {what}" for name, what in offenders.items() if not name.startswith(tuple(excused))]
+    assert not unexcused, f"{rule}:\n" + "\n".join(unexcused)
+    unused = [excuse for excuse in excused if not any(name.startswith(excuse) for name in offenders)]
+    assert not unused, f"nothing needs these exceptions any more, remove them: {unused}"
+
+
+def offending_functions(describe: Callable[[Function], str | None]) -> dict[str, str]:
+    found = {f"{name}:{function.name}": describe(function) for name, function in functions()}
+    return {name: what for name, what in found.items() if what is not None}
+
+
+def num_parameters(function: Function) -> int:
+    arguments = function.args
+    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def private_names(node: ast.AST) -> list[str]:
+    """Names with an underscore that a test takes from an object or a module that is not its own."""
+    if isinstance(node, ast.Attribute):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        return [node.attr] if is_private(node.attr) and not is_own else []
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("turnwise"):
+        return [one.name for one in node.names if is_private(one.name)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("setattr", "delattr"):
+        words = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        return [word for word in words if is_private(word.rpartition(".")[2])]
+    return []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_splat(node: ast.AST) -> bool:
+    """`f(*(a, b))`, which is `f(a, b)` in a costume."""
+    return isinstance(node, ast.Call) and any(
+        isinstance(one, ast.Starred) and isinstance(one.value, ast.Tuple | ast.List) for one in node.args
+    )
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules().items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    repeated = {name: ", ".join(files) for name, files in places.items() if len(files) > 1}
+    unexcused = {name: files for name, files in repeated.items() if name not in SHARED_CLASS_NAMES}
+    assert not unexcused, f"class names that stand for two things: {unexcused}"
+    unused = SHARED_CLASS_NAMES.keys() - repeated.keys()
+    assert not unused, f"nothing needs these exceptions any more, remove them: {sorted(unused)}"
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    def describe(function: Function) -> str | None:
+        length = (function.end_lineno or 0) - function.lineno + 1
+        return f"{length} lines" if length > MAX_FUNCTION_LINES else None
+
+    check(offending_functions(describe), {}, f"functions of more than {MAX_FUNCTION_LINES} lines")
+
+
+def test_a_file_is_short_enough_to_read() -> None:
+    lengths = {name: len((SOURCE / name).read_text().splitlines()) for name in modules()}
+    too_long = {name: f"{count} lines" for name, count in lengths.items() if count > MAX_FILE_LINES}
+    check(too_long, {}, f"files of more than {MAX_FILE_LINES} lines")
+
+
+def test_a_function_takes_few_parameters() -> None:
+    def describe(function: Function) -> str | None:
+        count = num_parameters(function)
+        return f"{count} parameters; group them in a value object" if count > MAX_PARAMETERS else None
+
+    check(offending_functions(describe), MANY_PARAMETERS, f"functions with more than {MAX_PARAMETERS} parameters")
+
+
+def test_arguments_are_written_out() -> None:
+    found = {
+        f"{name}:{node.lineno}": ast.unparse(node)[:80]
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and is_splat(node)
+    }
+    check(found, SPLATS, "calls that unpack a tuple which they have just written")
+
+
+def test_tests_use_public_names() -> None:
+    found: dict[str, str] = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        name = str(path.relative_to(TESTS))
+        if not name.startswith(LISTINGS):
+            for node in ast.walk(ast.parse(path.read_text())):
+                found |= {f"{name}:{getattr(node, 'lineno', 0)}": private for private in private_names(node)}
+    check(found, PRIVATE_NAMES_IN_TESTS, "tests that reach into private names")

@@ -1,0 +1,110 @@
+"""Pairs in a Parquet file: exact both ways, with provenance, and refused when they are something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from turnwise.credit.preferences import PreferencePair, best_and_worst
+from turnwise.envs.base import user
+from turnwise.errors import ConfigError, DataError
+from turnwise.training.pairs import StoredPair, read_pairs, read_stored_pairs, write_pairs
+from turnwise.trajectory import Message, ToolCall
+from unit.credit.branches import make_branches
+from unit.credit.groups import make_group
+
+
+def make_pair(turn: int = 1) -> PreferencePair:
+    pair = best_and_worst(make_branches([0.25, 1.0], turn=turn, probability=0.2))
+    assert pair is not None
+    return pair
+
+
+def store(pair: PreferencePair, **fields: object) -> StoredPair:
+    known: dict[str, object] = {
+        "kind": "refuel",
+        "world": "key_door",
+        "model": "tiny",
+        "task": {"rooms": [1, {"a": "é"}]},
+    }
+    return StoredPair(pair=pair, **{**known, **fields})  # pyright: ignore[reportArgumentType]
+
+
+def test_pairs_come_back_exactly_as_they_were_played(tmp_path: Path) -> None:
+    pair = make_pair()
+    call = Message(role="assistant", content="", tool_calls=(ToolCall(name="f", arguments={"x": [1]}, id="7"),))
+    odd = replace(
+        pair.chosen.turns[0],
+        sampler_logprobs=(-1e-17, -0.1, -30.000000000000004),
+        temperature=0.7,
+        reply=call,
+        observation=(user("ja\nnein"), Message(role="tool", content="3", name="f")),
+        reward_parts={"outcome": 0.1, "format": -0.2},
+        env_state="room 1",
+        is_cut=True,
+        is_trained=False,
+        potential=0.1,
+        next_potential=-0.25,
+    )
+    sides = [replace(side, turns=(odd, *side.turns[1:]), start=(user("Hi"),)) for side in (pair.chosen, pair.rejected)]
+    pair = replace(pair, chosen=replace(sides[0], is_success=True), rejected=sides[1])
+    stored = [store(pair, run="runs/a", step=12), store(make_pair(0), kind="dpo")]
+    write_pairs(tmp_path / "new" / "p.parquet", stored)
+    assert read_stored_pairs(tmp_path / "new" / "p.parquet") == stored
+    assert read_pairs(tmp_path / "new" / "p.parquet") == [one.pair for one in stored]
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["p.parquet"]
+
+
+def test_any_parquet_reader_finds_the_provenance(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "p.parquet", [store(make_pair(), run="runs/a", step=12)])
+    (row,) = pq.read_table(tmp_path / "p.parquet").to_pylist()
+    assert {key: row[key] for key in ("kind", "world", "model", "run", "step", "task_id", "branch_turn")} == {
+        "kind": "refuel",
+        "world": "key_door",
+        "model": "tiny",
+        "run": "runs/a",
+        "step": 12,
+        "task_id": "t",
+        "branch_turn": 1,
+    }
+    assert (row["branch_probability"], row["reward_difference"]) == (0.2, 0.75)
+    assert (row["chosen"]["attempt"], row["chosen"]["seed"], row["chosen"]["reward"]) == (1, 7, 1.0)
+    turn = row["chosen"]["turns"][1]
+    assert turn["policy_version"] == 5
+    assert len(turn["sampled_ids"]) == len(turn["logprobs"]) == 3
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there; make one with: turnwise pairs"):
+        read_pairs(tmp_path / "none.parquet")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+        read_pairs(tmp_path / "text")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(ConfigError, match="not of preference pairs"):
+        read_pairs(tmp_path / "other.parquet")
+    write_pairs(tmp_path / "old.parquet", [store(make_pair())])
+    table = pq.read_table(tmp_path / "old.parquet")
+    pq.write_table(table.replace_schema_metadata({b"turnwise.pairs": b"1"}), tmp_path / "old.parquet")
+    with pytest.raises(ConfigError, match=r"has pairs of format 1; .* Make it again: turnwise pairs"):
+        read_pairs(tmp_path / "old.parquet")
+    write_pairs(tmp_path / "empty.parquet", [])
+    with pytest.raises(DataError, match="holds no pairs"):
+        read_pairs(tmp_path / "empty.parquet")
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_pairs(tmp_path / "file" / "p.parquet", [store(make_pair())])
+
+
+def test_attempts_of_different_lengths_pair_at_the_first_turn() -> None:
+    pair = best_and_worst(make_group([0.0, 1.0], [0.5]))
+    assert pair is not None
+    assert pair.branch_turn == 0
+    assert not pair.is_identical

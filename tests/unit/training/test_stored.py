@@ -1,0 +1,218 @@
+"""Stored data: what may be learned from, what is left out and counted, and what is refused up front."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.config.files import config_to_yaml, load_config
+from turnwise.credit.preferences import PreferencePair
+from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
+from turnwise.renderers import Renderer
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import DATABASE, AttemptRecord, Phase
+from turnwise.runlog.writer import RunWriter
+from turnwise.training.assemble import assemble
+from turnwise.training.pairs import StoredPair, read_stored_pairs, write_pairs
+from turnwise.training.pretrain import Batches
+from turnwise.training.sources import Supply
+from turnwise.trajectory import Trajectory, Turn
+from turnwise.watch.watchdog import Watchdog
+from unit.credit.branches import make_branches, make_continuation
+from unit.credit.groups import make_attempt
+
+pytestmark = pytest.mark.usefixtures("tiny_dir")
+
+Row = tuple[Phase, int, Trajectory]
+
+
+def write_run(directory: Path, rows: Iterable[Row], *overrides: str) -> str:
+    """A run of `key_door` with `tiny` that played these attempts: (phase, step, trajectory)."""
+    config = load_config("key_door", ["model=tiny", *overrides])
+    writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=8)
+    for phase, step, trajectory in rows:
+        writer.task(trajectory.task_id, phase, {})
+        writer.attempts(step, phase, [AttemptRecord(trajectory=trajectory, outcome="trained")])
+    writer.commit(1)
+    writer.close()
+    return str(directory)
+
+
+def as_older_turnwise(directory: str) -> None:
+    """What the attempts of a run look like that was begun before they were stored as played."""
+    database = sqlite3.connect(Path(directory) / DATABASE)
+    database.execute("UPDATE trajectories SET is_as_played = NULL")
+    database.commit()
+    database.close()
+
+
+def masked(trajectory: Trajectory, *turns: int) -> Trajectory:
+    """The same with these turns left out of the loss."""
+
+    def leave_out(index: int, turn: Turn) -> Turn:
+        return replace(turn, is_trained=index not in turns)
+
+    return replace(trajectory, turns=tuple(leave_out(i, turn) for i, turn in enumerate(trajectory.turns)))
+
+
+def make_pairs(run: str, out: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[StoredPair], str]:
+    assert main(["pairs", run, "--stored", "--kind", kind, "--out", str(out)]) == 0
+    return read_stored_pairs(out), capsys.readouterr().out
+
+
+async def items_of(renderer: Renderer, tiny_dir: Path, *overrides: str, count: int) -> Sequence[Any]:
+    """What the steps of a run learn from, `count` at a time."""
+    config = load_config("key_door", ["model=tiny", f"train.tasks_per_step={count}", *overrides])
+    supply = Supply(assemble(config, read_facts(tiny_dir)), renderer, Watchdog())
+    await supply.check()
+    return (await supply.batch(0)).items
+
+
+async def test_sft_imitates_successes_of_training_and_never_of_an_evaluation(
+    tmp_path: Path, renderer: Renderer, tiny_dir: Path
+) -> None:
+    def attempt(size: int, *, is_success: bool = True) -> Trajectory:
+        return make_attempt([1.0], sizes=[size], is_success=is_success)
+
+    rows: list[Row] = [
+        ("eval", 0, attempt(2)),
+        ("train", 1, attempt(3)),
+        ("train", 1, attempt(4, is_success=False)),
+        ("train", 2, attempt(5)),
+        ("eval", 2, attempt(6)),
+    ]
+    run = write_run(tmp_path / "run", rows)
+    items = await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={run}", count=8)
+    sizes = {round(sum(datum.loss_fn_inputs["mask"].data)) for item in items for datum in item.datums}
+    assert sizes == {3, 5}
+    only_held_out = write_run(tmp_path / "held_out", [("eval", 0, attempt(2))])
+    with pytest.raises(ConfigError, match="no success of its training"):
+        await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={only_held_out}", count=8)
+
+
+def test_a_pair_with_a_side_that_no_loss_reads_is_counted_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(*branched: Trajectory) -> list[Row]:
+        """Each pair in a step of its own."""
+        return [("train", 1 + index // 2, one) for index, one in enumerate(branched)]
+
+    good = make_branches([0.0, 1.0], turn=1).trajectories
+    worse_is_masked = (masked(good[0], 0, 1, 2, 3), good[1])
+    branch_is_masked = (good[0], masked(good[1], 1))
+    run = write_run(tmp_path / "run", rows(*good, *worse_is_masked, *branch_is_masked))
+    found, said = make_pairs(run, tmp_path / "dpo", "dpo", capsys)
+    assert [one.step for one in found] == [1, 3], "dpo trains the other turns of the third"
+    assert "left out: 1 masked" in said
+    found, said = make_pairs(run, tmp_path / "refuel", "refuel", capsys)
+    assert [one.step for one in found] == [1]
+    assert "left out: 2 masked" in said
+
+
+def test_refuel_pairs_that_say_the_same_where_they_part_are_counted_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = [make_continuation(i, float(i), turn=1, replies=[70, 71]) for i in range(2)]
+    other = make_branches([0.0, 1.0], turn=1).trajectories
+    assert same[0].turns[2].sampled_ids != same[1].turns[2].sampled_ids, "they go on differently"
+    rows: list[Row] = [*(("train", 1, one) for one in same), *(("train", 2, one) for one in other)]
+    run = write_run(tmp_path / "run", rows)
+    found, said = make_pairs(run, tmp_path / "refuel", "refuel", capsys)
+    assert [one.step for one in found] == [2]
+    assert "left out: 1 identical" in said
+    found, _ = make_pairs(run, tmp_path / "dpo", "dpo", capsys)
+    assert [one.step for one in found] == [1, 2], "whole dialogues differ"
+
+
+def test_refuel_pairs_of_many_continuations_differ_by_as_much_as_two_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Best against worst of eight would differ by 7/9 in the mean, where any two do by 1/3."""
+    draw, groups = random.Random(0), 150
+    rewards = [[draw.random() for _ in range(8)] for _ in range(groups)]
+    drawn = [
+        [replace(one, seed=step) for one in make_branches(own, turn=1).trajectories] for step, own in enumerate(rewards)
+    ]
+    run = write_run(tmp_path / "run", [("train", step, one) for step, group in enumerate(drawn) for one in group])
+    found, _ = make_pairs(run, tmp_path / "refuel", "refuel", capsys)
+    assert len(found) == 4 * groups, "every continuation is in one pair"
+    used = {(one.step, side.attempt) for one in found for side in (one.pair.chosen, one.pair.rejected)}
+    assert len(used) == 8 * groups
+    assert fmean(one.pair.reward_difference for one in found) == pytest.approx(1 / 3, abs=0.03)
+    assert make_pairs(run, tmp_path / "again", "refuel", capsys)[0] == found, "the lot is the same every time"
+    odd = write_run(
+        tmp_path / "odd", [("train", 1, one) for one in make_branches([0.0, 1.0, 2.0], turn=1).trajectories]
+    )
+    found, said = make_pairs(odd, tmp_path / "odd.parquet", "refuel", capsys)
+    assert len(found) == 1
+    assert "1 left over" in said
+
+
+def test_a_file_with_pairs_that_cannot_be_trained_is_refused_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = make_branches([0.0, 1.0], turn=1).trajectories, tmp_path / "bad.parquet"
+
+    def file(kind: str, *rejected: Trajectory) -> None:
+        pairs = [PreferencePair(chosen=good[1], rejected=one, branch_turn=1) for one in rejected]
+        write_pairs(bad, [StoredPair(pair=one, kind=kind, world="key_door", model="tiny", task={}) for one in pairs])  # type: ignore[arg-type]
+
+    def train(method: str) -> str:
+        command = ["train", "key_door", "model=tiny", f"method={method}", f"data.pairs={bad}", "--plan"]
+        return capsys.readouterr().err if main(command) else ""
+
+    file("refuel", good[0], masked(good[0], 0, 1, 2, 3))
+    assert "1 of 2 pairs, the first in row 1, have a side with nothing to train in any turn" in train("dpo")
+    file("refuel", masked(good[0], 1))
+    assert "nothing to train at the turn where they part; method=refuel" in train("refuel")
+    assert train("dpo") == "", "it trains the other turns"
+    file("dpo", good[0])
+    assert "holds the best against the worst" in train("refuel")
+    assert train("dpo") == ""
+
+
+async def test_a_critic_credits_stored_attempts_as_its_own_run_does(
+    tmp_path: Path, renderer: Renderer, tiny_dir: Path
+) -> None:
+    played = make_attempt([0.5, 1.0], potentials=[0.0, 0.25, 0.5])
+    run = write_run(tmp_path / "run", [("train", 1, played), ("eval", 1, played)], "reward.weights.outcome=3")
+
+    async def credited(*overrides: str) -> list[list[float]]:
+        config = load_config("key_door", ["model=tiny", "method=ppo", f"critic.pretrain_from={run}", *overrides])
+        parts = assemble(config, read_facts(tiny_dir))
+        batches = Batches(parts, renderer, config.critic.pretrain_from)
+        stored = await batches.batch(0, None)  # type: ignore[arg-type] - nothing is sampled
+        return [[turn.reward for turn in one.turns] for one in stored.trajectories[:1]]
+
+    assert await credited() == [[0.5, 1.0]]
+    assert await credited("reward.weights.outcome=2") == [[1.0, 2.0]]
+    shaped = await credited("reward.potential=true", "method.gamma=1")
+    assert shaped == [pytest.approx([0.75, 0.75])]
+    as_older_turnwise(run)
+    assert await credited("reward.weights.outcome=3") == [[0.5, 1.0]], "it has been shaped like that already"
+    with pytest.raises(ConfigError, match="written by an older turnwise, with its rewards shaped"):
+        await credited()
+
+
+def test_a_run_of_an_older_turnwise_gives_only_pairs_that_its_method_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = make_branches([0.0, 1.0], turn=1).trajectories
+    rows: list[Row] = [("train", 1, masked(one, 0, 2, 3)) for one in good]
+    run = write_run(tmp_path / "run", rows, "method=la_grpo")
+    as_older_turnwise(run)
+    assert main(["pairs", run, "--stored", "--kind", "dpo", "--out", str(tmp_path / "p")]) == 2
+    assert "stored the method's own mask in place of what was played" in capsys.readouterr().err
+    found, _ = make_pairs(run, tmp_path / "refuel", "refuel", capsys)
+    assert len(found) == 1, "the turn that refuel trains is the turn that la_grpo trained"
+    with RunReader(run) as reader:
+        assert reader.attempts()[0].is_as_played is False
