@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import LoraWeights, Policy
+from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
@@ -27,6 +29,12 @@ def run(work: Generator[None, None, T]) -> T:
             next(work)
         except StopIteration as stop:
             return stop.value
+
+
+def with_ops(engine: Engine, **changes: Any) -> None:
+    """Give the engine a sampler whose device does some things in another way."""
+    engine.model.ops = replace(engine.model.ops, **changes)
+    engine.sampler = Sampler(engine.model, engine.config, engine.memory, engine.model_dir)
 
 
 def sample(engine: Engine, prompt: Sequence[int], policy: Policy, num_samples: int = 1, **params) -> SampleResponse:

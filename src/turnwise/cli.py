@@ -19,13 +19,10 @@ from turnwise.commands import serve as service_cli
 from turnwise.envs import check_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
+from turnwise.runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from turnwise.models.store import ModelRow
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 
 _EXAMPLES = """\
 examples:
@@ -52,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(arguments)
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return ExitCode.USER_ERROR
     except BrokenPipeError:  # whoever read our output has seen enough, as in `turnwise ... | head`
         sys.stdout = None
-        return EXIT_BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     except KeyboardInterrupt:
         print("turnwise: stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 def _take_aliases(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 ALL_PAGES = sorted(PAGES.glob("*.md"))
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 COMMAND = re.compile(r"^\$ turnwise compare ((?:.*\\\n)*.*)$", re.MULTILINE)
-OPTION = re.compile(r"`((?:method|reward|data|critic|train|generator)\.[a-z_.]+?)(?:=[^`]*)?`")
+OPTION = re.compile(r"`((?:method|reward|data|critic|train|rollout|engine)\.[a-z_.]+?)(?:=[^`]*)?`")
 
 
 def _index() -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from turnwise.client.local import SamplingClient, ServiceClient, TrainingClient
+from turnwise.client.local import LocalSamplingClient, LocalTrainingClient, ServiceClient
 from turnwise.errors import CheckpointError, ConfigError, DataError, ModelNotFoundError, TurnwiseError
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -25,12 +25,12 @@ def service(tiny_dir: Path) -> Iterator[ServiceClient]:
 
 
 @pytest.fixture(scope="module")
-def trainer(service: ServiceClient) -> TrainingClient:
+def trainer(service: ServiceClient) -> LocalTrainingClient:
     return service.create_lora_training_client("tiny", rank=4)
 
 
 @pytest.fixture(scope="module")
-def sampler(trainer: TrainingClient) -> SamplingClient:
+def sampler(trainer: LocalTrainingClient) -> LocalSamplingClient:
     return trainer.save_weights_and_get_sampling_client()
 
 
@@ -40,14 +40,16 @@ def datum(ids: list[int] = IDS, **columns: list[float]) -> Datum:
     return Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs={**inputs, **columns})
 
 
-def backward(trainer: TrainingClient, *datums: Datum, loss_fn: str = "importance_sampling", **config: float) -> object:
+def backward(
+    trainer: LocalTrainingClient, *datums: Datum, loss_fn: str = "importance_sampling", **config: float
+) -> object:
     return trainer.forward_backward(list(datums), loss_fn, config or None).result(timeout=60)
 
 
 @dataclass(frozen=True)
 class Clients:
-    trainer: TrainingClient
-    sampler: SamplingClient
+    trainer: LocalTrainingClient
+    sampler: LocalSamplingClient
     service: ServiceClient
 
 
@@ -118,7 +120,7 @@ BAD: dict[str, tuple[Call, type[TurnwiseError], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_and_the_client_goes_on(
-    name: str, trainer: TrainingClient, sampler: SamplingClient, service: ServiceClient
+    name: str, trainer: LocalTrainingClient, sampler: LocalSamplingClient, service: ServiceClient
 ) -> None:
     call, error, words = BAD[name]
     with pytest.raises(error, match=words):

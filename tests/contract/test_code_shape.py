@@ -23,24 +23,15 @@ MAX_PARAMETERS = 6
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-TINKERS_NAME = "a protocol and the class of the public API, both named as Tinker names them"
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "SamplingClient": TINKERS_NAME,
-    "TrainingClient": TINKERS_NAME,
     "CheckpointRow": TO_DO,
     "Checkpoints": TO_DO,
     "Captures": TO_DO,
     "Failure": TO_DO,
-    "Job": TO_DO,
     "_Job": TO_DO,
-    "Order": TO_DO,
-    "Policy": TO_DO,
-    "Progress": TO_DO,
-    "Request": TO_DO,
     "Run": TO_DO,
     "Sampler": TO_DO,
-    "World": TO_DO,
 }
 
 KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
@@ -49,7 +40,6 @@ WORLD_OPTIONS = "each parameter is an option of the world (`env.options.NAME`) a
 ROOM = "its owner replaces it by a value object"
 MANY_PARAMETERS = {
     "engine/ops/": KERNELS,
-    "engine/attention/": KERNELS,
     "engine/model/body.py": KERNELS,
     "engine/training/logprobs.py": KERNELS,
     "client/local.py:create_lora_training_client": TINKERS_SIGNATURE,
@@ -59,7 +49,6 @@ MANY_PARAMETERS = {
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
-    "rollout/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
     "watch/": ROOM,
@@ -67,9 +56,12 @@ MANY_PARAMETERS = {
 
 SPLATS = {
     "client/remote.py": ROOM,
-    "commands/play.py": ROOM,
     "service/openai/": ROOM,
     "training/": ROOM,
+}
+
+DEVICE_CHECKS = {
+    "engine/device_info.py": "finds out which device there is, and what memory a GPU has",
 }
 
 ENDS_A_PROCESS = "os._exit is Python's name"
@@ -173,6 +165,28 @@ def test_a_function_takes_few_parameters() -> None:
         return f"{count} parameters; group them in a value object" if count > MAX_PARAMETERS else None
 
     check(offending_functions(describe), MANY_PARAMETERS, f"functions with more than {MAX_PARAMETERS} parameters")
+
+
+def asks_for_device(node: ast.AST) -> bool:
+    """Reads `device.type` or `is_cuda`, calls `torch.cuda`, or compares something with a device's name."""
+    if isinstance(node, ast.Attribute):
+        is_of_device = isinstance(node.value, ast.Name | ast.Attribute) and ast.unparse(node.value).endswith("device")
+        is_type = node.attr in ("type", "kind") and is_of_device
+        return is_type or node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) == "torch.cuda"
+    if isinstance(node, ast.Compare):
+        return any(isinstance(one, ast.Constant) and one.value == "cuda" for one in [node.left, *node.comparators])
+    return False
+
+
+def test_only_ops_know_which_device_they_run_on() -> None:
+    found = {
+        f"{name}:{node.lineno}": ast.unparse(node)[:80]
+        for name, module in modules().items()
+        if name.startswith("engine/") and not name.startswith("engine/ops/")
+        for node in ast.walk(module)
+        if isinstance(node, ast.expr) and asks_for_device(node)
+    }
+    check(found, DEVICE_CHECKS, "ask `ops.for_device(device)`, or its facts, in place of the device's type")
 
 
 def test_arguments_are_written_out() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
-from turnwise.training.run import read_config
+from turnwise.config.spellings import ONLY_OFF, SKYRL_SECTION, canonical_option
+from turnwise.training.setup import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECTIONS = "|".join(Config.model_fields)
+SECTIONS = "|".join((*Config.model_fields, SKYRL_SECTION))
 NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\['\"`;,])((?:{SECTIONS})\.[a-z_.]+)=")
 """`train.steps` in backticks, or train.steps=5 anywhere."""
 COMMAND = re.compile(
@@ -40,17 +41,17 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def test_every_option_that_a_page_names_is_one() -> None:
-    known = {*option_paths(), *(path.rpartition(".")[0] for path in option_paths()), "env.options"}
+    known = {*option_paths(), *ONLY_OFF, *(path.rpartition(".")[0] for path in option_paths()), "env.options"}
     unknown = {
         f"{page.relative_to(ROOT)}: {name}"
         for page in PAGES
         for name in _named_options(page.read_text(encoding="utf-8"))
-        if name not in known
+        if canonical_option(name) not in known
     }
     assert unknown == set()
     assert len({name for page in PAGES for name in _named_options(page.read_text(encoding="utf-8"))}) > 50
-    stale = "An env gets them with `generator.sampling_params.stop='[\"</search>\"]'`."
-    assert _named_options(stale) == {"generator.sampling_params.stop"}
+    stale = "An env gets them with `rollout.sampling_params.stop='[\"</search>\"]'`."
+    assert _named_options(stale) == {"rollout.sampling_params.stop"}
 
 
 def test_every_command_that_a_page_prints_is_taken() -> None:

@@ -23,13 +23,13 @@ from service_process import ROOT, ServerProcess, check_names, run_checks, sdk_py
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.watch.watchdog import EXIT_STALLED
+from turnwise.runtime.exit_codes import ExitCode
 
 CHECKS = Path(__file__).parent / "sdk" / "remote_checks.py"
 MINT_CHECKS = Path(__file__).parent / "sdk" / "remote_mint_checks.py"
 SMALL = [
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=2",
     "warmup.steps=20",
     "warmup.learning_rate=0.01",
@@ -122,8 +122,8 @@ def test_a_remote_run_does_what_a_local_one_does(server: ServerProcess, tmp_path
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["model.device=cpu"], "model.device is not read with model.base_url"),
-        (["generator.stop=x"], "generator.stop"),
+        (["engine.device=cpu"], "model.device is not read with model.base_url"),
+        (["rollout.stop=x"], "rollout.stop"),
         (["base_url=localhost:1"], "expected http://"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    limits = ["train.call_deadline_s=6", "generator.sample_deadline_s=6", "generator.max_retries=0"]
+    limits = ["train.call_deadline_s=6", "rollout.sample_deadline_s=6", "rollout.max_retries=0"]
     options = [*SMALL, *limits, "warmup.steps=0", "eval.tasks=0", "train.save_every=1", "train.max_empty_steps=50"]
     train = ["train", "guess_number", "model=tiny", *options, f"base_url={server.url}", "train.steps=1000"]
     process = subprocess.Popen(
@@ -187,7 +187,7 @@ def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
         os.kill(server.pid, signal.SIGCONT)
         process.kill()
         process.wait()
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "gave no answer within 6 s" in out
     with RunReader(run_dir) as run:
         done = run.checkpoints()[-1].step

@@ -25,7 +25,7 @@ ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = (
     "model=tiny",
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=2",
     "eval.every=0",
     "train.max_empty_steps=1000",
@@ -39,9 +39,9 @@ DELAYS = ("env.options.median_s=0.02", "env.options.p99_s=0.2")
     "options",
     [
         ("method=grpo",),
-        ("method=grpo", "generator.kv_across_updates=keep", "train.min_batch=1"),
+        ("method=grpo", "rollout.kv_across_updates=keep", "train.min_batch=1"),
         ("method=la_grpo",),
-        ("method=ppo", "critic.pretrain_steps=1", "generator.n_samples_per_prompt=1", "train.min_batch=1"),
+        ("method=ppo", "critic.pretrain_steps=1", "rollout.group_size=1", "train.min_batch=1"),
         ("method=grpo", "method.loss_fn=ppo", "method.old_policy=true", "method.correction=token_tis"),
         ("method=grpo", "method.loss_fn=ppo", "method.old_policy=true", "method.old_policy_from=loglinear"),
         ("method=grpo", "train.max_wait=4", "train.substeps=2"),

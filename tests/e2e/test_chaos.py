@@ -79,10 +79,10 @@ def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finish
     directory, left = scratch / "run", scratch / "left.json"
     options = (
         *("model=tiny", f"train.steps={NUM_STEPS}", f"train.tasks_per_step={NUM_TASKS}", "method.advantage=centered"),
-        *("eval.tasks=4", "eval.every=0", f"generator.n_samples_per_prompt={GROUP_SIZE}", "run.dialogues=1"),
-        "generator.same_start=false",  # the seed draws what breaks: another attempt has another fate
-        *(f"generator.max_retries={NUM_RETRIES}", f"generator.step_deadline_s={STEP_S}"),
-        *(f"generator.attempt_deadline_s={ATTEMPT_S}", f"run.dir={directory}"),
+        *("eval.tasks=4", "eval.every=0", f"rollout.group_size={GROUP_SIZE}", "run.dialogues=1"),
+        "rollout.same_start=false",  # the seed draws what breaks: another attempt has another fate
+        *(f"rollout.max_retries={NUM_RETRIES}", f"rollout.step_deadline_s={STEP_S}"),
+        *(f"rollout.attempt_deadline_s={ATTEMPT_S}", f"run.dir={directory}"),
     )
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(left), "train", WORLD, *options],

@@ -18,7 +18,7 @@ from turnwise.runlog.reader import RunReader, is_run
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = (
-    *("model=tiny", "train.steps=2", "train.tasks_per_step=2", "train.num_tasks=8", "generator.n_samples_per_prompt=4"),
+    *("model=tiny", "train.steps=2", "train.tasks_per_step=2", "train.num_tasks=8", "rollout.group_size=4"),
     *("eval.tasks=2", "eval.every=1"),
 )
 

@@ -5,7 +5,6 @@ within its deadline and goes on or stops cleanly, and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import os
 import sqlite3
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.config.config import Config
@@ -33,8 +33,9 @@ from turnwise.methods.ppo import make_gae
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
-from turnwise.runtime.pending_calls import WAITS
-from turnwise.training.assemble import Parts, make_eval_rollout, make_limits, make_method, make_optim, make_rollout
+from turnwise.runtime.exit_codes import ExitCode
+from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
 from turnwise.training.critic import Critic
 from turnwise.training.critic_config import CriticConfig
@@ -43,10 +44,10 @@ from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
 from turnwise.training.task_order import Deck
 from turnwise.trajectory import Message, ToolCall
-from turnwise.types import ModelInput, SampleResponse
+from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
-from turnwise.watch.watchdog import EXIT_STALLED, StalledError, Watchdog
+from turnwise.watch.watchdog import StalledError, Watchdog
 
 DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 0.3
@@ -110,11 +111,11 @@ async def _search() -> str:
 class HangingSampler(ScriptedSampler):
     """Every third sample never comes."""
 
-    async def sample_async(self, prompt: ModelInput, *arguments: Any, **options: Any) -> SampleResponse:
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         if len(self.prompts) % 3 == 2:
-            self.prompts.append(prompt.to_ints())
-            await _never()
-        return await super().sample_async(prompt, *arguments, **options)
+            self.prompts.append(list(request.prompt))
+            return _no_answer()
+        return super().submit(request)
 
 
 class HangingTrainer(RecordingTrainer):
@@ -154,11 +155,10 @@ class Running:
 
 def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: RecordingTrainer, **train: Any) -> Running:
     settings = {"steps": 3, "tasks_per_step": 3, "save_every": 1, "max_empty_steps": 99, **train}
-    generator = {"n_samples_per_prompt": 4, "max_retries": 0, "step_deadline_s": DEADLINE_S}
+    generator = {"group_size": 4, "max_retries": 0, "step_deadline_s": DEADLINE_S}
     generator |= {"sample_deadline_s": DEADLINE_S, "min_group_size": 2, "same_start": False}
-    config = Config.model_validate({"train": settings, "generator": generator, "eval": {"tasks": 0}})
-    limits = dataclasses.replace(make_limits(config.generator, world, 512), close_deadline_s=DEADLINE_S)
-    rollout = make_rollout(config.generator, limits)
+    config = Config.model_validate({"train": settings, "rollout": generator, "eval": {"tasks": 0}})
+    rollout = config.rollout.for_world(world, 512).model_copy(update={"close_deadline_s": DEADLINE_S})
     parts = Parts(
         config=config,
         world=world,
@@ -166,11 +166,12 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
         held_out=(),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
-        method=make_method(config, limits),
+        method=make_method(config, rollout),
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
-    recorder = Recorder(writer, LineView(), [], num_steps=config.train.steps)
-    loop = Loop(parts, trainer, renderer, recorder, Checkpoints(trainer, writer, [], max_kept=2), Interrupt())
+    recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
+    checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
+    loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
 
 
@@ -195,7 +196,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
         assert all(name in one.failure.detail for one in failed if one.failure is not None)
         if where == "close":
             assert sum(value for _, value in run.metric("rollout/close_failures")) > 0
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 async def test_a_sampler_that_never_answers_is_blamed_and_training_goes_on(tmp_path: Path, renderer: Renderer) -> None:
@@ -218,7 +219,7 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
         await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
     running.recorder.close()
     assert caught.value.party == "trainer"
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
@@ -237,7 +238,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
     with pytest.raises(StalledError, match=r"critic: .* gave no answer within 2 s"):
         async for _ in pretrain(critic, *arguments):
             pass
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_or_task_behind(
@@ -278,7 +279,7 @@ async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_
     assert set(stalled) == set(TRAINER_CALLS), "only without its trainer does a run end"
     assert open_files() <= files
     assert children() <= processes
-    assert len(WAITS) == 0
+    assert len(PENDING_CALLS) == 0
 
 
 BLOCKING_WORLD = """
@@ -296,7 +297,7 @@ class BlockingWorld(SlowWorld):
 
 
 def _command(directory: Path, world: str, *options: str) -> subprocess.Popen[str]:
-    small = ("model=tiny", "train.tasks_per_step=2", "generator.n_samples_per_prompt=2", "eval.tasks=0")
+    small = ("model=tiny", "train.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0")
     more = ("train.max_empty_steps=1000", "train.call_deadline_s=3", "train.save_every=1", f"run.dir={directory}")
     return subprocess.Popen(
         [sys.executable, "-m", "turnwise.cli", "train", world, *small, *more, *options],
@@ -313,7 +314,7 @@ def test_an_env_that_blocks_the_event_loop_is_shown_with_its_line_and_stopped(tm
     file.write_text(BLOCKING_WORLD)
     process = _command(tmp_path / "run", f"{file}:BlockingWorld")
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "the event loop has not come round" in out
     assert "blocking.py:7 step" in out
 
@@ -338,7 +339,7 @@ def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tm
     out, _ = process.communicate(timeout=60)
     lock.rollback()
     lock.close()
-    assert process.returncode == EXIT_STALLED, out
+    assert process.returncode == ExitCode.STALLED, out
     assert "disk: " in out
     with RunReader(directory) as run:
         done = run.checkpoints()[-1].step

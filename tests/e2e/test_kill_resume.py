@@ -26,8 +26,8 @@ ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = (
     "model=tiny",
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=3",
-    "generator.min_group_size=3",
+    "rollout.group_size=3",
+    "rollout.min_group_size=3",
     "train.learning_rate=1e-2",
     "train.save_every=1",
     "train.keep_checkpoints=1",
@@ -72,7 +72,7 @@ def test_an_async_run_that_is_killed_again_and_again_consumes_every_task_exactly
 def test_a_synchronous_run_that_is_killed_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     # Six attempts at once, whose envs answer in another order each time.
     delays = ("env.options.median_s=0.01", "env.options.p99_s=0.02")
-    common = (*delays, "generator.deterministic=true", "eval.tasks=2", "eval.every=2")
+    common = (*delays, "rollout.deterministic=true", "eval.tasks=2", "eval.every=2")
     assert main(["train", WORLD, *SMALL, *common, "train.steps=6", f"run.dir={tmp_path / 'whole'}"]) == 0
     assert _train_through_kills(tmp_path / "killed", max(2, NUM_KILLS // 5), 6, *common)
     with RunReader(tmp_path / "whole") as one, RunReader(tmp_path / "killed") as two:
@@ -85,8 +85,8 @@ def test_a_synchronous_run_that_is_killed_ends_with_the_weights_of_one_that_was_
 
 
 PPO = (
-    *("model=tiny", "method=ppo", "train.tasks_per_step=2", "generator.n_samples_per_prompt=4"),
-    *("train.max_empty_steps=1000", "generator.deterministic=true", "eval.tasks=0", "run.dialogues=0"),
+    *("model=tiny", "method=ppo", "train.tasks_per_step=2", "rollout.group_size=4"),
+    *("train.max_empty_steps=1000", "rollout.deterministic=true", "eval.tasks=0", "run.dialogues=0"),
 )
 
 

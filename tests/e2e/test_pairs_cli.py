@@ -46,8 +46,8 @@ def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureF
     runs = {}
     for method in ("grpo", "rloo", "dpo", "la_grpo"):
         runs[method] = str(tmp_path / method)
-        options = (*SMALL, f"method={method}", "train.steps=2", "generator.n_samples_per_prompt=4")
-        apart = ("generator.same_start=false",) if method == "rloo" else ()
+        options = (*SMALL, f"method={method}", "train.steps=2", "rollout.group_size=4")
+        apart = ("rollout.same_start=false",) if method == "rloo" else ()
         assert turnwise("train", WORLD, *options, *apart, f"run.dir={runs[method]}") == 0
     file = str(tmp_path / "p.parquet")
     for method in ("dpo", "grpo"):
@@ -69,7 +69,7 @@ def test_a_run_that_shapes_rewards_and_trains_one_turn_stores_what_was_played(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, file = tmp_path / "run", tmp_path / "p.parquet"
-    options = ("method=la_grpo", "train.steps=2", "generator.n_samples_per_prompt=4", f"run.dir={run_dir}")
+    options = ("method=la_grpo", "train.steps=2", "rollout.group_size=4", f"run.dir={run_dir}")
     shaping = ("reward.potential=true", "reward.weights.outcome=2", "reward.turn_decay=0.5")
     assert turnwise("train", WORLD, *SMALL, *options, *shaping) == 0
     with RunReader(run_dir) as run:

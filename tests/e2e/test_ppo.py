@@ -30,7 +30,7 @@ PPO = (
     "train.tasks_per_step=2",
     "train.num_tasks=8",
     "train.learning_rate=1e-3",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=0",
     "run.dialogues=0",
 )
@@ -66,8 +66,8 @@ class Rig:
         self.parts: Parts = assemble(self.config, read_facts(tiny_dir))
         self.trainer = service.create_lora_training_client("tiny", rank=4, seed=1)
         self.client = service.create_critic_training_client("tiny", rank=4, seed=2)
-        self.renderer = make_renderer(self.trainer.get_tokenizer(), self.config.generator)
-        self.critic = self.make_critic(self.parts.rollout.limits.max_trajectory_tokens)
+        self.renderer = make_renderer(self.trainer.get_tokenizer(), self.config.rollout)
+        self.critic = self.make_critic(self.parts.rollout.max_trajectory_tokens)
 
     def make_critic(self, max_tokens: int) -> Critic:
         gae = self.parts.method.gae  # type: ignore[union-attr]
@@ -121,7 +121,7 @@ async def test_pretraining_ends_when_nothing_gets_better(tmp_path: Path, tiny_di
 async def test_values_know_the_state_that_a_cut_attempt_was_left_in(tmp_path: Path, tiny_dir: Path) -> None:
     with ServiceClient(data_dir=tmp_path) as service:
         rig = Rig(
-            *(service, tiny_dir, "generator.max_turns=1", "env.options.max_turns=3"),
+            *(service, tiny_dir, "rollout.max_turns=1", "env.options.max_turns=3"),
             world="guess_number",
         )
         sampler = await rig.trainer.save_weights_and_get_sampling_client_async()

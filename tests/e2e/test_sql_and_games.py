@@ -19,7 +19,7 @@ SMALL = (
     "model=tiny",
     "train.steps=2",
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=4",
     "eval.every=0",
     "warmup.steps=2",
@@ -72,7 +72,7 @@ def test_a_folder_in_spiders_layout_trains_from_the_command_line(tmp_path: Path)
         rows = [{"db_id": name, **row, "question": f"{row['question']} ({n})"} for n in range(6)]
         (tmp_path / "spider" / file).write_text(json.dumps(rows), encoding="utf-8")
     path = f"env.options.path={tmp_path / 'spider'}"
-    short = "generator.sampling_params.max_generate_length=16"
+    short = "rollout.max_tokens_per_turn=16"
     out = run("turnwise.cli", "train", "text_to_sql", path, short, *SMALL, f"run.dir={tmp_path / 'run'}")
     assert "singer(name text, age integer)" in out
     assert str(tmp_path / "spider") not in out.split("--- attempt", 1)[1]

@@ -24,7 +24,7 @@ from turnwise.training.checkpoint import checkpoint_directory
 SMALL = (
     "model=tiny",
     "train.tasks_per_step=2",
-    "generator.n_samples_per_prompt=4",
+    "rollout.group_size=4",
     "eval.tasks=4",
     "eval.every=0",
     "warmup.batch_size=2",
@@ -97,7 +97,7 @@ def test_every_world_trains_for_a_few_steps(world: str, tmp_path: Path) -> None:
 def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """A short run with all turns in one assistant message."""
     directory = tmp_path_factory.mktemp("runs") / "a"
-    single = "generator.use_conversation_multi_turn=false"
+    single = "rollout.use_conversation_multi_turn=false"
     _turnwise("train", "guess_number", *SMALL, "train.steps=1", "warmup.steps=0", single, f"run.dir={directory}")
     return directory
 
@@ -123,7 +123,7 @@ def test_eval_measures_a_run_and_its_checkpoint_alike(finished: Path, capsys: py
     of_run = json.loads(_in_process(capsys, "eval", str(finished), "eval.tasks=6", "--json"))
     with RunReader(finished) as run:
         checkpoint = checkpoint_directory(finished, run.checkpoints()[-1].path)
-    single = "generator.use_conversation_multi_turn=false"
+    single = "rollout.use_conversation_multi_turn=false"
     by_path = ("eval", str(checkpoint), "--env", "guess_number", "eval.tasks=6", single, "--json")
     of_checkpoint = json.loads(_in_process(capsys, *by_path))
     assert of_run["num_attempts"] == 6
@@ -180,7 +180,7 @@ def test_a_users_mistake_is_one_message(tmp_path: Path) -> None:
 
 def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     # One attempt at a time: the sampler's batches, and with them the rounding of its logprobs, are the same.
-    common = (*SMALL, "warmup.steps=2", "train.steps=4", "train.learning_rate=1e-2", "generator.max_concurrency=1")
+    common = (*SMALL, "warmup.steps=2", "train.steps=4", "train.learning_rate=1e-2", "rollout.max_concurrency=1")
     common += ("train.lr_schedule=cosine", "train.lr_warmup=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _turnwise("train", "guess_number", *common, f"run.dir={whole}")

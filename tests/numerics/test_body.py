@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ import torch
 
 from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
 from turnwise.engine.engine import Engine
-from turnwise.engine.model import layer_ops
 from turnwise.engine.model.body import FusedBody
-from turnwise.engine.model.layer_ops import Heads, Rotation
+from turnwise.engine.model.kept import kept_tensors
 from turnwise.engine.model.lora import Route, Span
+from turnwise.engine.ops import torch_layers
+from turnwise.engine.ops.interface import Heads, Rotation
 from turnwise.engine.training.pack import pack
 
 MakeEngine = Callable[..., Engine]
@@ -80,7 +81,7 @@ def test_low_rank_parts_inside_the_products_are_those_beside_them(
     ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
     found: list[list[torch.Tensor]] = []
     for few in (0, 384):
-        monkeypatch.setattr("turnwise.engine.model.linear.MAX_FEW_ROWS", few)
+        monkeypatch.setattr("turnwise.engine.ops.cpu_products.MAX_FEW_ROWS", few)
         hidden = engine.model.hidden(ids, positions, batch.plan, Route(spans=[Span(0, 70, adapter)]))
         hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
         found.append([hidden.detach(), adapter.grad.clone()])
@@ -128,13 +129,30 @@ def test_some_rows_are_those_of_all_forward_and_backward(
         torch.testing.assert_close(some, full, atol=2e-5, rtol=2e-5)
 
 
-def test_an_architecture_outside_the_family_runs_its_own_code(
-    arch_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_block_is_fused_when_every_part_is_supported(arch_dir: Path, make_engine: MakeEngine) -> None:
+    sizes = make_engine(arch_dir).model.sizes
+    assert sizes.block is not None
+    assert FusedBody.supports(sizes)
+    others = {"norm": "layer", "norm_place": "after", "rotation": "none", "mlp": "plain", "activation": "gelu"}
+    for part, kind in (*others.items(), ("angles", "dynamic"), ("attention", "window")):
+        assert not FusedBody.supports(replace(sizes, block=replace(sizes.block, **{part: kind}))), part
+    assert not FusedBody.supports(replace(sizes, block=None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pass_keeps_exactly_the_tensors_that_its_block_lists(
+    arch_dir: Path, make_engine: MakeEngine, dtype: str
 ) -> None:
-    body: Any = make_engine(arch_dir).model.body
-    assert FusedBody.fits(body)
-    monkeypatch.setattr(body.config, "hidden_act", "gelu")
-    assert not FusedBody.fits(body)
+    engine = make_engine(arch_dir, dtype=dtype)
+    where, model = engine.model.device, engine.model
+    adapter = displaced_adapter(engine, rank=4)
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
+    hidden = model.hidden(ids, positions, batch.plan, Route(spans=[adapter.span(0, 70)]))
+    listed = kept_tensors(model.sizes, model.dtype.itemsize, 4, model.ops.facts)
+    for kept in hidden.grad_fn.kept_blocks:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept.tensors()}
+        assert sum(storage.nbytes() for storage in storages.values()) == 70 * sum(k.size * k.itemsize for k in listed)
 
 
 def test_norm_backward_equals_autograd() -> None:
@@ -142,8 +160,8 @@ def test_norm_backward_equals_autograd() -> None:
     weight, dx, around = torch.randn(24).double(), torch.randn(5, 24).double(), torch.randn(5, 24).double()
     x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight
     (want,) = torch.autograd.grad((x * dx).sum() + (h * around).sum(), h)
-    total, _, rstd = layer_ops.add_norm(h.detach().float(), None, weight.float(), 1e-6)
-    got = layer_ops.norm_backward(dx.float(), total, rstd, weight.float(), around.float())
+    total, _, rstd = torch_layers.add_norm(h.detach().float(), None, weight.float(), 1e-6)
+    got = torch_layers.norm_backward(dx.float(), total, rstd, weight.float(), around.float())
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
@@ -154,10 +172,10 @@ def test_rotate_backward_equals_autograd(has_norm: bool) -> None:
     angles = torch.randn(9, 8)
     rotation = Rotation(angles.cos(), angles.sin(), torch.tensor([0, 3, 8, 1, 1]))
     qkv = torch.randn(5, 8 * 16, requires_grad=True)
-    sides = layer_ops.rotate(qkv, heads, rotation, None)
+    sides = torch_layers.rotate(qkv, heads, rotation, None)
     grads = torch.randn_like(sides[0]), torch.randn_like(sides[1]), torch.randn_like(sides[2])
     (want,) = torch.autograd.grad(sides, qkv, grads)
-    got = layer_ops.rotate_backward(grads, qkv.detach() if has_norm else None, heads, rotation)
+    got = torch_layers.rotate_backward(grads, qkv.detach() if has_norm else None, heads, rotation)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -166,6 +184,6 @@ def test_swiglu_backward_equals_autograd() -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     act = torch.nn.functional.silu(gate) * up
     (want,) = torch.autograd.grad(act, gate_up, dact)
-    got, again = layer_ops.swiglu_backward(dact.clone(), gate_up.detach().clone())
+    got, again = torch_layers.swiglu_backward(dact.clone(), gate_up.detach().clone())
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(again, act.detach())

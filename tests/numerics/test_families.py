@@ -17,16 +17,18 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
-from naive import make_model, random_ids, rl_datum, run, sample
+from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample
 from turnwise.cli import main
-from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.errors import ModelError
+from turnwise.errors import ConfigError, ModelError
+from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
-from turnwise.models.families import FAMILIES, check_supported
+from turnwise.models.families import FAMILIES, Family, add_family, check_supported, qwen3_block
 from turnwise.types import LoraConfig
 
 TOLERANCE = 1e-4
@@ -114,10 +116,61 @@ def test_every_family_that_is_let_in_computes_what_transformers_computes(tmp_pat
     assert {family: error for family, error in errors.items() if error > TOLERANCE} == {}
 
 
+def test_a_family_described_from_outside_runs_the_fused_body(tmp_path: Path) -> None:
+    """A model that transformers knows under another name, and whose block has the parts of a Llama with head norms."""
+
+    class ToyConfig(Qwen3Config):
+        model_type = "toy_family"
+
+    class ToyForCausalLM(Qwen3ForCausalLM):
+        config_class = ToyConfig
+
+    AutoConfig.register("toy_family", ToyConfig)
+    AutoModelForCausalLM.register(ToyConfig, ToyForCausalLM)
+    settings = EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01)
+    directory = make_model(ToyConfig(**SHAPE, head_dim=8), tmp_path)
+    with pytest.raises(ModelError, match="toy_family is not among the supported families"):
+        Engine(directory, settings, name="toy")
+    add_family(Family(model_type="toy_family", describe=qwen3_block))
+    try:
+        engine = Engine(directory, settings, name="toy")
+        assert engine.model.fused is not None
+        assert largest_error(engine, directory) < TOLERANCE
+        with pytest.raises(ConfigError, match="already"):
+            add_family(Family(model_type="toy_family"))
+    finally:
+        del FAMILIES["toy_family"]
+
+
+def test_families_with_a_description_have_the_gradients_of_the_modelling_code(tmp_path: Path) -> None:
+    prefix = random_ids(40, 1)
+    datums = [rl_datum(prefix + random_ids(10 + i, 10 + i), start=30, seed=i) for i in range(3)]
+    for name in [name for name, family in FAMILIES.items() if family.describe is not None]:
+        directory = make_model(small_config(name), tmp_path / name)
+        grads = []
+        for is_fused in (True, False):
+            engine = Engine(directory, EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01), name=name)
+            assert engine.model.fused is not None, name
+            if not is_fused:
+                engine.model.fused = None
+            adapter = displaced_adapter(engine, rank=4)
+            run(engine.forward_backward(adapter, datums, "importance_sampling", None))
+            grads.append(adapter.grad.clone())
+        assert grads[0].norm() > 0
+        assert relative_error(grads[0], grads[1]) < 1e-4, name
+
+
+def test_a_block_with_a_part_that_the_kernels_lack_runs_transformers_code(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE, hidden_act="gelu")
+    engine = Engine(make_model(config, tmp_path), EngineConfig(device="cpu", kv_cache_gib=0.01), name="gelu")
+    assert engine.model.fused is None
+    assert largest_error(engine, tmp_path) < TOLERANCE
+
+
 def test_the_page_about_models_names_every_family() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     listed, _ = page.split("Everything else is refused", 1)
-    assert set(re.findall(r"`([a-z0-9_]+)`", listed)) - {"transformers", "model_type"} == FAMILIES
+    assert set(re.findall(r"`([a-z0-9_]+)`", listed)) - {"transformers", "model_type"} == set(FAMILIES)
 
 
 def test_a_rotation_that_grows_with_the_context_is_right_within_it(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from transformers import LlamaConfig
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample_many
-from turnwise.engine.attention import cuda as attention_cuda
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
+from turnwise.engine.ops import cuda_support, for_device
 from turnwise.types import Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -74,11 +74,11 @@ def test_bfloat16_sampler_and_trainer_agree(wide_dir: Path, merge: Merge, num_di
 def test_turns_that_captured_graphs_read_agree_with_the_trainer(wide_dir: Path) -> None:
     config = EngineConfig(device="cuda", dtype="bfloat16", merge_adapter="always", kv_cache_gib=1.0, seed=1)
     engine = Engine(wide_dir, config, name="wide")
-    prompts = engine.sampler._prompts
+    prompts = engine.sampler.prompt_graphs
     assert prompts is not None
     k2 = [k2_after_turns(engine, 12, 5) for _ in range(2)]
-    assert prompts.captures._captured, "shapes came again"
-    print(f"k2 {k2} with {len(prompts.captures._captured)} graphs")
+    assert prompts.captures, "shapes came again"
+    print(f"k2 {k2} with {len(prompts.captures)} graphs")
     assert max(k2) < MAX_K2
 
 
@@ -100,10 +100,10 @@ def test_a_bfloat16_tree_has_the_gradient_of_unshared_rows(wide_dir: Path) -> No
 @pytest.fixture
 def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A card on which neither Triton nor flash attention runs."""
-    caches = (attention_cuda.has_triton, attention_cuda._fits_flash)
+    caches = (for_device, cuda_support.has_triton, cuda_support.fits_flash)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(attention_cuda, "_is_new_enough", lambda: False)
+    monkeypatch.setattr(cuda_support, "is_new_enough", lambda: False)
     yield
     for cache in caches:
         cache.cache_clear()
@@ -137,7 +137,7 @@ def test_heads_of_an_odd_size_run_dense(tmp_path: Path, caplog: pytest.LogCaptur
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    attention_cuda._fits_flash.cache_clear()
+    cuda_support.fits_flash.cache_clear()
     directory = make_model(config, tmp_path / "odd", spread=0.02)
     found = {}
     for dtype in ("bfloat16", "float32"):

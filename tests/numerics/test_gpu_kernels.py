@@ -10,15 +10,12 @@ import torch
 from transformers import Qwen3Config
 
 from naive import displaced_adapter, make_model, random_ids, run, sample_many
-from turnwise.engine.attention import cuda as attention_cuda
-from turnwise.engine.attention.cpu import merge
-from turnwise.engine.attention.plans import Pair, Saved, TreePlan
+from turnwise.engine.attention.plans import Pair, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
-from turnwise.engine.ops import flash4
-from turnwise.engine.sampling.draw import DrawSettings, draw_torch, draw_whole
+from turnwise.engine.ops import cuda_attention, flash4, for_device, torch_draw, torch_layers
+from turnwise.engine.ops.interface import CacheSlots, DrawSettings, Heads, Rotation, Saved
+from turnwise.engine.ops.torch_attention import merge
 from turnwise.types import Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -38,12 +35,12 @@ def test_norms_equal_plain_torch(dtype: torch.dtype, tolerance: float) -> None:
 
     h, delta, weight = rand(N, 576, dtype=dtype), rand(N, 576, dtype=dtype, seed=1), rand(576, dtype=dtype)
     for more in (None, delta):
-        want = layer_ops.add_norm(h, more, weight, 1e-6)
+        want = torch_layers.add_norm(h, more, weight, 1e-6)
         got = triton_layers.add_norm(h, more, weight, 1e-6)
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
-    total, _, rstd = layer_ops.add_norm(h, delta, weight, 1e-6)
+    total, _, rstd = torch_layers.add_norm(h, delta, weight, 1e-6)
     dx, dh = rand(N, 576, dtype=dtype, seed=2), rand(N, 576, dtype=dtype, seed=3)
-    want = layer_ops.norm_backward(dx, total, rstd, weight, dh.clone())
+    want = torch_layers.norm_backward(dx, total, rstd, weight, dh.clone())
     got = triton_layers.norm_backward(dx, total, rstd, weight, dh.clone())
     torch.testing.assert_close(got, want.to(dtype), atol=tolerance, rtol=tolerance)
 
@@ -62,7 +59,7 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
     slots = 2 * torch.arange(N, device="cuda")
     empty = torch.zeros(99, 3, 64, dtype=dtype, device="cuda")
     caches = [CacheSlots(empty.clone(), empty.clone(), slots) for _ in range(2)]
-    want = layer_ops.rotate(qkv, heads, rotation, caches[0])
+    want = torch_layers.rotate(qkv, heads, rotation, caches[0])
     got = triton_layers.rotate(qkv, heads, rotation, caches[1])
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=tolerance, rtol=tolerance)
@@ -71,7 +68,7 @@ def test_rotation_equals_plain_torch_and_fills_the_cache(dtype: torch.dtype, tol
     raw = qkv if has_norm else None
     torch.testing.assert_close(
         triton_layers.rotate_backward(grads, raw, heads, rotation),
-        layer_ops.rotate_backward(grads, raw, heads, rotation),
+        torch_layers.rotate_backward(grads, raw, heads, rotation),
         atol=tolerance,
         rtol=tolerance,
     )
@@ -82,8 +79,10 @@ def test_the_gate_equals_plain_torch(dtype: torch.dtype, tolerance: float) -> No
     from turnwise.engine.ops import triton_layers
 
     gate_up, dact = rand(N, 2 * 1536, dtype=dtype), rand(N, 1536, dtype=dtype)
-    torch.testing.assert_close(triton_layers.swiglu(gate_up), layer_ops.swiglu(gate_up), atol=tolerance, rtol=tolerance)
-    want = layer_ops.swiglu_backward(dact.clone(), gate_up.clone())
+    torch.testing.assert_close(
+        triton_layers.swiglu(gate_up), torch_layers.swiglu(gate_up), atol=tolerance, rtol=tolerance
+    )
+    want = torch_layers.swiglu_backward(dact.clone(), gate_up.clone())
     got = triton_layers.swiglu_backward(dact.clone(), gate_up.clone())
     torch.testing.assert_close(got, want, atol=2 * tolerance, rtol=2 * tolerance)
 
@@ -94,9 +93,9 @@ def test_draws_are_the_tokens_of_plain_torch() -> None:
     uniform = torch.linspace(0, 0.999, 64, device="cuda")
     temperature = torch.linspace(0.3, 2, 64, device="cuda")
     temperature[::7] = 0
-    off = torch.zeros(64, device="cuda")
-    want = draw_torch(logits, DrawSettings(temperature, off, off + 1, off, uniform, is_cut=False))
-    got = draw_whole(logits, temperature, uniform)
+    settings = DrawSettings(temperature, uniform)
+    want = torch_draw.draw(logits, settings)
+    got = for_device(logits.device).draw(logits, settings)
     assert (got[0] == want[0]).float().mean() >= 63 / 64  # a sum's rounding may move a token to its neighbour
     same = got[0] == want[0]
     torch.testing.assert_close(got[1][same], want[1][same], atol=1e-4, rtol=1e-4)
@@ -144,17 +143,17 @@ def test_flash_attention_4_computes_a_tree_as_dense_attention_does(
 ) -> None:
     if importlib.util.find_spec("flash_attn") is None:
         pytest.skip("needs the flash4 extra")
-    monkeypatch.setattr(attention_cuda, "FLASH4_OPERATIONS", 0)
+    monkeypatch.setattr(cuda_attention, "FLASH4_OPERATIONS", 0)
     plan = TreePlan([0, 300, 310, 470, 601, 640], [[Pair(300, 601, 0, 300)], [Pair(470, 601, 310, 470)]])
     query, grad = (rand(1, 640, heads, size, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
     key, value = (rand(1, 640, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     q, k, v = (side.transpose(1, 2) for side in (query, key, value))
     assert flash4.fits(q), "else this would test PyTorch's kernels"
-    out, lse = attention_cuda.tree_forward(q, k, v, plan, 0.1)
-    grads = attention_cuda.tree_backward(grad, Saved(q, k, v, out, lse), plan, 0.1)
+    out, lse = cuda_attention.tree_forward(q, k, v, plan, 0.1)
+    grads = cuda_attention.tree_backward(grad, Saved(q, k, v, out, lse), plan, 0.1)
     q, k, v = q.float(), k.float(), v.float()
-    want, want_lse = attention_cuda.tree_forward(q, k, v, plan, 0.1)
-    want_grads = attention_cuda.tree_backward(grad.float(), Saved(q, k, v, want, want_lse), plan, 0.1)
+    want, want_lse = cuda_attention.tree_forward(q, k, v, plan, 0.1)
+    want_grads = cuda_attention.tree_backward(grad.float(), Saved(q, k, v, want, want_lse), plan, 0.1)
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
     for got, expected in zip((out, *grads), (want, *want_grads), strict=True):
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()

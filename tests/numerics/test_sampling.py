@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many
+from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many, with_ops
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
@@ -204,7 +205,7 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
 
     def play(*, is_async: bool) -> list[list[tuple[object, list[int]]]]:
         engine = make_engine(kv_cache_gib=kv_cache_gib, block_size=4, max_num_seqs=8)
-        engine.sampler._is_async = is_async
+        with_ops(engine, facts=replace(engine.model.ops.facts, is_async=is_async))
         policies = [engine.base_policy, engine.publish(displaced_adapter(engine))]
         replies: dict[int, Any] = {}
         for i in range(14):
@@ -227,7 +228,7 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
 def test_one_sequence_at_a_time_without_prefixes_gives_each_prompt_the_same_bits_whatever_else_is_asked(
     make_engine: MakeEngine,
 ) -> None:
-    """What `generator.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
+    """What `rollout.deterministic` rests on; prompts begin alike, so a prefix could be reused."""
     engine = make_engine(max_num_seqs=1, prefix_cache=False)
     policy = engine.publish(displaced_adapter(engine))
     prompts = [random_ids(40, 1) + random_ids(3 + 5 * index, 2 + index) for index in range(8)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -72,12 +70,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
-    """Train through the command; both kinds of run use the loss that lag asks for, so that only the lag differs."""
-    from turnwise.training.run import train
+    """Both kinds of run use the loss that lag asks for, so that only the lag differs."""
+    from turnwise.training.run import evaluate, train
+    from turnwise.watch.observer import Observer
 
     options = {
         "model": args.model,
-        "model.device": args.device,
+        "engine.device": args.device,
         "env.options.max_turns": args.turns,
         "env.options.median_s": args.median_s,
         "env.options.p99_s": args.p99_s,
@@ -90,18 +89,16 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         "train.seed": seed,
         "train.save_every": 0,
         "train.max_empty_steps": args.steps,
-        "generator.n_samples_per_prompt": args.group_size,
-        "generator.same_start": False,  # the seed draws the delays: every attempt has its own
+        "rollout.group_size": args.group_size,
+        "rollout.same_start": False,  # the seed draws the delays: every attempt has its own
         "eval.every": 0,
         "eval.tasks": 0,
         "run.dialogues": 0,
         "run.dir": directory,
     }
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = train(WORLD, [f"{name}={value}" for name, value in options.items()], only_plan=False, resume=None)
-    assert code == 0, said.getvalue()
-    success = held_out_success(directory, args.held_out)
+    run = train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
+    quick = {"env": {"options": {"median_s": 1e-6, "p99_s": 1e-5}}, "eval": {"tasks": args.held_out, "samples": 4}}
+    success = evaluate(run, **quick).row.success  # in the same world, without its delays
     with RunReader(directory) as stored:
         num_env_steps = sum(row.num_turns for row in stored.attempts(phase="train"))
         seconds = sum(value for _, value in stored.metric("time/step_s"))
@@ -113,16 +110,3 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         length_bias=bias[-1][1] if bias else 0.0,
         staleness_max=max((value for _, value in staleness), default=0.0),
     )
-
-
-def held_out_success(directory: Path, num_tasks: int) -> float:
-    """Of the last checkpoint, in the same world without its delays."""
-    import json
-
-    from turnwise.commands.play import run_eval
-
-    said = io.StringIO()
-    quick = ["env.options.median_s=1e-6", "env.options.p99_s=1e-5", f"eval.tasks={num_tasks}", "eval.samples=4"]
-    with contextlib.redirect_stdout(said):
-        run_eval(str(directory), None, None, quick, as_json=True)
-    return float(json.loads(said.getvalue())["success"])

@@ -25,16 +25,15 @@ from typing import Any
 import numpy as np
 
 from turnwise.bench.report import machine, model_directory
-from turnwise.client.local import SamplingClient, ServiceClient
-from turnwise.client.sampling import DEFAULT_SAMPLING_PARAMS
+from turnwise.client.local import LocalSamplingClient, ServiceClient
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.errors import ConfigError
 from turnwise.renderers import Renderer, get_renderer
-from turnwise.rollout import RolloutConfig, RolloutLimits, RolloutResult, play_groups
+from turnwise.rollout import RolloutConfig, RolloutResult, play_groups
 from turnwise.trajectory import Message, Trajectory
-from turnwise.types import ModelInput, SampleResponse, SamplingParams
+from turnwise.types import SampleResponse
 
 SEED = 0
 
@@ -92,14 +91,18 @@ def _typical(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(
-    args: argparse.Namespace, latency_s: float, client: SamplingClient, engine: Engine, renderer: Renderer
+    args: argparse.Namespace, latency_s: float, client: LocalSamplingClient, engine: Engine, renderer: Renderer
 ) -> dict[str, float]:
     """One rollout of all conversations, cold: no prefix of an earlier one is kept."""
     world = LateWorld(args.turns, args.reply, latency_s, is_blocking=args.blocking)
-    limits = RolloutLimits(
-        max_turns=args.turns, max_tokens_per_turn=args.reply, max_trajectory_tokens=engine.max_context_length
+    config = RolloutConfig(
+        max_turns=args.turns,
+        max_tokens_per_turn=args.reply,
+        max_trajectory_tokens=engine.max_context_length,
+        group_size=1,
+        min_group_size=1,
+        max_concurrency=args.conversations,
     )
-    config = RolloutConfig(limits=limits, group_size=1, min_group_size=1, max_concurrency=args.conversations)
     client._model.worker.run("bench", lambda engine: engine.sampler.drop_cache()).result()
     watch = Watch()
     watched = WatchedClient(client, watch)
@@ -171,26 +174,17 @@ class Watch:
         self.since_s = now_s
 
 
-class WatchedClient(SamplingClient):
+class WatchedClient(LocalSamplingClient):
     """The local client; counts the requests under way."""
 
-    def __init__(self, client: SamplingClient, watch: Watch) -> None:
+    def __init__(self, client: LocalSamplingClient, watch: Watch) -> None:
         super().__init__(client._model, client._policy)
         self._watch = watch
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = DEFAULT_SAMPLING_PARAMS,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-    ) -> SampleResponse:
+    async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
         self._watch.change(+1)
         try:
-            return await super().sample_async(
-                prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs
-            )
+            return await super().sample_async(*args, **kwargs)
         finally:
             self._watch.change(-1)
 

@@ -50,8 +50,8 @@ def soak(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "train.steps": 1_000_000,
         "train.tasks_per_step": 2,
         "train.max_empty_steps": 1_000_000,
-        "generator.n_samples_per_prompt": 4,
-        "generator.same_start": False,  # the seed draws the delays: every attempt has its own
+        "rollout.group_size": 4,
+        "rollout.same_start": False,  # the seed draws the delays: every attempt has its own
         "env.options.median_s": 0.02,
         "env.options.p99_s": 0.5,
         "eval.tasks": 0,

@@ -1,16 +1,18 @@
 """The seam between what trains and what computes: Tinker's two clients as Protocols.
 
 Methods, their arguments and their order are Tinker's. A method that computes returns an `ApiFuture`; its `_async`
-twin returns a `Submission`, or is a coroutine that gives the value (see `futures.py`, which says which and why).
+twin returns a `Submission`, or is a coroutine that gives the value (see `futures.py`, which says which and why). A
+client inherits from these classes, writes the plain methods, and gets the twins from here.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.client.futures import ApiFuture, Submission
-from turnwise.errors import ConfigError
+from turnwise.client.futures import ApiFuture, Submission, awaited, in_thread, submitted, waited
+from turnwise.errors import ConfigError, DataError
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -19,6 +21,7 @@ from turnwise.types import (
     LoadWeightsResponse,
     ModelInput,
     OptimStepResponse,
+    SampleRequest,
     SampleResponse,
     SamplingParams,
     SaveWeightsForSamplerResponse,
@@ -33,6 +36,8 @@ LossFnConfig = Mapping[str, float | str]
 CustomLossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
 """`(datums, logprobs)`, one torch tensor of logprobs per datum, to `(loss, metrics)`."""
 
+DEFAULT_SAMPLING_PARAMS = SamplingParams()
+
 
 def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | None) -> AdamParams:
     """The settings of `optim_step`, under whichever of its two names they came."""
@@ -45,87 +50,91 @@ def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | 
 class SamplingClient(Protocol):
     """Draws tokens from one fixed version of the weights."""
 
+    @abstractmethod
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        """Begin to sample; `sample` with its arguments as one value."""
+        ...
+
     def sample(
         self,
         prompt: ModelInput,
         num_samples: int = 1,
-        sampling_params: SamplingParams = ...,
+        sampling_params: SamplingParams = DEFAULT_SAMPLING_PARAMS,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
-    ) -> ApiFuture[SampleResponse]: ...
+    ) -> ApiFuture[SampleResponse]:
+        """Draw `num_samples` continuations of one prompt; cancelling the future stops the sampling."""
+        tokens = prompt_tokens(prompt)
+        return self.submit(
+            SampleRequest(tokens, sampling_params, num_samples, include_prompt_logprobs, topk_prompt_logprobs)
+        )
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = ...,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-    ) -> SampleResponse:
-        """`sample`, awaited; cancelling the task that awaits it stops the sampling."""
-        ...
+    sample_async = awaited(sample)
 
+    @abstractmethod
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
-        """The logprob of each prompt token; None for the first, which nothing predicts."""
+        """Compute the logprob of each prompt token; None for the first, which nothing predicts."""
         ...
 
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]: ...
+    compute_logprobs_async = awaited(compute_logprobs)
 
+    @abstractmethod
     def get_tokenizer(self) -> Any:
-        """The base model's transformers tokenizer."""
+        """Return the base model's transformers tokenizer."""
         ...
 
-    def get_base_model(self) -> str: ...
+    @abstractmethod
+    def get_base_model(self) -> str:
+        """Return the base model's name."""
+        ...
 
-    async def get_base_model_async(self) -> str: ...
+    get_base_model_async = in_thread(get_base_model)
 
 
 class TrainingClient(Protocol):
     """Trains one adapter. Its operations run in the order of the calls, waited for or not."""
 
     @property
+    @abstractmethod
     def model_id(self) -> str:
-        """Names the adapter in checkpoint paths; unique across processes."""
+        """The adapter's name in checkpoint paths; unique across processes."""
         ...
 
+    @abstractmethod
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and its logprobs, and no gradient."""
         ...
 
-    def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]: ...
+    forward_async = submitted(forward)
 
+    @abstractmethod
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and add its gradient to what earlier calls left; `optim_step` uses the sum and clears it."""
         ...
 
-    def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]: ...
+    forward_backward_async = submitted(forward_backward)
 
+    @abstractmethod
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
-        """`forward_backward` with a loss of your own; it runs on the engine's thread and must not wait for it."""
+        """Compute `forward_backward` with a loss of your own: `(datums, logprobs) -> (loss, metrics)`."""
         ...
 
-    def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> Submission[ForwardBackwardOutput]: ...
+    forward_backward_custom_async = submitted(forward_backward_custom)
 
+    @abstractmethod
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
-        """One AdamW step on the gradients collected so far. The two names are Tinker's newer and older spelling."""
+        """Take one AdamW step on the gradients collected so far. Tinker spells the argument in two ways."""
         ...
 
-    def optim_step_async(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> Submission[OptimStepResponse]: ...
+    optim_step_async = submitted(optim_step)
 
+    @abstractmethod
     def save_state(
         self,
         name: str,
@@ -133,45 +142,59 @@ class TrainingClient(Protocol):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> ApiFuture[SaveWeightsResponse]:
-        """Write the adapter and its optimizer state, to train on from."""
+        """Write the adapter and its optimizer state, to train on from; `ttl_seconds` later it may be deleted."""
         ...
 
-    def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> Submission[SaveWeightsResponse]: ...
+    save_state_async = submitted(save_state)
 
+    @abstractmethod
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         """Take over a checkpoint's weights and start with a fresh optimizer."""
         ...
 
-    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]: ...
+    load_state_async = submitted(load_state)
 
-    def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]: ...
+    @abstractmethod
+    def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
+        """Take over a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
+        ...
 
-    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]: ...
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
+    @abstractmethod
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> ApiFuture[SaveWeightsForSamplerResponse]:
-        """Write the adapter as PEFT files, to sample from."""
+        """Write the adapter as PEFT files, to sample from: `create_sampling_client(model_path=...)`."""
         ...
 
-    def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
-    ) -> Submission[SaveWeightsForSamplerResponse]: ...
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """Publish the weights as they are now; written to disk too when there is a `name`."""
+    @abstractmethod
+    def save_weights_and_get_sampling_client_submit(
+        self, name: str | None = None, retry_config: object = None
+    ) -> ApiFuture[SamplingClient]:
+        """Publish the weights as the operations before leave them; with a `name`, write them to disk too."""
         ...
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient: ...
+    save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client_submit)
 
-    def get_info(self) -> GetInfoResponse: ...
+    @abstractmethod
+    def get_info(self) -> GetInfoResponse:
+        """Return the base model's name and the adapter's rank."""
+        ...
 
-    async def get_info_async(self) -> GetInfoResponse: ...
+    get_info_async = in_thread(get_info)
 
-    def get_tokenizer(self) -> Any: ...
+    @abstractmethod
+    def get_tokenizer(self) -> Any:
+        """Return the base model's transformers tokenizer."""
+        ...
+
+
+def prompt_tokens(prompt: object) -> list[int]:
+    """Return a prompt's token ids; refuse what is not a `ModelInput`."""
+    if not isinstance(prompt, ModelInput):
+        raise DataError(f"prompt is a {type(prompt).__name__}; expected a ModelInput: ModelInput.from_ints(token_ids)")
+    return prompt.to_ints()

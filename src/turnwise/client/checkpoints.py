@@ -7,7 +7,6 @@ filled beside its place and renamed. Directories without that file, such as adap
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
 Kind = Literal["weights", "sampler_weights"]
@@ -181,7 +181,7 @@ class CheckpointStore:
             return f"there are none yet in {self._root}"
         newest_first = sorted(places, key=lambda place: place.stat().st_mtime, reverse=True)
         known = ["tinker://" + "/".join(place.parts[-3:]) for place in newest_first]
-        nearest = difflib.get_close_matches(path, known, n=_NUM_SUGGESTIONS, cutoff=0.5) or known[:_NUM_SUGGESTIONS]
+        nearest = nearest_names(path, known, count=_NUM_SUGGESTIONS) or known[:_NUM_SUGGESTIONS]
         return f"nearest of {len(known)} in {self._root}: {', '.join(nearest)}"
 
 

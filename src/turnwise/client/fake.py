@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.client.base import CustomLossFn, LossFnConfig, SamplingClient
-from turnwise.client.futures import ApiFuture, Submission, completed
+from turnwise.client.base import CustomLossFn, LossFnConfig, SamplingClient, TrainingClient
+from turnwise.client.futures import ApiFuture, completed
 from turnwise.errors import ConfigError
 from turnwise.types import (
     AdamParams,
@@ -26,6 +26,7 @@ from turnwise.types import (
     ModelInput,
     OptimStepResponse,
     SampledSequence,
+    SampleRequest,
     SampleResponse,
     SamplingParams,
     SaveWeightsForSamplerResponse,
@@ -34,10 +35,9 @@ from turnwise.types import (
 )
 
 Reply = Sequence[int] | SampledSequence
-_DEFAULT_PARAMS = SamplingParams()
 
 
-class ScriptedSampler:
+class ScriptedSampler(SamplingClient):
     """A `SamplingClient` that replies from a script: a list of replies in order, or a function of the prompt's ids.
 
     A reply of bare ids gets `logprob` for each of them and ends by "stop", or by "length" where `max_tokens` cuts it.
@@ -62,40 +62,21 @@ class ScriptedSampler:
         self.prompts: list[list[int]] = []
         """Every prompt that was sampled from, in order."""
 
-    def sample(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = _DEFAULT_PARAMS,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,  # noqa: ARG002 - there is no distribution to rank
-    ) -> ApiFuture[SampleResponse]:
-        prompt_ids = prompt.to_ints()
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        """Reply from the script. There is no distribution to rank: `topk_prompt_logprobs` is ignored."""
+        prompt_ids = list(request.prompt)
         self.prompts.append(prompt_ids)
         future: Future[SampleResponse] = Future()
         try:
-            sequences = [self._sequence(prompt_ids, sampling_params) for _ in range(num_samples)]
-            prompt_logprobs = self._prompt_logprobs(prompt_ids) if include_prompt_logprobs else None
+            sequences = [self._sequence(prompt_ids, request.sampling_params) for _ in range(request.num_samples)]
+            prompt_logprobs = self._prompt_logprobs(prompt_ids) if request.include_prompt_logprobs else None
             future.set_result(SampleResponse(sequences, prompt_logprobs, policy_version=self._policy_version))
         except Exception as error:  # noqa: BLE001 - like the real one, errors wait for result()
             future.set_exception(error)
         return ApiFuture(future, "scripted sample")
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = _DEFAULT_PARAMS,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-    ) -> SampleResponse:
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs)
-
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
         return completed(self._prompt_logprobs(prompt.to_ints()), "scripted compute_logprobs")
-
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
 
     def get_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -103,9 +84,6 @@ class ScriptedSampler:
         return self._tokenizer
 
     def get_base_model(self) -> str:
-        return self._base_model
-
-    async def get_base_model_async(self) -> str:
         return self._base_model
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams) -> SampledSequence:
@@ -136,7 +114,7 @@ class RecordedCall:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class RecordingTrainer:
+class RecordingTrainer(TrainingClient):
     """A `TrainingClient` that computes nothing and writes down every call.
 
     Losses and logprobs come back as nan: nobody can mistake them for results.
@@ -164,41 +142,21 @@ class RecordingTrainer:
         self._record("forward", data=list(data), loss_fn=loss_fn, loss_fn_config=loss_fn_config)
         return completed(_no_output(data), "recorded forward")
 
-    def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward(data, loss_fn, loss_fn_config))
-
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
         self._record("forward_backward", data=list(data), loss_fn=loss_fn, loss_fn_config=loss_fn_config)
         return completed(_no_output(data), "recorded forward_backward")
 
-    def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward(data, loss_fn, loss_fn_config))
-
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
         self._record("forward_backward_custom", data=list(data), loss_fn=loss_fn)
         return completed(_no_output(data), "recorded forward_backward_custom")
-
-    def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward_custom(data, loss_fn))
 
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
         self._record("optim_step", adam_params=optim_params or adam_params)
         return completed(OptimStepResponse(), "recorded optim_step")
-
-    def optim_step_async(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> Submission[OptimStepResponse]:
-        return Submission(self.optim_step(optim_params, adam_params=adam_params))
 
     def save_state(
         self,
@@ -210,28 +168,13 @@ class RecordingTrainer:
         self._record("save_state", name=name, ttl_seconds=ttl_seconds, overwrite=overwrite, user_metadata=user_metadata)
         return completed(SaveWeightsResponse(f"tinker://{self._model_id}/weights/{name}"), "recorded save_state")
 
-    def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> Submission[SaveWeightsResponse]:
-        return Submission(self.save_state(name, ttl_seconds, overwrite, user_metadata))
-
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         self._record("load_state", path=path)
         return completed(LoadWeightsResponse(path), "recorded load_state")
 
-    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state(path))
-
     def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         self._record("load_state_with_optimizer", path=path)
         return completed(LoadWeightsResponse(path), "recorded load_state_with_optimizer")
-
-    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state_with_optimizer(path))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
@@ -240,25 +183,18 @@ class RecordingTrainer:
         path = f"tinker://{self._model_id}/sampler_weights/{name}"
         return completed(SaveWeightsForSamplerResponse(path), "recorded save_weights_for_sampler")
 
-    def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
-    ) -> Submission[SaveWeightsForSamplerResponse]:
-        return Submission(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
-
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_and_get_sampling_client_submit(
+        self,
+        name: str | None = None,
+        retry_config: object = None,  # noqa: ARG002 - nothing is lost on the way
+    ) -> ApiFuture[SamplingClient]:
         self._record("save_weights_and_get_sampling_client", name=name)
         if self._sampler is None:
             raise ConfigError("this RecordingTrainer has no sampler; pass RecordingTrainer(ScriptedSampler(...))")
-        return self._sampler
-
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
-        return self.save_weights_and_get_sampling_client(name)
+        return completed(self._sampler, "recorded save_weights_and_get_sampling_client")
 
     def get_info(self) -> GetInfoResponse:
         return GetInfoResponse(ModelData("recorded", "recorded", "recorded"), self._model_id, model_name="recorded")
-
-    async def get_info_async(self) -> GetInfoResponse:
-        return self.get_info()
 
     def get_tokenizer(self) -> Any:
         if self._tokenizer is None:

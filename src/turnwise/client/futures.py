@@ -16,27 +16,34 @@ asking the submission itself for its result is the other one:
 
 Methods whose plain form gives a value (`get_info`, `create_*`, ...), and `sample_async` and `compute_logprobs_async`,
 are ordinary coroutines: awaiting them gives the value.
+
+No client writes its `*_async` methods: `submitted`, `awaited` and `in_thread` make the twin of a plain method, with its
+signature, and call the plain method of whatever class the client is. `waited` makes the plain form of one that submits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from turnwise.errors import ServiceError
-from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.cross_thread_results import until_done
 
+S = TypeVar("S")
+P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class _Request(Generic[T]):
+class _Request(Generic[T_co]):
     """The part that `ApiFuture` and `Submission` share."""
 
     def __init__(
         self,
-        future: Future[T],
+        future: Future[T_co],
         what: str,
         *,
         on_abandoned: Callable[[], object] | None = None,
@@ -49,19 +56,19 @@ class _Request(Generic[T]):
         self._on_abandoned = on_abandoned
         self._deadline_s = deadline_s
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None) -> T_co:
         """Wait for the value; the request's own error is raised here. A timeout leaves the request under way."""
         try:
             return self._future.result(self._deadline_s if timeout is None else timeout)
         except TimeoutError:
             return self._late_result(timeout)
 
-    async def result_async(self, timeout: float | None = None) -> T:
+    async def result_async(self, timeout: float | None = None) -> T_co:
         """`result` for a coroutine."""
         if not self._future.done():
             try:
                 async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
-                    await arrival(self._future)  # a deadline that passes does not cancel the request
+                    await until_done(self._future)  # a deadline that passes does not cancel the request
             except TimeoutError:
                 return self._late_result(timeout)
             except asyncio.CancelledError:
@@ -77,11 +84,11 @@ class _Request(Generic[T]):
         """Withdraw the request if it was not begun; sampling stops at any time. False when it was too late."""
         return self._future.cancel()
 
-    def future(self) -> Future[T]:
+    def future(self) -> Future[T_co]:
         """The `concurrent.futures.Future` underneath."""
         return self._future
 
-    def _late_result(self, timeout: float | None) -> T:
+    def _late_result(self, timeout: float | None) -> T_co:
         if self._future.done():  # it came at the last moment, or ended in a TimeoutError of its own
             return self._future.result()
         if timeout is None:
@@ -92,24 +99,46 @@ class _Request(Generic[T]):
         return f"<{type(self).__name__} of {self._what}: {'done' if self.done() else 'under way'}>"
 
 
-class ApiFuture(_Request[T]):
+class ApiFuture(_Request[T_co]):
     """A request under way; `.result()`, `.result_async()` and `await` give its value."""
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[Any, Any, T_co]:
         return self.result_async().__await__()
 
+    def then(self, change: Callable[[T_co], T]) -> ApiFuture[T]:
+        """The same request with its value changed on arrival; cancelling either cancels both."""
+        source, changed = self._future, Future[T]()
 
-class Submission(_Request[T], Coroutine[Any, Any, ApiFuture[T]]):
+        def arrive(done: Future[T_co]) -> None:
+            if done.cancelled():
+                changed.cancel()
+            if not changed.set_running_or_notify_cancel():
+                return
+            try:
+                changed.set_result(change(done.result()))
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the future
+                changed.set_exception(error)
+
+        def withdraw(done: Future[T]) -> None:
+            if done.cancelled():
+                source.cancel()
+
+        changed.add_done_callback(withdraw)
+        source.add_done_callback(arrive)
+        return ApiFuture(changed, self._what, on_abandoned=self._on_abandoned, deadline_s=self._deadline_s)
+
+
+class Submission(_Request[T_co], Coroutine[Any, Any, ApiFuture[T_co]]):
     """A request under way, as an `*_async` method returns it; `await` gives its `ApiFuture`.
 
     It is a coroutine that ends at its first step, so `asyncio.create_task` and `asyncio.run` take it too.
     """
 
-    def __init__(self, future: ApiFuture[T]) -> None:
+    def __init__(self, future: ApiFuture[T_co]) -> None:
         super().__init__(future._future, future._what, on_abandoned=future._on_abandoned, deadline_s=future._deadline_s)
         self._api_future = future
 
-    def __await__(self) -> Generator[Any, Any, ApiFuture[T]]:
+    def __await__(self) -> Generator[Any, Any, ApiFuture[T_co]]:
         yield from ()
         return self._api_future
 
@@ -129,3 +158,66 @@ def completed(value: T, what: str) -> ApiFuture[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return ApiFuture(future, what)
+
+
+def submitted(
+    method: Callable[Concatenate[S, P], ApiFuture[T]],
+) -> Callable[Concatenate[S, P], Submission[T]]:
+    """Make the `*_async` twin of a method that returns an `ApiFuture`: the request is under way when it returns."""
+    name = method.__name__
+
+    def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> Submission[T]:
+        return Submission(getattr(self, name)(*args, **kwargs))
+
+    return _as_twin(twin, method, f"{name}_async", lambda returned: returned.replace("ApiFuture", "Submission", 1))
+
+
+def awaited(
+    method: Callable[Concatenate[S, P], ApiFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Make the `*_async` twin of a method that returns an `ApiFuture`: a coroutine that gives the future's value.
+
+    Cancelling the task that awaits it abandons the request; sampling stops then.
+    """
+    name = method.__name__
+
+    async def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await getattr(self, name)(*args, **kwargs)
+
+    return _as_twin(twin, method, f"{name.removesuffix('_submit')}_async", _inside)
+
+
+def waited(method: Callable[Concatenate[S, P], ApiFuture[T]]) -> Callable[Concatenate[S, P], T]:
+    """Make the blocking form of a `*_submit` method: it waits for the future and returns its value."""
+    name = method.__name__
+
+    def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return getattr(self, name)(*args, **kwargs).result()
+
+    return _as_twin(twin, method, name.removesuffix("_submit"), _inside)
+
+
+def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Make the `*_async` twin of a method that blocks: a coroutine that runs it in a thread."""
+    name = method.__name__
+
+    async def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(getattr(self, name), *args, **kwargs)
+
+    return _as_twin(twin, method, f"{name}_async", str)
+
+
+def _as_twin(twin: Any, method: Callable[..., Any], name: str, returns: Callable[[str], str]) -> Any:
+    """Give a twin its name, and the plain method's text and signature, for `help()` and editors."""
+    signature = inspect.signature(method)
+    twin.__module__ = method.__module__
+    twin.__name__, twin.__qualname__ = name, method.__qualname__.replace(method.__name__, name)
+    how = "for a coroutine" if name.endswith("_async") else "waited for"
+    twin.__doc__ = f"`{method.__name__}`, {how}: {method.__doc__ or ''}"
+    twin.__signature__ = signature.replace(return_annotation=returns(str(signature.return_annotation)))
+    return twin
+
+
+def _inside(returned: str) -> str:
+    """`ApiFuture[T]` -> `T`"""
+    return returned.removeprefix("ApiFuture[").removesuffix("]")

@@ -8,7 +8,6 @@ Importing this module loads neither torch nor transformers; the first client tha
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Self
 from turnwise.client import engines
 from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_id
 from turnwise.client.engines import LoadedModel
-from turnwise.client.sampling import SamplingClient
-from turnwise.client.training import TrainingClient, check_loadable
+from turnwise.client.futures import in_thread
+from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient, check_loadable
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
     from turnwise.engine.training.trainable import Trainable
 
-__all__ = ["SamplingClient", "ServiceClient", "TrainingClient"]
+__all__ = ["LocalSamplingClient", "LocalTrainingClient", "ServiceClient"]
 
 
 class ServiceClient:
@@ -82,8 +81,7 @@ class ServiceClient:
             supported_models=[SupportedModel(model_name=name, max_context_length=n) for name, n in lengths.items()]
         )
 
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        return await asyncio.to_thread(self.get_server_capabilities)
+    get_server_capabilities_async = in_thread(get_server_capabilities)
 
     def create_lora_training_client(
         self,
@@ -94,23 +92,12 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         """A client that trains a new adapter on `base_model`."""
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         return self._create(base_model, lambda engine: engine.create_adapter(lora), user_metadata)
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> TrainingClient:
-        arguments = (base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata)
-        return await asyncio.to_thread(self.create_lora_training_client, *arguments)
+    create_lora_training_client_async = in_thread(create_lora_training_client)
 
     def create_critic_training_client(
         self,
@@ -120,7 +107,7 @@ class ServiceClient:
         train_mlp: bool = True,
         train_attn: bool = True,
         user_metadata: Mapping[str, str] | None = None,
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         """A client that trains a new critic on `base_model`: an adapter of its own and a value head, no policy.
 
         Its one loss is `value`: `forward(datums, "value")` answers with the value of each position whose `mask` is 1,
@@ -129,22 +116,11 @@ class ServiceClient:
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=False)
         return self._create(base_model, lambda engine: engine.create_critic(lora), user_metadata)
 
-    async def create_critic_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> TrainingClient:
-        return await asyncio.to_thread(
-            self.create_critic_training_client, base_model, rank, seed, train_mlp, train_attn, user_metadata
-        )
+    create_critic_training_client_async = in_thread(create_critic_training_client)
 
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         """A client that trains on from a checkpoint's weights, a critic's too, with a fresh optimizer.
 
         Args:
@@ -152,28 +128,22 @@ class ServiceClient:
         """
         return self._from_state(path, user_metadata, base_model, with_optimizer=False)
 
-    async def create_training_client_from_state_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> TrainingClient:
-        return await asyncio.to_thread(self._from_state, path, user_metadata, base_model, with_optimizer=False)
+    create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         """A client that goes on where `save_state` left off."""
         return self._from_state(path, user_metadata, base_model, with_optimizer=True)
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> TrainingClient:
-        return await asyncio.to_thread(self._from_state, path, user_metadata, base_model, with_optimizer=True)
+    create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
 
     def create_sampling_client(
         self,
         model_path: str | None = None,
         base_model: str | None = None,
         retry_config: object = None,  # noqa: ARG002 - nothing is lost on the way in process
-    ) -> SamplingClient:
+    ) -> LocalSamplingClient:
         """A client that samples from saved weights, or from a base model as it is."""
         if model_path is not None:
             checkpoint = self._store.find(model_path)
@@ -181,16 +151,13 @@ class ServiceClient:
             check_loadable(checkpoint, model, with_optimizer=False)
             directory = checkpoint.directory
             policy = model.worker.run(new_model_id(), lambda engine: engine.load_policy(directory)).result()
-            return SamplingClient(model, policy)
+            return LocalSamplingClient(model, policy)
         if base_model is not None:
             model = self._resolve(base_model)
-            return SamplingClient(model, model.worker.engine.base_policy)
+            return LocalSamplingClient(model, model.worker.engine.base_policy)
         raise ConfigError("create_sampling_client needs model_path (saved weights) or base_model")
 
-    async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None, retry_config: object = None
-    ) -> SamplingClient:
-        return await asyncio.to_thread(self.create_sampling_client, model_path, base_model, retry_config)
+    create_sampling_client_async = in_thread(create_sampling_client)
 
     def close(self) -> None:
         """Leave the engines; one that no other service uses is closed, and its waiting requests fail."""
@@ -239,7 +206,7 @@ class ServiceClient:
 
     def _from_state(
         self, path: str, user_metadata: Mapping[str, str] | None, base_model: str | None, *, with_optimizer: bool
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         checkpoint = self._store.find(path)
         model, model_id = self._base_of(checkpoint, base_model), new_model_id()
         check_loadable(checkpoint, model, with_optimizer=with_optimizer)
@@ -258,16 +225,16 @@ class ServiceClient:
 
     def _create(
         self, base_model: str, make: Callable[[Engine], Trainable], user_metadata: Mapping[str, str] | None
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         model, model_id = self._resolve(base_model), new_model_id()
         adapter = model.worker.run(model_id, make).result()
         return self._training_client(model, adapter, model_id, user_metadata)
 
     def _training_client(
         self, model: LoadedModel, adapter: Trainable, model_id: str, user_metadata: Mapping[str, str] | None
-    ) -> TrainingClient:
+    ) -> LocalTrainingClient:
         metadata = {**self._user_metadata, **(user_metadata or {})}
-        return TrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)
+        return LocalTrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)
 
 
 def _lora_of(checkpoint: Checkpoint) -> LoraConfig:

@@ -11,7 +11,6 @@ the base model's directory on this machine.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from http import HTTPStatus
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from turnwise.client.futures import in_thread
 from turnwise.client.remote_clients import RemoteSamplingClient, RemoteTrainingClient
 from turnwise.client.remote_connection import Connection, Sdk
 from turnwise.client.remote_wire import CRITIC_METADATA, Dialect, to_seed
@@ -84,8 +84,7 @@ class RemoteServiceClient:
         ]
         return GetServerCapabilitiesResponse(supported_models=models)
 
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        return await asyncio.to_thread(self.get_server_capabilities)
+    get_server_capabilities_async = in_thread(get_server_capabilities)
 
     def create_lora_training_client(
         self,
@@ -105,18 +104,7 @@ class RemoteServiceClient:
         created = self._connection.call(create, f"create_lora_training_client {base_model}").result()
         return RemoteTrainingClient(self._connection, created, base_model=base_model)
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> RemoteTrainingClient:
-        arguments = (base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata)
-        return await asyncio.to_thread(self.create_lora_training_client, *arguments)
+    create_lora_training_client_async = in_thread(create_lora_training_client)
 
     def create_critic_training_client(
         self,
@@ -132,17 +120,7 @@ class RemoteServiceClient:
         metadata = {**(user_metadata or {}), **CRITIC_METADATA}
         return self.create_lora_training_client(base_model, rank, seed, train_mlp, train_attn, False, metadata)
 
-    async def create_critic_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> RemoteTrainingClient:
-        arguments = (base_model, rank, seed, train_mlp, train_attn, user_metadata)
-        return await asyncio.to_thread(self.create_critic_training_client, *arguments)
+    create_critic_training_client_async = in_thread(create_critic_training_client)
 
     def check_critics(self) -> None:
         """Refuse a service that has no critics: Tinker's API does not know them."""
@@ -159,12 +137,7 @@ class RemoteServiceClient:
         """Train on from a checkpoint's weights, a critic's too, with a fresh optimizer."""
         return self._from_state(self._sdk_client.create_training_client_from_state, path, user_metadata, base_model)
 
-    async def create_training_client_from_state_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> RemoteTrainingClient:
-        return await asyncio.to_thread(
-            self.create_training_client_from_state, path, user_metadata, base_model=base_model
-        )
+    create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
@@ -173,12 +146,7 @@ class RemoteServiceClient:
         create = self._sdk_client.create_training_client_from_state_with_optimizer
         return self._from_state(create, path, user_metadata, base_model)
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
-    ) -> RemoteTrainingClient:
-        return await asyncio.to_thread(
-            self.create_training_client_from_state_with_optimizer, path, user_metadata, base_model=base_model
-        )
+    create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
 
     def create_sampling_client(
         self,
@@ -196,10 +164,7 @@ class RemoteServiceClient:
         name = base_model or str(self._connection.call(created.get_base_model, "get_base_model").result())
         return RemoteSamplingClient(self._connection, created, policy_version=0, base_model=name)
 
-    async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None, retry_config: object = None
-    ) -> RemoteSamplingClient:
-        return await asyncio.to_thread(self.create_sampling_client, model_path, base_model, retry_config)
+    create_sampling_client_async = in_thread(create_sampling_client)
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a `tinker://` checkpoint."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.client.base import CustomLossFn, LossFnConfig, one_optim_params
-from turnwise.client.futures import ApiFuture, Submission
+from turnwise.client.base import CustomLossFn, LossFnConfig, SamplingClient, TrainingClient, one_optim_params
+from turnwise.client.futures import ApiFuture, awaited, waited
 from turnwise.client.remote_connection import Connection, Sdk
 from turnwise.client.remote_wire import Dialect, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
@@ -26,19 +26,18 @@ from turnwise.types import (
     ModelInput,
     OptimStepResponse,
     SampledSequence,
+    SampleRequest,
     SampleResponse,
-    SamplingParams,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
     TensorData,
 )
 
-_DEFAULT_PARAMS = SamplingParams()
 VALUE_LOSS = "value"
 """The one loss of a critic."""
 
 
-class RemoteSamplingClient:
+class RemoteSamplingClient(SamplingClient):
     """Draws tokens from weights that live elsewhere."""
 
     def __init__(self, connection: Connection, sdk_client: Sdk, *, policy_version: int, base_model: str) -> None:
@@ -49,62 +48,38 @@ class RemoteSamplingClient:
         self.policy_version = policy_version
         """Counted here, in the order of publication: the wire has no such number."""
 
-    def sample(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = _DEFAULT_PARAMS,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-    ) -> ApiFuture[SampleResponse]:
-        """Draw `num_samples` continuations of one prompt; cancelling the future stops them."""
-        types = self._connection.sdk.types
-        if sampling_params.min_p:
-            raise ConfigError(f"min_p={sampling_params.min_p} cannot be sent: Tinker's wire does not have it")
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        """Begin to sample; `sample` with its arguments as one value."""
+        types, asked = self._connection.sdk.types, request.sampling_params
+        if asked.min_p:
+            raise ConfigError(f"min_p={asked.min_p} cannot be sent: Tinker's wire does not have it")
         params = types.SamplingParams(
-            max_tokens=sampling_params.max_tokens,
-            seed=to_seed(sampling_params.seed),
-            stop=to_stop(sampling_params),
-            temperature=sampling_params.temperature,
-            top_k=sampling_params.top_k or -1,
-            top_p=sampling_params.top_p,
+            max_tokens=asked.max_tokens,
+            seed=to_seed(asked.seed),
+            stop=to_stop(asked),
+            temperature=asked.temperature,
+            top_k=asked.top_k or -1,
+            top_p=asked.top_p,
         )
         source = self._sdk_client.sample(
-            types.ModelInput.from_ints(prompt.to_ints()),
-            num_samples,
+            types.ModelInput.from_ints(list(request.prompt)),
+            request.num_samples,
             params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
+            request.include_prompt_logprobs,
+            request.topk_prompt_logprobs,
         )
-        what = f"sample of {num_samples} from a prompt of {prompt.length} tokens"
+        what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens"
         return self._connection.future(source, self._to_response, what)
-
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams = _DEFAULT_PARAMS,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-    ) -> SampleResponse:
-        """`sample`, awaited; cancelling the task that awaits it stops the sampling."""
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs)
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
         source = self._sdk_client.compute_logprobs(self._connection.sdk.types.ModelInput.from_ints(prompt.to_ints()))
         return self._connection.future(source, list, f"compute_logprobs of a prompt of {prompt.length} tokens")
-
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the base model's directory on this machine."""
         return self._connection.tokenizer_of(self._base_model)
 
     def get_base_model(self) -> str:
-        return self._base_model
-
-    async def get_base_model_async(self) -> str:
         return self._base_model
 
     def _to_response(self, response: Sdk) -> SampleResponse:
@@ -126,7 +101,7 @@ class RemoteSamplingClient:
         )
 
 
-class RemoteTrainingClient:
+class RemoteTrainingClient(TrainingClient):
     """Trains one adapter that lives elsewhere. Operations run in the order of the calls."""
 
     def __init__(self, connection: Connection, sdk_client: Sdk, *, base_model: str) -> None:
@@ -145,20 +120,10 @@ class RemoteTrainingClient:
     ) -> ApiFuture[ForwardBackwardOutput]:
         return self._train(self._sdk_client.forward, "forward", data, loss_fn, loss_fn_config)
 
-    def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward(data, loss_fn, loss_fn_config))
-
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
         return self._train(self._sdk_client.forward_backward, "forward_backward", data, loss_fn, loss_fn_config)
-
-    def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward(data, loss_fn, loss_fn_config))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
         """`forward_backward` with a loss of your own, computed on this machine.
@@ -179,11 +144,6 @@ class RemoteTrainingClient:
             self._connection.call(combined.result, what), partial(_to_output, datums, self._connection.dialect), what
         )
 
-    def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward_custom(data, loss_fn))
-
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
@@ -194,11 +154,6 @@ class RemoteTrainingClient:
         return self._connection.future(
             source, lambda done: OptimStepResponse(metrics=dict(done.metrics or {})), "optim_step"
         )
-
-    def optim_step_async(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> Submission[OptimStepResponse]:
-        return Submission(self.optim_step(optim_params, adam_params=adam_params))
 
     def save_state(
         self,
@@ -211,28 +166,13 @@ class RemoteTrainingClient:
         source = save(name, ttl_seconds, overwrite, **_metadata(save, user_metadata))
         return self._connection.future(source, lambda done: SaveWeightsResponse(path=done.path), f"save_state {name}")
 
-    def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> Submission[SaveWeightsResponse]:
-        return Submission(self.save_state(name, ttl_seconds, overwrite, user_metadata))
-
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         source = _without_advice(self._sdk_client.load_state, path)
         return self._connection.future(source, lambda _: LoadWeightsResponse(path=path), f"load of {path}")
 
-    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state(path))
-
     def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         source = _without_advice(self._sdk_client.load_state_with_optimizer, path)
         return self._connection.future(source, lambda _: LoadWeightsResponse(path=path), f"load of {path}")
-
-    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state_with_optimizer(path))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
@@ -242,19 +182,12 @@ class RemoteTrainingClient:
         what = f"save_weights_for_sampler {name}"
         return self._connection.future(source, lambda done: SaveWeightsForSamplerResponse(path=done.path), what)
 
-    def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
-    ) -> Submission[SaveWeightsForSamplerResponse]:
-        return Submission(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
-
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> RemoteSamplingClient:
+    def save_weights_and_get_sampling_client_submit(
+        self,
+        name: str | None = None,
+        retry_config: object = None,  # noqa: ARG002 - the SDK retries by itself
+    ) -> ApiFuture[RemoteSamplingClient]:
         """Publish the weights as they are now; with a `name`, also keep them under it."""
-        return self._published(name).result()
-
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> RemoteSamplingClient:
-        return await self._published(name)
-
-    def _published(self, name: str | None) -> ApiFuture[RemoteSamplingClient]:
         self._num_published += 1
         version = self._num_published
 
@@ -274,16 +207,13 @@ class RemoteTrainingClient:
             self._connection.call(publish, "publish"), wrap, "save_weights_and_get_sampling_client"
         )
 
+    save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client_submit)
+
     def get_info(self) -> GetInfoResponse:
-        return self._info().result()
-
-    async def get_info_async(self) -> GetInfoResponse:
-        return await self._info()
-
-    def _info(self) -> ApiFuture[GetInfoResponse]:
-        return self._connection.future(
-            self._connection.call(self._sdk_client.get_info, "get_info"), _to_info, "get_info"
-        )
+        """Return the base model's name and the adapter's rank."""
+        asked = self._connection.call(self._sdk_client.get_info, "get_info")
+        return self._connection.future(asked, _to_info, "get_info").result()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the base model's directory on this machine."""

@@ -96,7 +96,7 @@ def _check_temperature(index: int, inputs: Columns, mask: NDArray[np.bool_]) -> 
     if temperature is not None and bool((temperature[mask] != 1).any()):
         raise ConfigError(
             f"datum {index} was sampled at temperature {float(temperature[mask][0]):g}; this service's trainer has "
-            "temperature 1 only: set generator.sampling_params.temperature=1"
+            "temperature 1 only: set rollout.temperature=1"
         )
 
 
@@ -141,7 +141,7 @@ def to_stop(params: SamplingParams) -> str | list[str] | list[int] | None:
     if strings and named:
         raise ConfigError(
             f"stop strings ({strings[0]!r}, ...) together with the chat format's end of turn: Tinker's wire takes "
-            "strings or ids, not both; leave generator.stop out"
+            "strings or ids, not both; leave rollout.stop out"
         )
     if named or params.stop is None:
         own = [] if params.stop is None else [int(token) for token in params.stop if not isinstance(token, str)]

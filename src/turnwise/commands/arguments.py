@@ -42,12 +42,12 @@ def add_commands(commands: Any) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """Run what was parsed; returns the exit code."""
     if options.command == "train":
-        from turnwise.training.run import train
+        from turnwise.commands.train import run_train
 
         name, overrides = options.name, list(options.overrides)
         if name is not None and "=" in name:
             name, overrides = None, [name, *overrides]
-        return train(name, overrides, only_plan=options.plan, resume=options.resume)
+        return run_train(name, overrides, only_plan=options.plan, resume=options.resume)
     if options.command in ("status", "stop", "steer"):
         return _run_steering(options)
     if options.command == "eval":

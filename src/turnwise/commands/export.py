@@ -10,31 +10,32 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from turnwise.commands.play import find_policy
+from turnwise.commands.play import open_policy
+from turnwise.commands.train import say
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.training.run import find_model
+from turnwise.runtime.exit_codes import ExitCode
+from turnwise.training.setup import find_model
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> int:
+def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> ExitCode:
     """Write one policy to a new directory, complete or not at all, and say what it is and who reads it."""
     directory = Path(out).expanduser()
     if directory.exists():
         raise ConfigError(f"{directory} is there already; name a directory that is not")
-    policy = find_policy(target, None, step, [])
+    policy = open_policy(target, None, step)
     if policy.files is None:
         raise ConfigError(f"{target} is a model as it is, nothing was trained; name a run or a checkpoint")
     if not policy.files.is_dir():
         raise CheckpointError(f"{policy.checkpoint} is not on this machine, so there are no files to export")
-    policy.say_which()
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
         if is_merged:
             from turnwise.engine.model.merge import write_merged  # torch
 
-            write_merged(policy.files, find_model(policy.config), unfinished)
+            write_merged(policy.files, find_model(policy.config, say), unfinished)
         else:
             for name in ADAPTER_FILES:
                 shutil.copy2(policy.files / name, unfinished / name)
@@ -49,4 +50,4 @@ def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> i
     else:
         base = policy.config.model.alias or policy.config.model.name
         print(f"adapter  {directory}, for {base}\nload it  peft.PeftModel.from_pretrained(base, {str(directory)!r})")
-    return 0
+    return ExitCode.OK

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.commands.train import say
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task
@@ -17,17 +18,18 @@ from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.assemble import make_eval_rollout, make_limits, make_renderer, make_rollout, make_world
-from turnwise.training.run import find_facts, find_model, make_service
+from turnwise.runtime.exit_codes import ExitCode
+from turnwise.training.assemble import make_eval_rollout, make_renderer
+from turnwise.training.objects import NO_OBJECTS, check_objects
+from turnwise.training.setup import find_facts, find_model, make_service
 from turnwise.training.stored import altered
 from turnwise.watch.curve import runs_svg
 from turnwise.watch.report import dialogue_lines
 
-EXIT_NOT_EXACT = 1
 NUM_LISTED = 20
 
 
-def run_certify(target: str, *, with_turns: bool) -> int:
+def run_certify(target: str, *, with_turns: bool) -> ExitCode:
     """Print a run's certificates; exit code 1 when one of them is not exact."""
     with RunReader(target) as run:
         rows = run.certificates()
@@ -38,10 +40,10 @@ def run_certify(target: str, *, with_turns: bool) -> int:
         print(f"step {row.step}: " + "\n".join(certificate.lines()))
         if with_turns:
             print("\n".join(certificate.turn_lines()))
-    return 0 if all(row.is_exact for row in rows) else EXIT_NOT_EXACT
+    return ExitCode.OK if all(row.is_exact for row in rows) else ExitCode.FAILED
 
 
-def run_curve(targets: Sequence[str], out: str, title: str) -> int:
+def run_curve(targets: Sequence[str], out: str, title: str) -> ExitCode:
     """Draw the held-out success of runs into one picture, and print where each began and ended."""
     read: list[tuple[Config, list[EvaluationRow]]] = []
     for target in targets:
@@ -58,26 +60,26 @@ def run_curve(targets: Sequence[str], out: str, title: str) -> int:
     curves = {name: rows for name, (_, rows) in zip(names, read, strict=True)}
     Path(out).write_text(runs_svg(title or "; ".join(sorted(worlds)), curves), encoding="utf-8")
     print(f"curve  {out}")
-    return 0
+    return ExitCode.OK
 
 
-def run_replay(target: str, attempt_id: int | None) -> int:
+def run_replay(target: str, attempt_id: int | None) -> ExitCode:
     """Play one stored attempt again; exit code 1 when something comes out otherwise. Without an id, list some."""
     with RunReader(target) as run:
         if attempt_id is None:
             _list_attempts(run)
-            return 0
+            return ExitCode.OK
+        check_objects(run, NO_OBJECTS)
         stored = run.attempt(attempt_id)
         config = config_from_yaml(run.config_yaml, str(run.directory))
         task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))
         print("\n".join(dialogue_lines(run, stored.row)))
-    directory = find_model(config)
-    world = make_world(config.env, config.generator)
-    limits = make_limits(config.generator, world, find_facts(config).context_length)
-    rollout = make_rollout(config.generator, limits)
+    directory = find_model(config, say)
+    world = NO_OBJECTS.make_world(config.env, max_turns=config.rollout.max_turns)
+    rollout = config.rollout.for_world(world, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
-    renderer = make_renderer(_load_tokenizer(directory), config.generator)
+    renderer = make_renderer(_load_tokenizer(directory), config.rollout)
     with contextlib.ExitStack() as stack:
         if needs_service(world):
             attach_judge(world, stack.enter_context(make_service(config, Path(target))))
@@ -86,7 +88,7 @@ def run_replay(target: str, attempt_id: int | None) -> int:
     print("\n".join(replayed.lines()))
     if unknown:
         print(f"  not compared: {', '.join(sorted(unknown))}; an older turnwise stored what the method made of them")
-    return 0 if replayed.is_exact else EXIT_NOT_EXACT
+    return ExitCode.OK if replayed.is_exact else ExitCode.FAILED
 
 
 def _list_attempts(run: RunReader) -> None:

@@ -11,7 +11,6 @@ skill. What has nothing to teach is counted and left out: equal rewards, the sam
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.client.base import SamplingClient
-from turnwise.commands.play import Policy, find_policy
-from turnwise.config.config import check_backend
+from turnwise.commands.play import open_policy
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
@@ -29,7 +27,7 @@ from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
-from turnwise.rollout.branch import check_can_branch, play_branches
+from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches
@@ -37,15 +35,16 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
 from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
-from turnwise.training.run import find_facts, make_service
+from turnwise.training.policy import PolicySampler
+from turnwise.training.setup import find_facts
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}
 ADVICE = {
     "constant": "every attempt at a task got the same reward: try another policy, or more --samples",
-    "masked": "the better or the worse side of every pair is left out of the loss (generator.on_unparsable=mask)",
-    "alone": "the attempts at a task met different env seeds, as in a run with generator.same_start=false. Where a "
+    "masked": "the better or the worse side of every pair is left out of the loss (rollout.on_unparsable=mask)",
+    "alone": "the attempts at a task met different env seeds, as in a run with rollout.same_start=false. Where a "
     "world draws everything with its task, they may be compared all the same: --across-seeds",
     "not branched": "the run's attempts share no dialogue; refuel pairs come from a run of la_grpo or refuel, or are "
     "played: leave out --stored",
@@ -138,16 +137,15 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
 
 
 def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
-    policy = find_policy(target, options.env, options.step, overrides)
-    policy.say_which()
+    policy = open_policy(target, options.env, options.step, overrides)
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
-    check_backend(policy.config.generator)
+    policy.config.rollout.check_backend()
     parts = assemble(policy.config, find_facts(policy.config))
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
-    with make_service(policy.config, policy.data_dir) as service:
-        attach_judge(parts.world, service)
-        played = asyncio.run(_play_tasks(policy, policy.sampler(service), parts, tasks, options))
+    with policy:
+        attach_judge(parts.world, policy.service)
+        played = asyncio.run(_play_tasks(policy, policy.sampler, parts, tasks, options))
     origin = origin_of(policy.config)
     found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())
     found.dropped.update(group.why.replace("_", " ") for group in played.dropped)
@@ -158,23 +156,23 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     return found
 
 
-def _where(target: str, policy: Policy) -> str:
+def _where(target: str, policy: PolicySampler) -> str:
     return target if is_run(Path(target)) else policy.checkpoint or ""
 
 
 async def _play_tasks(
-    policy: Policy, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
+    policy: PolicySampler, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
 ) -> RolloutResult:
-    renderer = make_renderer(sampler.get_tokenizer(), policy.config.generator)
+    renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
     samples = options.samples or DEFAULT_SAMPLES[options.kind]
     seed = derive_seed(policy.config.train.seed, "pairs")
     if options.kind == "dpo":
-        rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2, same_start=True)
+        rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2, "same_start": True})
         return await play_groups(parts.world, tasks, sampler, renderer, rollout, seed=seed)
-    await check_can_branch(parts.world, parts.rollout.limits)
-    rollout = dataclasses.replace(parts.rollout, group_size=samples, min_group_size=2)
+    await check_can_branch(parts.world, parts.rollout)
+    rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
-    return await play_branches(parts.world, tasks, sampler, renderer, rollout, plan=plan, seed=seed)
+    return await BranchRollout(parts.world, sampler, renderer, rollout, plan=plan).play(tasks, seed=seed)
 
 
 def _store(

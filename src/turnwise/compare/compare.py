@@ -26,23 +26,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.compare.figure import Curve, comparison_svg
-from turnwise.compare.request import Request, Variant, World, bounded, parse_request, samples
+from turnwise.compare.request import ComparedWorld, CompareRequest, Variant, bounded, parse_request, samples
 from turnwise.compare.results import Result, read_result, stored_result, write_result
-from turnwise.compare.runs import Job, Order, run_jobs
+from turnwise.compare.runs import GridJob, RunOrder, run_jobs
 from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
-from turnwise.config.config import Config, RewardConfig
+from turnwise.config.config import Config
 from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
+from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.critic_config import CriticConfig
-from turnwise.training.run import EXIT_INTERRUPTED, find_model
+from turnwise.training.setup import find_model
 from turnwise.watch.alarms import AlarmConfig
 from turnwise.watch.status import LOCK_FILE, STATUS_FILE
 
-EXIT_FAILED = 1
 AFTER_WARMUP = (
     *("steps", "max_sampled_tokens", "max_empty_steps", "learning_rate", "tasks_per_step", "substeps", "max_staleness"),
     *("min_batch", "max_wait", "save_every", "keep_checkpoints", "accumulate", "lr_schedule", "lr_warmup", "lr_floor"),
@@ -76,10 +77,10 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
         print(f"failed: {line}")
     if not is_whole:
         print("stopped; the same command goes on from there")
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     if not results:
         raise ConfigError("no run came to its end; there is nothing to compare")
-    return EXIT_FAILED if failures else 0
+    return ExitCode.FAILED if failures else ExitCode.OK
 
 
 @contextmanager
@@ -100,10 +101,10 @@ def _ended_like_ctrl_c() -> Iterator[None]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class GridRun:
     """One cell of the grid."""
 
-    world: World
+    world: ComparedWorld
     variant: Variant
     seed: int
     config: Config
@@ -111,7 +112,7 @@ class Run:
     place: Path
     warmup_key: str
     """Runs of one key, world and seed have the same warm-up."""
-    job: Job | None = None
+    job: GridJob | None = None
 
     @property
     def result_file(self) -> Path:
@@ -123,18 +124,18 @@ class Run:
 class Grid:
     """All runs, and the warm-ups that they share."""
 
-    request: Request
-    runs: list[Run]
-    jobs: list[Job] = field(default_factory=list)
-    pilots: dict[str, Run] = field(default_factory=dict)
+    request: CompareRequest
+    runs: list[GridRun]
+    jobs: list[GridJob] = field(default_factory=list)
+    pilots: dict[str, GridRun] = field(default_factory=dict)
     """By world without a bound: the run that finds it."""
     warmups: dict[str, Path] = field(default_factory=dict)
     """Run directories by the job's name."""
 
     @classmethod
-    def plan(cls, request: Request) -> Grid:
+    def plan(cls, request: CompareRequest) -> Grid:
         """Every mistake is told before the first token."""
-        runs: list[Run] = []
+        runs: list[GridRun] = []
         for seed in range(request.seeds):  # so that a grid that was broken off has whole seeds
             for world in request.worlds:
                 for variant in request.variants:
@@ -142,7 +143,7 @@ class Grid:
                     place = request.directory / world.slug / f"{variant.slug}-seed{seed}"
                     key = _warmup_key(config)
                     runs.append(
-                        Run(world=world, variant=variant, seed=seed, config=config, place=place, warmup_key=key)
+                        GridRun(world=world, variant=variant, seed=seed, config=config, place=place, warmup_key=key)
                     )
         for run in runs:
             if not run.config.eval.tasks:
@@ -181,13 +182,13 @@ class Grid:
         bad = ("failed", "stopped") if is_whole else ("failed",)
         return [f"{job.name}: {job.why or job.state} (log: {job.log})" for job in self.jobs if job.state in bad]
 
-    def _add(self, run: Run) -> None:
+    def _add(self, run: GridRun) -> None:
         """Its job, after that of its warm-up."""
         name = f"{run.world.slug}/{run.place.name}"
         pilot = self.pilots.get(run.world.slug)
         shared = self._warmup(run)
         waits = None if pilot is None or pilot is run or not samples(run.config) else pilot.job
-        run.job = Job(
+        run.job = GridJob(
             name=name,
             log=run.place.with_name(f"{run.place.name}.log"),
             prepare=lambda: self._prepare(run, None if shared is None else self.warmups[shared.name]),
@@ -196,7 +197,7 @@ class Grid:
         )
         self.jobs.append(run.job)
 
-    def _warmup(self, run: Run) -> Job | None:
+    def _warmup(self, run: GridRun) -> GridJob | None:
         """The warm-up that this run shares with others of its world and seed, as a job that comes before."""
         alike = [
             one for one in self.runs if (one.world, one.seed, one.warmup_key) == (run.world, run.seed, run.warmup_key)
@@ -210,15 +211,15 @@ class Grid:
             return known
         config = _only_warmup(alike[0].config)
 
-        def prepare() -> Order | None:
+        def prepare() -> RunOrder | None:
             return None if all(one.result_file.is_file() for one in alike) else _prepare_warmup(config, place)
 
-        job = Job(name=name, log=place.with_name(f"{place.name}.log"), prepare=prepare)
+        job = GridJob(name=name, log=place.with_name(f"{place.name}.log"), prepare=prepare)
         self.warmups[name] = place
         self.jobs.append(job)
         return job
 
-    def _bound(self, run: Run) -> int:
+    def _bound(self, run: GridRun) -> int:
         """Tokens that the run may sample; 0: no bound, for it reads, or finds the bound for others."""
         pilot = self.pilots.get(run.world.slug)
         if not samples(run.config) or pilot is run:
@@ -228,7 +229,7 @@ class Grid:
         stored = stored_result(pilot.result_file)
         return 0 if stored is None else stored[0].sampled_tokens
 
-    def _store(self, run: Run) -> None:
+    def _store(self, run: GridRun) -> None:
         """Write down what a run came to, once it came to its end."""
         if run.result_file.is_file() or not is_run(run.place) or not _is_finished(run.place):
             return
@@ -237,7 +238,7 @@ class Grid:
         names = (run.world.label, run.variant.label, run.seed)
         write_result(run.result_file, read_result(*names, run.place, bound=self._bound(run)), config)
 
-    def _prepare(self, run: Run, warmed: Path | None) -> Order | None:
+    def _prepare(self, run: GridRun, warmed: Path | None) -> RunOrder | None:
         config = _at(bounded(run.config, self._bound(run)), run.place)
         self._store(run)
         stored = stored_result(run.result_file)
@@ -246,14 +247,14 @@ class Grid:
             return None
         if is_run(run.place):
             _check_same_run(run.place, config)
-            return Order(resume=run.place)
+            return RunOrder(resume=run.place)
         if warmed is None:
-            return Order(config=_config_file(config, run.place))
+            return RunOrder(config=_config_file(config, run.place))
         _copy_run(warmed, run.place, config)
-        return Order(resume=run.place)
+        return RunOrder(resume=run.place)
 
 
-def _check_bounds(runs: Sequence[Run]) -> None:
+def _check_bounds(runs: Sequence[GridRun]) -> None:
     """Refuse runs of one world that may sample different numbers of tokens."""
     bounds: dict[str, int] = {}
     for run in runs:
@@ -269,16 +270,16 @@ def _only_warmup(config: Config) -> Config:
     """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
     plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
-    generator = {
+    rollout = {
         "kv_across_updates": "recompute",
-        "n_samples_per_prompt": max(2, config.generator.n_samples_per_prompt),  # nothing is played in groups
+        "group_size": max(2, config.rollout.group_size),  # nothing is played in groups
     }
     stripped = config.model_copy(
         update={
             **plain,
             "alarms": AlarmConfig(),
             "train": config.train.model_copy(update=train),
-            "generator": config.generator.model_copy(update=generator),
+            "rollout": config.rollout.model_copy(update=rollout),
         }
     )
     return tree_to_config(config_to_tree(stripped))  # what would be refused later is refused here
@@ -287,21 +288,21 @@ def _only_warmup(config: Config) -> Config:
 def _warmup_key(config: Config) -> str:
     """The same for runs that have the same weights after their warm-up, and the same evaluation of it."""
     tree = config_to_tree(config)
-    kept = {name: tree[name] for name in ("model", "env", "generator", "warmup", "eval")}
+    kept = {name: tree[name] for name in ("model", "env", "engine", "rollout", "warmup", "eval")}
     train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
     return json.dumps({**kept, "train": train}, sort_keys=True)
 
 
-def _prepare_warmup(config: Config, place: Path) -> Order | None:
+def _prepare_warmup(config: Config, place: Path) -> RunOrder | None:
     config = _at(config, place)
     if not is_run(place):
-        return Order(config=_config_file(config, place))
+        return RunOrder(config=_config_file(config, place))
     _check_same_run(place, config)
     with RunReader(place) as run:
         is_done = any(row.label == "warm-up" for row in run.evaluations()) and any(
             row.warmup_steps == config.warmup.steps for row in run.checkpoints()
         )
-    return None if is_done else Order(resume=place)
+    return None if is_done else RunOrder(resume=place)
 
 
 def _copy_run(warmed: Path, place: Path, config: Config) -> None:
@@ -350,7 +351,7 @@ def _is_finished(place: Path) -> bool:
         return any(row.label == "end" for row in run.evaluations())
 
 
-def _write(request: Request, results: Sequence[Result], failures: Sequence[str], command: str) -> None:
+def _write(request: CompareRequest, results: Sequence[Result], failures: Sequence[str], command: str) -> None:
     directory = request.directory
     curves = [Curve(world=result.world, label=result.label, points=result.curve) for result in results]
     files = {

@@ -16,7 +16,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import left_out
 from turnwise.errors import ConfigError
 from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.training.run import read_config
+from turnwise.training.setup import read_config
 
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
 EXAMPLE = "turnwise compare methods=grpo,ppo worlds=guess_number seeds=3"
@@ -38,7 +38,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class ComparedWorld:
     """A world, a preset or a config file, with the options that set it apart."""
 
     label: str
@@ -53,11 +53,11 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CompareRequest:
     """What is to be compared."""
 
     variants: tuple[Variant, ...]
-    worlds: tuple[World, ...]
+    worlds: tuple[ComparedWorld, ...]
     seeds: int
     jobs: int
     """Runs at once."""
@@ -65,7 +65,7 @@ class Request:
     """For every run."""
     directory: Path
 
-    def config(self, world: World, variant: Variant, seed: int) -> Config:
+    def config(self, world: ComparedWorld, variant: Variant, seed: int) -> Config:
         """Of one run, before its bound on tokens is known."""
         return read_config(world.name, [*self._overrides(world, variant), f"train.seed={seed}", "run.dialogues=0"])
 
@@ -81,7 +81,7 @@ class Request:
             for note in left_out(world.name, self._overrides(world, variant))
         ]
 
-    def _overrides(self, world: World, variant: Variant) -> list[str]:
+    def _overrides(self, world: ComparedWorld, variant: Variant) -> list[str]:
         return [f"method={variant.method}", *self.overrides, *world.overrides, *variant.overrides]
 
 
@@ -104,7 +104,7 @@ def bounded(config: Config, tokens: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=bound)})
 
 
-def parse_request(arguments: Sequence[str], out: str | None = None) -> Request:
+def parse_request(arguments: Sequence[str], out: str | None = None) -> CompareRequest:
     own: dict[str, str] = {}
     rest: list[str] = []
     for text in arguments:
@@ -127,7 +127,7 @@ def parse_request(arguments: Sequence[str], out: str | None = None) -> Request:
     _check_names("methods", [variant.label for variant in variants])
     _check_names("worlds", [world.label for world in worlds])
     place = out or own.get("dir") or str(Path("runs") / "-".join(["compare", *(world.slug for world in worlds)])[:100])
-    return Request(
+    return CompareRequest(
         variants=variants,
         worlds=worlds,
         seeds=count("seeds", own.get("seeds", "3"), least=1),
@@ -172,7 +172,7 @@ def _variant(item: str) -> Variant:
     return Variant(label=item, method=method, overrides=tuple(named))
 
 
-def _world(item: str, tokens: int) -> World:
+def _world(item: str, tokens: int) -> ComparedWorld:
     name, _, options = item.rstrip("]").partition("[")
     overrides: list[str] = []
     for option in _options(options):
@@ -183,4 +183,4 @@ def _world(item: str, tokens: int) -> World:
             overrides.append(option)
     label = Path(name.strip()).name.replace(":", "-")
     shown = f"{label}[{';'.join(overrides)}]" if overrides else label
-    return World(label=shown, name=name.strip(), tokens=tokens, overrides=tuple(overrides))
+    return ComparedWorld(label=shown, name=name.strip(), tokens=tokens, overrides=tuple(overrides))

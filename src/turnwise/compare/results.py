@@ -200,7 +200,7 @@ class Summary:
 
 
 def summarize(results: Sequence[Result]) -> list[Summary]:
-    """World by world, method by method, in the order in which they come."""
+    """ComparedWorld by world, method by method, in the order in which they come."""
     found: list[Summary] = []
     for world in dict.fromkeys(result.world for result in results):
         inside = [result for result in results if result.world == world]

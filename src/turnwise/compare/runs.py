@@ -24,17 +24,17 @@ from typing import Any, Literal, Protocol, Self
 
 from turnwise.engine.device_info import GPU_SHARE_VARIABLE
 from turnwise.errors import TurnwiseError
+from turnwise.runtime.exit_codes import ExitCode
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 NO_CUDA_AT_IMPORT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """A library that asks torch for a GPU while it is loaded would start CUDA, and no fork survives that."""
 POLL_S = 1.0
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RunOrder:
     """How a run is begun: anew from a config, or from where its directory stands."""
 
     config: Path | None = None
@@ -42,16 +42,16 @@ class Order:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class GridJob:
     """One run of the grid, and what became of it."""
 
     name: str
     log: Path
-    prepare: Callable[[], Order | None]
+    prepare: Callable[[], RunOrder | None]
     """Called when its turn has come; None: it is done already."""
     finish: Callable[[], None] | None = None
     """Called when the run came to its end."""
-    needs: tuple[Job, ...] = ()
+    needs: tuple[GridJob, ...] = ()
     """Jobs that have to be done before."""
     state: State = "waiting"
     why: str = ""
@@ -59,10 +59,10 @@ class Job:
     started_s: float = field(default=0.0)
 
 
-class Progress(Protocol):
+class GridProgress(Protocol):
     """Told what happens to jobs."""
 
-    def changed(self, job: Job) -> None: ...
+    def changed(self, job: GridJob) -> None: ...
 
     def tick(self) -> None: ...
 
@@ -86,7 +86,7 @@ class Nursery:
         self._listener = threading.Thread(target=self._listen, name="turnwise-compare", daemon=True)
         self._listener.start()
 
-    def start(self, job: Job, order: Order) -> None:
+    def start(self, job: GridJob, order: RunOrder) -> None:
         told = {"config": order.config, "resume": order.resume, "log": job.log}
         self._tell({"start": job.name, **{key: str(value) for key, value in told.items() if value is not None}})
 
@@ -131,7 +131,7 @@ class Nursery:
         self._ended.put(None)
 
 
-def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Progress) -> bool:
+def run_jobs(jobs: Sequence[GridJob], *, at_once: int, progress: GridProgress) -> bool:
     """Run what is not done yet, in order; true: nobody stopped it.
 
     A job whose needs are not met waits, and fails with them. Ctrl-C lets every run save what it has, a second one
@@ -149,7 +149,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Progress) -> bool:
             return False
 
 
-def _begin(jobs: Sequence[Job], at_once: int, progress: Progress, nursery: Nursery | None) -> bool:
+def _begin(jobs: Sequence[GridJob], at_once: int, progress: GridProgress, nursery: Nursery | None) -> bool:
     """Begin what may begin; true while something is left. Without a nursery, find out what is done already."""
     for job in jobs:
         failed = [needed for needed in job.needs if needed.state in ("failed", "stopped")]
@@ -173,13 +173,13 @@ def _begin(jobs: Sequence[Job], at_once: int, progress: Progress, nursery: Nurse
     return any(job.state in ("waiting", "running") for job in jobs)
 
 
-def _take(jobs: Sequence[Job], ended: tuple[str, int] | None, progress: Progress) -> None:
+def _take(jobs: Sequence[GridJob], ended: tuple[str, int] | None, progress: GridProgress) -> None:
     progress.tick()
     if ended is None:
         return
     name, code = ended
     job = next(job for job in jobs if job.name == name)
-    job.state = {0: "done", EXIT_INTERRUPTED: "stopped"}.get(code, "failed")  # pyright: ignore[reportAttributeAccessIssue]
+    job.state = "done" if code == ExitCode.OK else "stopped" if code == ExitCode.INTERRUPTED else "failed"
     if job.state == "failed":
         job.why = f"exit code {code}: {last_line(job.log)}"
     if job.state == "done" and job.finish is not None:
@@ -187,7 +187,7 @@ def _take(jobs: Sequence[Job], ended: tuple[str, int] | None, progress: Progress
     progress.changed(job)
 
 
-def _stop(jobs: Sequence[Job], nursery: Nursery, progress: Progress) -> None:
+def _stop(jobs: Sequence[GridJob], nursery: Nursery, progress: GridProgress) -> None:
     nursery.stop("gently")
     while any(job.state == "running" for job in jobs):
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.compare.request import Request
+from turnwise.compare.request import CompareRequest
 from turnwise.compare.results import Difference, Result, Summary, summarize
 from turnwise.training.intervals import Interval
 from turnwise.watch.terminal import format_duration
@@ -58,7 +58,7 @@ def table_lines(results: Sequence[Result]) -> list[str]:
     return [*lines, f"({note(results)})"]
 
 
-def markdown(results: Sequence[Result], request: Request, command: str) -> str:
+def markdown(results: Sequence[Result], request: CompareRequest, command: str) -> str:
     """For a page."""
     names = [name[0].upper() + name[1:] for name in HEADER]
     rule = ["---"] * NUM_LEFT + ["---:"] * (len(HEADER) - NUM_LEFT)
@@ -98,13 +98,13 @@ def critic_markdown(results: Sequence[Result]) -> list[str]:
     rows = critic_rows(results)
     if not rows:
         return []
-    header = ("World", "Method", "Evaluation", *(f"Fifth {part}" for part in range(1, len(rows[0]) - 2)))
+    header = ("ComparedWorld", "Method", "Evaluation", *(f"Fifth {part}" for part in range(1, len(rows[0]) - 2)))
     lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)]
     text = "The critic on held-out attempts, by fifth of the attempt: root mean square error (explained variance)."
     return ["", text, "", *lines]
 
 
-def _num_runs(request: Request) -> int:
+def _num_runs(request: CompareRequest) -> int:
     return len(request.worlds) * len(request.variants) * request.seeds
 
 
@@ -123,7 +123,7 @@ def note(results: Sequence[Result]) -> str:
     return "; ".join([*parts, "mean over tokens is the mean of the learning curve; sampled and trained are tokens"])
 
 
-def to_json(request: Request, results: Sequence[Result], failures: Sequence[str]) -> str:
+def to_json(request: CompareRequest, results: Sequence[Result], failures: Sequence[str]) -> str:
     content = {
         "request": {**asdict(request), "directory": str(request.directory)},
         "summary": [_summary_tree(one) for one in summarize(results)],

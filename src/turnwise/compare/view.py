@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from turnwise.compare.runs import Job
+from turnwise.compare.runs import GridJob
 from turnwise.errors import TurnwiseError
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.tokens import num_drawn_tokens
@@ -22,7 +22,7 @@ TOLD_EVERY_S = 60.0
 class GridView:
     """Told by `run_jobs`; a context, which leaves the terminal as it was."""
 
-    def __init__(self, jobs: Sequence[Job], places: dict[str, Path]) -> None:
+    def __init__(self, jobs: Sequence[GridJob], places: dict[str, Path]) -> None:
         """`places` are the run directories by the job's name."""
         self._jobs = jobs
         self._places = places
@@ -43,7 +43,7 @@ class GridView:
         if self._live is not None:
             self._live.stop()
 
-    def changed(self, job: Job) -> None:
+    def changed(self, job: GridJob) -> None:
         if job.state in ("failed", "stopped"):
             self.say(f"{job.state}  {job.name}" + (f"  {job.why} (log: {job.log})" if job.why else ""))
         elif job.state == "done" and job.started_s:

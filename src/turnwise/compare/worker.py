@@ -24,7 +24,6 @@ from typing import Any
 
 LIBRARIES = ("torch", "transformers", "turnwise.engine.engine", "turnwise.training.run", "turnwise.training.loop")
 POLL_S = 0.1
-EXIT_BUG, EXIT_USER_ERROR = 1, 2
 SIGNALS = {"gently": signal.SIGINT, "now": signal.SIGKILL}
 
 
@@ -79,7 +78,7 @@ def _reap(running: dict[int, str], *, is_waiting: bool) -> None:
 
 def _be_the_run(order: dict[str, Any]) -> None:
     """In the forked process: never returns."""
-    code = EXIT_BUG
+    code = 1  # a bug
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -95,17 +94,26 @@ def _be_the_run(order: dict[str, Any]) -> None:
 
 
 def _train(order: dict[str, Any]) -> int:
-    """What `turnwise train` does, with its exit codes."""
+    """The run, with the exit codes of `turnwise train`; what it says goes into its log."""
     from turnwise.errors import TurnwiseError
-    from turnwise.training.run import EXIT_INTERRUPTED, train
+    from turnwise.runtime.exit_codes import ExitCode
+    from turnwise.training.run import Run, train
+    from turnwise.watch.terminal import LineView
 
     try:
-        return train(order.get("config"), [], only_plan=False, resume=order.get("resume"))
+        if "resume" in order:
+            run = Run.resume(order["resume"], observer=LineView())
+        else:
+            run = train(order["config"], observer=LineView())
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
+    if run.state == "stopped":
+        return ExitCode.INTERRUPTED
+    print(run.report())
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.methods.fit import why_not_own_worlds, why_not_potential, why_not_so_many
-from turnwise.runtime.section import Section
 
 if TYPE_CHECKING:
     from turnwise.config.config import Config
@@ -16,11 +15,11 @@ def check_stored(config: Config) -> None:
     if not config.reads_stored:
         return
     unread = [
-        *(f"reward.{name}" for name in changed_options(config.reward)),
-        *(f"alarms.{name}" for name in changed_options(config.alarms)),
-        *(f"train.{name}" for name in changed_options(config.train) if name == "max_empty_steps"),
-        *(f"generator.{name}" for name in changed_options(config.generator) if name == "min_group_size"),
-        *(f"method.{name}" for name in changed_options(config.method) if name == "branch_turn"),
+        *(f"reward.{name}" for name in config.reward.changed_options()),
+        *(f"alarms.{name}" for name in config.alarms.changed_options()),
+        *(f"train.{name}" for name in config.train.changed_options() if name == "max_empty_steps"),
+        *(f"rollout.{name}" for name in config.rollout.changed_options() if name == "min_group_size"),
+        *(f"method.{name}" for name in config.method.changed_options() if name == "branch_turn"),
     ]
     if unread:
         what = "pairs" if config.data.pairs else "dialogues"
@@ -34,13 +33,11 @@ def unread_of_stored(config: Config) -> list[str]:
     """What a preset, or a comparison, says for all methods, and stored data has no use for: told, not refused."""
     if not config.reads_stored:
         return []
-    generator = config.generator
-    found = [f"generator.{name}" for name in changed_options(generator) if name == "n_samples_per_prompt"]
-    if "temperature" in changed_options(generator.sampling_params):
-        found.append("generator.sampling_params.temperature")
-    if "max_sampled_tokens" in changed_options(config.train):
+    changed = config.rollout.changed_options()
+    found = [f"rollout.{name}" for name in ("group_size", "temperature") if name in changed]
+    if "max_sampled_tokens" in config.train.changed_options():
         found.append("train.max_sampled_tokens")
-    if "num_tasks" in changed_options(config.train) and (config.data.pairs or config.data.dialogues):
+    if "num_tasks" in config.train.changed_options() and (config.data.pairs or config.data.dialogues):
         found.append("train.num_tasks")
     return found
 
@@ -53,14 +50,14 @@ def check_lag(config: Config) -> None:
             f"train.max_staleness={lag} is not read by method={config.method.name}, which reads stored data: "
             "nothing is played that could lag; leave it out"
         )
-    if not lag and config.generator.kv_across_updates != "recompute":
+    if not lag and config.rollout.kv_across_updates != "recompute":
         raise ValueError(
-            f"generator.kv_across_updates={config.generator.kv_across_updates} is not read while "
+            f"rollout.kv_across_updates={config.rollout.kv_across_updates} is not read while "
             "train.max_staleness is 0: no dialogue goes on over an update"
         )
-    if lag and config.generator.deterministic:
+    if lag and config.rollout.deterministic:
         raise ValueError(
-            f"generator.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
+            f"rollout.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
             "depends on who is done first; leave one of them out"
         )
     if not lag and config.alarms.max_stale_share != type(config.alarms).model_fields["max_stale_share"].default:
@@ -77,10 +74,10 @@ def check_lag(config: Config) -> None:
 
 def check_groups(config: Config) -> None:
     """Refuse how attempts at a task are played, or rewarded, where the method cannot use it."""
-    method, count = config.method, config.generator.n_samples_per_prompt
+    method, count = config.method, config.rollout.group_size
     asked = (
-        ("generator.same_start=false", not config.generator.same_start, why_not_own_worlds(method)),
-        (f"generator.n_samples_per_prompt={count}", not config.data.pairs, why_not_so_many(method, count)),
+        ("rollout.same_start=false", not config.rollout.same_start, why_not_own_worlds(method)),
+        (f"rollout.group_size={count}", not config.data.pairs, why_not_so_many(method, count)),
         ("reward.potential=true", config.reward.potential, why_not_potential(method)),
     )
     for option, is_asked, why in asked:
@@ -88,25 +85,28 @@ def check_groups(config: Config) -> None:
             raise ValueError(f"{option}, and method={method.name} {why}")
 
 
+def check_play(config: Config) -> None:
+    """Refuse what an evaluation may do and training may not, and engine options that determinism leaves unread."""
+    rollout, engine = config.rollout, config.engine
+    if rollout.temperature == 0:
+        raise ValueError("rollout.temperature=0 is greedy, and all attempts of a group would be equal; expected > 0")
+    if rollout.min_group_size < 2:
+        raise ValueError(f"rollout.min_group_size={rollout.min_group_size}; expected 2 or more")
+    if rollout.deterministic and engine.max_num_seqs not in (1, type(engine).model_fields["max_num_seqs"].default):
+        raise ValueError(
+            f"engine.max_num_seqs={engine.max_num_seqs} is not read with rollout.deterministic: one sequence is "
+            "decoded at a time; leave one of them out"
+        )
+
+
 def check_service(config: Config) -> None:
     """Refuse what a service elsewhere does not read."""
     if not config.model.base_url:
         return
-    engine_options = {
-        "model.device": config.model.device != "auto",
-        "generator.max_num_seqs": config.generator.max_num_seqs != 256,
-        "generator.deterministic": config.generator.deterministic,
-        "generator.gpu_memory_utilization": config.generator.gpu_memory_utilization != 0.9,
-        "train.micro_batch_tokens": config.train.micro_batch_tokens != 0,
-    }
-    for name, is_set in engine_options.items():
-        if is_set:
-            raise ValueError(f"{name} is not read with model.base_url: the service has its own; leave it out")
-    if config.generator.stop:
-        raise ValueError("generator.stop cannot be sent to a service beside the end of turn; leave it out")
-
-
-def changed_options(section: Section) -> list[str]:
-    """The options of a section that are not at their defaults."""
-    fields = type(section).model_fields.items()
-    return [name for name, field in fields if getattr(section, name) != field.get_default(call_default_factory=True)]
+    # The dtype of a service is not known here; a run says it for the tolerance of its certificate.
+    unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
+    unread += ["rollout.deterministic"] if config.rollout.deterministic else []
+    if unread:
+        raise ValueError(f"{unread[0]} is not read with model.base_url: the service has its own; leave it out")
+    if config.rollout.stop:
+        raise ValueError("rollout.stop cannot be sent to a service beside the end of turn; leave it out")

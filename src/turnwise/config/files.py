@@ -1,6 +1,6 @@
 """YAML files and `section.key=value` overrides to a `Config`, and back.
 
-    config = load_config("guess_number", ["model=tiny", "train.steps=5", "generator.sampling_params.temperature=0.8"])
+    config = load_config("guess_number", ["model=tiny", "train.steps=5", "rollout.temperature=0.8"])
 
 A name is a shipped preset, a YAML file, or a world. What is wrong is said in one `ConfigError`, with the nearest valid
 name where one is unknown.
@@ -8,7 +8,6 @@ name where one is unknown.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -18,9 +17,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from turnwise.config.config import Config, EvalConfig
+from turnwise.config.config import Config
+from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
+from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.config import BRANCHING_METHODS, CHOICE_OPTIONS, METHOD_OPTIONS, READING_METHODS, MethodConfig
+from turnwise.runtime.section import explain
+from turnwise.runtime.suggest import nearest
 from turnwise.training.critic_config import CriticConfig
 
 Tree = dict[str, Any]
@@ -93,11 +96,11 @@ def parse_yaml(text: str, source: str) -> Tree:
     for section, value in content.items():
         is_bare = section in SHORTHANDS and isinstance(value, str)
         tree[str(section)] = {"name": value} if is_bare else {} if value is None else value
-    return tree
+    return to_canonical(tree)
 
 
 def tree_to_config(tree: Tree) -> Config:
-    """Check everything; NotImplementedError is what an unsupported pair of generator options raises."""
+    """Check everything; NotImplementedError is what an unsupported pair of rollout options raises."""
     try:
         return Config.model_validate(tree)
     except ValidationError as cause:
@@ -125,24 +128,24 @@ def config_from_yaml(text: str, source: str) -> Config:
 
 def _fill_in(tree: Tree) -> None:
     """What a run did whose config has no word for it: an option that is not there came later than the run."""
-    generator, train, method = (tree.setdefault(name, {}) for name in ("generator", "train", "method"))
-    if "same_start" in generator or "n_samples_per_prompt" not in generator:
+    rollout, train, method = (tree.setdefault(name, {}) for name in ("rollout", "train", "method"))
+    if "same_start" in rollout or "group_size" not in rollout:
         return
     name = method.get("name", "grpo")
     is_stored = name in READING_METHODS or bool(tree.get("data", {}).get("pairs"))
-    generator["same_start"] = is_stored or name in (*BRANCHING_METHODS, "dpo")
+    rollout["same_start"] = is_stored or name in (*BRANCHING_METHODS, "dpo")
     if name == "refuel" and not is_stored:
-        generator["n_samples_per_prompt"] = 2
+        rollout["group_size"] = 2
     train.setdefault("eps", 1e-12)
     if is_stored:  # these were taken and not read
         for section in ("reward", "alarms"):
             tree.pop(section, None)
         train.pop("max_empty_steps", None)
-        generator.pop("min_group_size", None)
+        rollout.pop("min_group_size", None)
 
 
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every option's full name: `train.steps`, `generator.sampling_params.temperature`, ..."""
+    """Every option's full name: `train.steps`, `reward.weights.outcome`, ..."""
     for name, field in model.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -153,12 +156,20 @@ def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
 
 def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
     """Put the overrides on top; returns what the file says and the overrides leave no reader for, in words."""
-    parsed = [_parse(text) for text in overrides]
-    given = {".".join(path): value for path, value in parsed}
+    given: Tree = {}
+    written: dict[str, str] = {}
+    for text in overrides:
+        spelling, value = _parse(text)
+        if check_only_off(spelling, value):
+            continue
+        option = canonical_option(spelling)
+        if option in given:
+            check_agreement(spelling, written[option], (value, given[option]))
+        given[option], written[option] = value, spelling
     notes = _leave_behind(tree, given, source)
     _turn_off(tree, given)
-    for path, value in parsed:
-        _apply(tree, path, value)
+    for path, value in given.items():
+        _apply(tree, path.split("."), value)
     return notes
 
 
@@ -190,8 +201,8 @@ def _forget(method: Tree, options: Sequence[str], owner: str, source: str) -> li
     return [f"left out, because {source} says it for {owner}: {', '.join(said)}"] if said else []
 
 
-def _parse(text: str) -> tuple[list[str], Any]:
-    """`section.key=value` to the path and the value."""
+def _parse(text: str) -> tuple[str, Any]:
+    """`section.key=value` to the option, as it is spelled here, and the value."""
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not key:
@@ -205,9 +216,9 @@ def _parse(text: str) -> tuple[list[str], Any]:
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
     if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
-        return key.split("."), value
+        return key, value
     try:
-        return key.split("."), yaml.load(value, Loader=_Loader) if value.strip() else ""
+        return key, yaml.load(value, Loader=_Loader) if value.strip() else ""
     except yaml.YAMLError as cause:
         raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
 
@@ -233,36 +244,32 @@ def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
+    """A mistake in words; an option that is unknown comes with the one that was probably meant."""
     path = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"])
-    if error["type"] == "extra_forbidden":
-        if path.startswith("env."):
-            return f"{path} is not an option{_nearest(path)}; a world's own options go under env.options"
-        return f"{path} is not an option{_nearest(path)}"
-    if error["type"] == "value_error":
-        message = message.removeprefix("Value error, ")
-        return f"{path}: {message}" if path else message
-    if error["type"] == "literal_error":
-        near = difflib.get_close_matches(str(error["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.6)
-        message += f"; did you mean {near[0]}?" if near else ""
-    return f"{path}={error['input']!r}: {message[0].lower()}{message[1:]}"
+    if error["type"] != "extra_forbidden":
+        return explain(error)
+    about = f"{path} is not an option{_nearest(path)}"
+    return f"{about}; a world's own options go under env.options" if path.startswith("env.") else about
 
 
 def _nearest(path: str) -> str:
     """The end of a sentence about an unknown option: the valid one that was probably meant."""
     known = list(option_paths())
-    inner = {option.rpartition(".")[0] for option in known if option.count(".") > 1}
-    near_inner = difflib.get_close_matches(path, inner, n=1, cutoff=0.8) if path.count(".") == 1 else []
     leaf = path.rpartition(".")[2]
-    same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
     by_leaf = {option.rpartition(".")[2]: option for option in known}
-    near_leaf = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
-    near_section = [] if "." in path else difflib.get_close_matches(path, _sections(), n=1, cutoff=0.7)
+    by_leaf |= {spelling.rpartition(".")[2]: option for spelling, option in SPELLINGS.items()}
+    same_leaf = [option for option in known if option.rpartition(".")[2] == leaf] or [by_leaf.get(leaf)]
+    near_leaf = nearest(leaf, by_leaf, cutoff=0.7)
+    groups = {option.rpartition(".")[0] for option in known if option.count(".") > 1}
     near = (
-        same_leaf or near_section or near_inner or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or near_leaf
+        same_leaf[0]
+        or (None if "." in path else nearest(path, _sections(), cutoff=0.7))
+        or (nearest(path, groups, cutoff=0.8) if path.count(".") == 1 else None)
+        or nearest(path, known, cutoff=0.75)
+        or (near_leaf and by_leaf[near_leaf])
     )
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {near}?"
     section = path.partition(".")[0]
     inside = [option for option in known if option.startswith(f"{section}.")]
     return f"; expected one of {', '.join(inside or _sections())}"

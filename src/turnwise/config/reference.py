@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from turnwise.config.config import Config
+from turnwise.config.spellings import ONLY_OFF, SPELLINGS
 
 HEADER = """\
 # Options
@@ -17,10 +18,9 @@ HEADER = """\
 `turnwise train NAME|FILE section.key=value ...` takes every option below, and a YAML file holds the same by section:
 
 ```yaml
-generator:
+rollout:
   max_turns: 5
-  sampling_params:
-    temperature: 1.0
+  temperature: 1.0
 train:
   steps: 100
 ```
@@ -33,7 +33,15 @@ command line, or `turnwise compare`, names another one, that begins with its own
 `warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn off. The whole config,
 defaults included, is the first thing that a run writes down.
 
-This page is made from the fields of `turnwise.config.config` (`python -m turnwise.config.reference`).
+This page is made from the fields of the rooms' sections, which `turnwise.config.config` puts together
+(`python -m turnwise.config.reference > docs/config.md`).
+"""
+
+SPELLINGS_HEADER = """\
+## Other spellings
+
+SkyRL's names, and names of options that had another section, mean the same wherever an option is taken. Two spellings
+of one option that say different things are refused.
 """
 
 
@@ -57,24 +65,30 @@ def options(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Optio
             yield Option(f"{prefix}{name}", _kind(field), default, field.description or "")
 
 
-def reference_page() -> str:
+def reference_page(config: type[BaseModel] = Config) -> str:
     """`docs/config.md`."""
     parts = [HEADER]
-    for section, field in Config.model_fields.items():
+    for section, field in config.model_fields.items():
         assert isinstance(field.annotation, type)
         about = (field.annotation.__doc__ or "").splitlines()[0]
         parts += [f"## {section}", "", about, "", "| Option | Value | Default | Meaning |", "|---|---|---|---|"]
-        for option in options():
+        for option in options(config):
             if option.path.startswith(f"{section}."):
                 kind, about = (text.replace("|", "\\|") for text in (option.kind, option.description))
                 parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {about} |")
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, SPELLINGS_HEADER, *_spelling_rows(), ""])
 
 
-def help_text() -> str:
+def _spelling_rows() -> list[str]:
+    rows = [f"| `{spelling}` | `{option}` |" for spelling, option in SPELLINGS.items()]
+    off = [f"| `{path}` | only {' or '.join(map(str, values))}, which is off |" for path, values in ONLY_OFF.items()]
+    return ["| Spelling | Option |", "|---|---|", "| `generator.KEY`, any other | `rollout.KEY` |", *rows, *off]
+
+
+def help_text(config: type[BaseModel] = Config) -> str:
     """The options for a terminal, one line each."""
-    rows = list(options())
+    rows = list(options(config))
     width = max(len(f"{row.path}={row.default}") for row in rows)
     return "\n".join(f"  {f'{row.path}={row.default}':<{width}}  {row.description}" for row in rows)
 

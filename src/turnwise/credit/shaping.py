@@ -14,31 +14,64 @@ method that discounts turns and compares whole attempts as well takes `undiscoun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from turnwise.errors import DataError
+from turnwise.runtime.section import Section
 from turnwise.trajectory import Trajectory, TrajectoryGroup, Turn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shaping:
-    """What to make of rewards; as it stands, nothing."""
+class RewardWeights(Section):
+    """What each channel of the reward counts in the return."""
 
-    weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By channel; 1 where one is not named."""
-    potential_gamma: float | None = None
-    """The discount per turn of the potential; None leaves potentials alone."""
-    turn_decay: float = 1.0
-    max_length: int = 0
-    """Sampled tokens of an attempt; 0 is no length penalty."""
-    length_buffer: int = 0
-    length_penalty: float = 1.0
-    masks_truncated: bool = False
-    """Leave attempts that a limit cut short out of the loss; they stay in the group's baseline."""
+    outcome: float = Field(default=1.0, description="Weight of the task's own reward.")
+    format: float = Field(default=1.0, description="Weight of the reward for a well-formed reply.")
+    shaping: float = Field(default=1.0, description="Weight of help on the way, the env's and that of the potential.")
+    penalty: float = Field(default=1.0, description="Weight of what is taken off.")
+    judge: float = Field(default=1.0, description="Weight of a judge's score.")
+
+
+class RewardConfig(Section):
+    """What is made of the env's rewards before they are credited; docs/algorithms/rewards.md tells what cancels."""
+
+    weights: RewardWeights = Field(default_factory=RewardWeights, description="Weights of the channels.")
+    potential: bool = Field(
+        default=False, description="Shape by the env's `potential()`, with the method's own discount."
+    )
+    turn_decay: float = Field(
+        default=1.0, gt=0, le=1, description="Multiply the outcome by this for every turn after the first; 1 is off."
+    )
+    max_length: int = Field(
+        default=0, ge=0, description="Sampled tokens of an attempt from which the length penalty is 1 in full; 0: off."
+    )
+    length_buffer: int = Field(default=0, ge=0, description="The penalty grows over this many tokens before that.")
+    length_penalty: float = Field(default=1.0, ge=0, description="Size of that penalty.")
+    on_truncated: Literal["keep", "mask"] = Field(
+        default="keep", description="An attempt that a limit cut short: trained like others, or left out of the loss."
+    )
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        if not self.max_length and (self.length_buffer or self.length_penalty != 1):
+            raise ValueError("length_buffer and length_penalty are not read while max_length is 0; set max_length")
+        if self.length_buffer > self.max_length:
+            raise ValueError(f"length_buffer={self.length_buffer} is more than max_length={self.max_length}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """The section `reward`, and the discount that the method credits with; as it stands, nothing changes."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    gamma: float = 1.0
+    """Discount per turn of the potential."""
 
 
 NO_SHAPING = Shaping()
@@ -52,21 +85,29 @@ def shape_group(group: TrajectoryGroup, shaping: Shaping) -> TrajectoryGroup:
 
 
 def shape_trajectory(trajectory: Trajectory, shaping: Shaping) -> Trajectory:
+    """The same for one attempt."""
+    reward = shaping.reward
     parts = [dict(turn.reward_parts) for turn in trajectory.turns]
-    decay = shaping.turn_decay ** (len(parts) - 1)
+    decay = reward.turn_decay ** (len(parts) - 1)
     for own in parts:
         if decay != 1 and "outcome" in own:
             own["outcome"] *= decay
-    if shaping.potential_gamma is not None:
-        for own, change in zip(parts, _potential_changes(trajectory, shaping.potential_gamma), strict=True):
+    if reward.potential:
+        changes = potential_rewards(_potentials(trajectory), gamma=shaping.gamma)
+        for own, change in zip(parts, changes, strict=True):
             own["shaping"] = own.get("shaping", 0.0) + change
-    if shaping.max_length:
+    if reward.max_length:
         length = sum(len(turn.sampled_ids) for turn in trajectory.turns)
-        share = soft_overlong(length, shaping.max_length, shaping.length_buffer)
-        parts[-1]["penalty"] = parts[-1].get("penalty", 0.0) + shaping.length_penalty * share
-    is_masked = shaping.masks_truncated and trajectory.is_truncated
+        share = soft_overlong(length, reward.max_length, reward.length_buffer)
+        parts[-1]["penalty"] = parts[-1].get("penalty", 0.0) + reward.length_penalty * share
+    weights = reward.weights.model_dump()
+    is_masked = reward.on_truncated == "mask" and trajectory.is_truncated
     turns = [
-        replace(turn, reward_parts=_weighted(own, shaping.weights), is_trained=turn.is_trained and not is_masked)
+        replace(
+            turn,
+            reward_parts={part: weights.get(part, 1.0) * value for part, value in own.items()},
+            is_trained=turn.is_trained and not is_masked,
+        )
         for turn, own in zip(trajectory.turns, parts, strict=True)
     ]
     return replace(trajectory, turns=tuple(turns))
@@ -106,16 +147,8 @@ def turn_decayed(outcome: float, num_turns: int, *, decay: float) -> NDArray[np.
     return outcome * decay ** np.arange(num_turns - 1, -1, -1, dtype=np.float64)
 
 
-def _weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    return {part: weights.get(part, 1.0) * value for part, value in parts.items()}
-
-
-def _potential_changes(trajectory: Trajectory, gamma: float) -> NDArray[np.float64]:
-    return potential_rewards(_potentials(trajectory), gamma=gamma)
-
-
 def _potentials(trajectory: Trajectory) -> list[float]:
-    """Of every state. Phi after the end of a task is 0; where an attempt was cut short, it is the env's last word."""
+    """The potential of every state. After the end of a task it is 0; an attempt that was cut short keeps its last."""
     phis = [_potential(turn.potential, trajectory) for turn in trajectory.turns]
     last: Turn = trajectory.turns[-1]
     phis.append(_potential(last.next_potential, trajectory) if trajectory.is_truncated else 0.0)

@@ -1,9 +1,9 @@
 """How an engine splits its device's memory: merged weights, KV cache, training passes. Imports without torch.
 
-A training pass keeps, per token and layer, what the hand-written backward pass reads (`engine.body`): the residual
-stream and its norms, the projections, attention's inputs and output, the gate, and each adapter's low-rank products. On
-top comes the larger of two things that never meet: a chunk of logits, or the gradients inside one layer. Models outside
-the Llama family keep about a third more. Numbers are of tensors; Python and its libraries add some hundred MiB.
+A training pass keeps, per token and layer, what a block says that it keeps (`engine/model/kept.py`). On top comes the
+larger of two things that never exist at the same time: a chunk of logits, or the gradients inside one layer. Models
+that do not run the fused body keep about a third more. Only tensors are counted; Python and its libraries add some
+hundred MiB.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
-from turnwise.models.sizes import ModelSizes
+from turnwise.engine.model.kept import FLOAT32_BYTES, kept_bytes
+from turnwise.models.facts import ModelSizes
 
 GIB = 1 << 30
-FLOAT32_BYTES = 4
-LOGITS_CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
-"""Size of one chunk's float32 logits."""
-CPU_KV_BYTES = 1 << 30
 MAX_KV_TOKENS = 1 << 21
-CPU_PASS_TOKENS, CPU_SHARED_TOKENS = 2048, 4096
-"""Most tokens of a pass without and with shared beginnings: a longer one is hardly faster, and takes its memory."""
 MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
-"""On a GPU: longer passes than that are no faster, and shorter ones leave the card idle."""
+"""Of a device with memory of its own: longer passes are no faster, and shorter ones leave the card idle."""
 SHARING_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
-LOW_RANK_PARTS = 7
-"""Products of x and A in a layer: query, key, value, output, gate, up, down."""
 USUAL_RANK = 64
 """What passes are sized for before any adapter is there."""
-WIDE_GRADIENTS = {"cpu": 8, "cuda": 4}
-"""Tensors of the MLP's inner size that live at once in a layer's backward pass; kernels fuse some of them."""
 STREAMS = 6
 """Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
 MERGED_SHARE = 0.25
@@ -86,11 +77,11 @@ def split_memory(
     """`device.free_bytes` is what a GPU has left beside the weights."""
     left, merged = _left_bytes(config, device), adapted_parameters * device.dtype_bytes
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
-    left = max(0, left - merged) if may_merge and device.kind == "cuda" else left
+    left = max(0, left - merged) if may_merge and device.facts.has_own_memory else left
     per_token = sizes.kv_values_per_token * device.dtype_bytes
-    budget = config.kv_cache_gib * GIB or (left / 2 if device.kind == "cuda" else CPU_KV_BYTES)
+    budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
     kv_tokens = min(int(budget // per_token), MAX_KV_TOKENS, config.max_num_seqs * context_length)
-    training = int(left - kv_tokens * per_token) if device.kind == "cuda" else int(left / 2)
+    training = int(left - kv_tokens * per_token) if device.facts.has_own_memory else int(left / 2)
     return MemorySplit(
         may_merge=may_merge,
         merged_bytes=merged if may_merge else 0,
@@ -103,7 +94,7 @@ def split_memory(
 
 def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
     """What may be planned with: of a GPU what is free within its share, of a CPU half of its memory."""
-    if device.kind == "cuda":
+    if device.facts.has_own_memory:
         return max(0.0, device.free_bytes - (1 - config.gpu_memory_utilization) * device.total_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
@@ -111,8 +102,8 @@ def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
 def _pass_limit(config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, training_bytes: int) -> PassLimit:
     if config.micro_batch_tokens:
         return PassLimit.of(config.micro_batch_tokens)
-    if device.kind != "cuda":
-        return PassLimit(CPU_PASS_TOKENS, CPU_SHARED_TOKENS)
+    if device.facts.pass_tokens is not None:
+        return PassLimit(*device.facts.pass_tokens)
     logits = _logits_bytes(sizes, device, MAX_PASS_TOKENS, train_unembed=True)
     fits = int((training_bytes - logits) // _bytes_per_token(sizes, device, USUAL_RANK))
     alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
@@ -128,40 +119,26 @@ def training_pass_bytes(
     return kept + max(in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed))
 
 
-def kept_bytes(sizes: ModelSizes, size: int, rank: int, *, on_cpu: bool) -> int:
-    """Of `engine.body._LayerSaved`, for one token in one layer.
-
-    A CPU keeps neither what the norms give nor, unless they are normed, heads as they came from the projection.
-    """
-    query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    residual = (2 if on_cpu else 4) * sizes.hidden_size
-    projections = query + 2 * key
-    attention = query if on_cpu else query + key + query
-    values = residual + projections + attention + 2 * sizes.inner_size + LOW_RANK_PARTS * rank
-    statistics = 2 + sizes.num_heads
-    return values * size + statistics * FLOAT32_BYTES
-
-
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
     """All layers, what lies outside them, and the gradients inside one layer."""
-    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, on_cpu=device.kind == "cpu")
+    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, device.facts)
     return kept + STREAMS * sizes.hidden_size * device.dtype_bytes + _in_layer_bytes(sizes, device)
 
 
 def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
-    each = FLOAT32_BYTES if device.kind == "cpu" else device.dtype_bytes
-    return WIDE_GRADIENTS[device.kind] * sizes.inner_size * each
+    each = FLOAT32_BYTES if device.facts.widens_gradients else device.dtype_bytes
+    return device.facts.wide_gradients * sizes.inner_size * each
 
 
 def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:
     """Logits of a chunk and the adapter's part of them, beside what is left of the chunk before."""
-    size, is_fused = device.dtype_bytes, device.kind == "cuda"
+    size, is_fused = device.dtype_bytes, device.facts.fuses_softmax
     cast = size if size < FLOAT32_BYTES else 0
     own = size if is_fused else FLOAT32_BYTES + cast
     low_rank = FLOAT32_BYTES + cast if train_unembed else 0
     each = max(own, size + low_rank)
     before = size if is_fused else FLOAT32_BYTES
     num_logits = num_rows * sizes.vocab_size
-    first = min(num_logits, LOGITS_CHUNK_BYTES[device.kind] // FLOAT32_BYTES)
+    first = min(num_logits, device.facts.logits_chunk_bytes // FLOAT32_BYTES)
     second = min(num_logits - first, first)
     return max(first * each, first * before + second * each if second else 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.ops.facts import DeviceFacts, facts_of
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class DeviceInfo:
     """Bytes of the GPU's memory that belong to this process; 0 for a CPU."""
 
     @property
+    def facts(self) -> DeviceFacts:
+        return facts_of(self.kind)
+
+    @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
@@ -46,14 +51,14 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     device = torch.device(wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device!r}, but torch sees no CUDA GPU; use device='cpu'")
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, default if config.dtype == "auto" else getattr(torch, config.dtype)
+    name = facts_of(device.type).default_dtype if config.dtype == "auto" else config.dtype
+    return device, getattr(torch, name)
 
 
 def find_device(config: EngineConfig) -> DeviceInfo:
     """Where an engine with this config would run; loads torch unless the config says it all."""
     if config.device == "cpu":
-        return DeviceInfo(kind="cpu", dtype="float32" if config.dtype == "auto" else config.dtype)
+        return DeviceInfo(kind="cpu", dtype=facts_of("cpu").default_dtype if config.dtype == "auto" else config.dtype)
     import torch
 
     device, dtype = choose_device(config)

@@ -19,8 +19,8 @@ from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
+from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
-from turnwise.engine.threads import use_allowed_threads
 from turnwise.engine.training import adapter_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.losses import make_loss
@@ -29,6 +29,7 @@ from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import Job, Trainer, make_output, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
+from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
-        if self.device.type == "cpu":
-            use_allowed_threads()
+        for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
         self.model = CausalModel(self.model_dir, self.device, self.dtype)
@@ -80,7 +80,7 @@ class Engine:
         adapter.free()
 
     def forward(
-        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """The objective's numbers (logprobs of targets, or values), and the loss they give; no gradient.
 
@@ -96,14 +96,17 @@ class Engine:
         return make_output(job, result, loss)
 
     def forward_backward(
-        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str, loss_fn_config: LossSettings
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
         """Add the gradient of `loss_fn` to the adapter's; it stays until `optim_step`."""
         outputs = yield from self.forward_backward_many([(adapter, datums)], loss_fn, loss_fn_config)
         return outputs[0]
 
     def forward_backward_many(
-        self, batches: Sequence[tuple[Trainable, Sequence[Datum]]], loss_fn: str, loss_fn_config: LossSettings
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Batches of several adapters in shared passes; each adapter gets its own gradient."""
         loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
@@ -177,9 +180,8 @@ class Engine:
         return Policy(lora, shapes, flat, self.dtype)
 
     def wait(self) -> None:
-        """Until the device has done what was launched; on a CPU it has."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Return when the device has done what was launched."""
+        self.model.ops.transfer.wait()
 
     def close(self) -> None:
         """Drop everything that holds memory."""
@@ -189,7 +191,7 @@ class Engine:
     def _jobs(
         self,
         batches: Sequence[tuple[Trainable, Sequence[Datum]]],
-        loss_fn: str,
+        loss_fn: str | LossFunction,
         settings: LossSettings,
         *,
         is_learning: bool,

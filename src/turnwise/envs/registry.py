@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from turnwise.envs.base import World
-from turnwise.envs.schema import Parameter, did_you_mean
-from turnwise.envs.targets import load_attribute
+from turnwise.envs.schema import Parameter
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
+from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
 
 SHIPPED_WORLDS: Mapping[str, str] = {
     "bargain": "turnwise.envs.library.bargain:Bargain",
@@ -37,6 +38,9 @@ ADAPTERS: Mapping[str, str] = {
 }
 """Other libraries' envs: `prefix:rest` hands the rest to this class, and the options after it."""
 
+PYTHON_PREFIX = "python:"
+"""Begins the name of a world that a run was given as a Python object, which no name can find again."""
+
 
 def world_names() -> tuple[str, ...]:
     return tuple(SHIPPED_WORLDS)
@@ -54,6 +58,11 @@ def world_options(name: str) -> tuple[Parameter, ...]:
 
 def load_target(name: str) -> Any:
     """What `name` stands for, imported but not yet made: usually a class."""
+    if name.startswith(PYTHON_PREFIX):
+        raise ConfigError(
+            f"{name} was a Python object of the process that started the run; pass it again, as "
+            f"env={name.removeprefix(PYTHON_PREFIX)}, to turnwise.Run.resume or turnwise.eval"
+        )
     prefix, colon, rest = name.partition(":")
     if colon and prefix in ADAPTERS:
         return _bind(load_attribute(ADAPTERS[prefix]), rest, name)

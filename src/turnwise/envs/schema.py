@@ -6,17 +6,17 @@ Literal, and unions of them (`X | None` above all).
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.suggest import did_you_mean
 
 Json = dict[str, Any]
 
@@ -233,9 +233,3 @@ def _describe_schema(schema: Json) -> str:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or nothing where none is near."""
-    near = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""

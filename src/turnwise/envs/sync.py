@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import ConfigError
-from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.cross_thread_results import until_done
 from turnwise.runtime.per_loop import PerLoop
 from turnwise.trajectory import Message
 
@@ -141,7 +141,7 @@ class CallThread:
         self._current = outcome
         self._calls.put(_Call(work=lambda: context.run(function, *args), outcome=outcome))
         try:
-            await arrival(outcome)
+            await until_done(outcome)
             if self._current is outcome:
                 self._current = None
             return outcome.result()
@@ -221,7 +221,7 @@ class Making:
     async def finish(self) -> None:
         """Wait until it is made; what went wrong is raised here."""
         _makers.get().add(self)
-        await arrival(self._outcome)
+        await until_done(self._outcome)
         self._outcome.result()
 
     def run(self, thread: CallThread) -> bool:

@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
-from turnwise.envs.schema import Json, Signature, did_you_mean, match_arguments, read_signature
+from turnwise.envs.schema import Json, Signature, match_arguments, read_signature
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
-from turnwise.runtime.pending_calls import WAITS
+from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message, ToolCall
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -222,7 +223,7 @@ class Toolbox:
             raise ToolError(f"{spec.name}: {error}") from error
         deadline = asyncio.timeout(spec.timeout_s)
         try:
-            with WAITS.listed("tool", spec.name, spec.timeout_s):
+            with PENDING_CALLS.listed("tool", spec.name, spec.timeout_s):
                 async with deadline:
                     result = await _await_call(function, arguments)
         except (*_POLICY_FAULTS, AttemptFailed):

@@ -10,9 +10,8 @@ here, and the function there. A loss from outside the package needs neither (`lo
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from turnwise.errors import ConfigError
 from turnwise.runtime.section import Section
+from turnwise.runtime.suggest import did_you_mean
 
 Settings = Mapping[str, float | str]
 """Options of a loss as they travel over the wire: flags are 0 or 1."""
@@ -297,12 +297,6 @@ def read_settings(info: LossInfo | str, given: Settings | None = None) -> LossOp
     options = info.options.model_validate(dict(given or {}))
     options.check()
     return options
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or nothing where none is near."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _check_value(key: str, value: object, field: FieldInfo) -> None:

@@ -6,7 +6,7 @@ from turnwise.methods.config import BRANCHING_METHODS, METHOD_OPTIONS, READING_M
 
 
 def why_not_own_worlds(method: MethodConfig) -> str | None:
-    """Why the attempts at a task have to start in the same world (`generator.same_start`)."""
+    """Why the attempts at a task have to start in the same world (`rollout.same_start`)."""
     if method.name in BRANCHING_METHODS:
         return "continues one dialogue several times, and a dialogue has one world"
     if method.name in READING_METHODS:
@@ -17,7 +17,7 @@ def why_not_own_worlds(method: MethodConfig) -> str | None:
 
 
 def why_not_so_many(method: MethodConfig, num_attempts: int) -> str | None:
-    """Why a task cannot have that many attempts (`generator.n_samples_per_prompt`)."""
+    """Why a task cannot have that many attempts (`rollout.group_size`)."""
     if method.name == "refuel" and num_attempts % 2:
         return "pairs the continuations of a dialogue two by two, and one would be left over; expected an even number"
     return None

@@ -1,4 +1,4 @@
-"""What a model directory says about itself without loading a weight: sizes from config and safetensors headers."""
+"""Sizes and facts of a model, read from its config and the headers of its files: no weight is loaded, no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from turnwise.errors import ModelError
-from turnwise.models.families import check_supported
+from turnwise.models.blocks import BlockSpec
+from turnwise.models.families import ModelJson, check_supported, describe_block
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
-from turnwise.models.sizes import ModelSizes
 
 DEFAULT_CONTEXT = 4096
-"""Of a model whose config does not say."""
+"""The context of a model whose config does not name one."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
 """The head's matrix too, where the two are tied."""
@@ -28,8 +28,45 @@ _FROZEN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a decoder-only language model that its memory depends on."""
+
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    """Width of the MLP's hidden layer."""
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    block: BlockSpec | None = None
+    """What a decoder block is; None where only transformers' code knows."""
+
+    @classmethod
+    def read(cls, config: ModelJson, vocab_size: int, **more: Any) -> Self:
+        """From a config.json, or from a config that transformers has read; `more` are the fields of a subclass."""
+        num_heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
+        return cls(
+            num_layers=config.get("num_hidden_layers", 0),
+            hidden_size=hidden_size,
+            inner_size=config.get("intermediate_size") or 4 * hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_size=config.get("head_dim") or hidden_size // num_heads,
+            vocab_size=vocab_size,
+            block=describe_block(config),
+            **more,
+        )
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts(ModelSizes):
-    """A model's sizes; matrices are (outputs, inputs) by name."""
+    """A model's sizes, and its matrices as (outputs, inputs) by name."""
 
     directory: Path
     num_parameters: int
@@ -39,7 +76,7 @@ class ModelFacts(ModelSizes):
     """Parameters in matrices that no adapter can lie on, by what they are."""
 
     def num_adapter_parameters(self, model: LoraTargets, rank: int = 0) -> int:
-        """Of an adapter of `rank`; 0: of the model's own."""
+        """Parameters of an adapter of `rank`; 0 stands for the rank in `model`."""
         return sum((rank or model.rank) * (o + i) for o, i in self.adapted(model).values())
 
     def num_adapted_parameters(self, model: LoraTargets) -> int:
@@ -56,7 +93,7 @@ class ModelFacts(ModelSizes):
 
 
 def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
-    """Of the model in `directory`; where our own engine is going to run it, one that it cannot run is refused."""
+    """Read the model in `directory`. With `runs_here`, refuse a model that our own engine cannot run."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in _shapes(file).items()}
@@ -70,18 +107,12 @@ def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
     head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
     if head is not None:
         linears["lm_head"] = (shapes[head][0], shapes[head][1])
-    heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
-    return ModelFacts(
+    return ModelFacts.read(
+        config,
+        shapes[head][0] if head is not None else 0,
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
         context_length=config.get("max_position_embeddings") or DEFAULT_CONTEXT,
-        num_layers=config.get("num_hidden_layers", 0),
-        hidden_size=hidden_size,
-        inner_size=config.get("intermediate_size", 4 * hidden_size),
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden_size // heads,
-        vocab_size=shapes[head][0] if head is not None else 0,
         linears=linears,
         frozen={what: count for what, count in frozen.items() if count},
     )

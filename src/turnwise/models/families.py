@@ -3,56 +3,111 @@
 A plan, a run, a server and a chat ask the same function. A family is on the list when its logprobs were compared with
 transformers' own, alone, packed beside a longer dialogue, and decoded (`tests/numerics/test_families.py` does that for
 each). Others are refused: a model that packing or our KV cache makes wrong says nothing about it.
+
+To add a family: one entry in `FAMILIES`, or `add_family(...)` from outside the package. An entry with `describe` says
+what a decoder block is; the model then runs the fused body if its kernels support every part. Without `describe` it
+runs transformers' own modelling code.
+
+    add_family(Family(model_type="my_llama", describe=llama_block))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.errors import ModelError
+from turnwise.errors import ConfigError, ModelError
+from turnwise.models.blocks import BlockSpec
 
-FAMILIES = frozenset(
-    {
-        "apertus",
-        "arcee",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "gemma",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt_neox",
-        "granite",
-        "granitemoe",
-        "helium",
-        "hunyuan_v1_dense",
-        "hyperclovax",
-        "jais2",
-        "llama",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmoe",
-        "opt",
-        "persimmon",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "starcoder2",
-    }
-)
-"""`model_type` of the families that were compared."""
+ModelJson = Mapping[str, Any]
+"""The content of a config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models of one `model_type`."""
+
+    model_type: str
+    describe: Callable[[ModelJson], BlockSpec] | None = None
+    """What a decoder block of a model with this config is; None: only transformers' code knows."""
+    default_window: int | None = None
+    """`sliding_window` of a config that does not name one."""
+    windows_by_default: bool = True
+    """`use_sliding_window` of a config that does not say; families without that switch use the window they name."""
+
+
+def llama_block(config: ModelJson) -> BlockSpec:
+    """RMS norm before each part, rotated halves of every head, gated MLP."""
+    ropes = rope_types(config) or {"default"}
+    return BlockSpec(
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        angles="+".join(sorted(ropes)),
+        activation=str(config.get("hidden_act") or "silu"),
+    )
+
+
+def qwen3_block(config: ModelJson) -> BlockSpec:
+    """As `llama_block`, with a norm on each query and key head."""
+    return replace(llama_block(config), head_norm="rms")
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(model_type="apertus"),
+        Family(model_type="arcee"),
+        Family(model_type="ernie4_5"),
+        Family(model_type="ernie4_5_moe"),
+        Family(model_type="exaone4", default_window=4096),
+        Family(model_type="gemma"),
+        Family(model_type="glm"),
+        Family(model_type="glm4"),
+        Family(model_type="glm4_moe"),
+        Family(model_type="gpt_neox"),
+        Family(model_type="granite"),
+        Family(model_type="granitemoe"),
+        Family(model_type="helium"),
+        Family(model_type="hunyuan_v1_dense"),
+        Family(model_type="hyperclovax"),
+        Family(model_type="jais2"),
+        Family(model_type="llama", describe=llama_block),
+        Family(model_type="ministral3"),
+        Family(model_type="mistral", describe=llama_block, default_window=4096),
+        Family(model_type="mixtral"),
+        Family(model_type="olmo"),
+        Family(model_type="olmo2"),
+        Family(model_type="olmoe"),
+        Family(model_type="opt"),
+        Family(model_type="persimmon"),
+        Family(model_type="phi"),
+        Family(model_type="phi3"),
+        Family(model_type="phimoe"),
+        Family(model_type="qwen2", describe=llama_block, windows_by_default=False),
+        Family(model_type="qwen2_moe", windows_by_default=False),
+        Family(model_type="qwen3", describe=qwen3_block, windows_by_default=False),
+        Family(model_type="qwen3_moe", windows_by_default=False),
+        Family(model_type="seed_oss", describe=llama_block),
+        Family(model_type="smollm3", windows_by_default=False),
+        Family(model_type="solar_open"),
+        Family(model_type="starcoder2"),
+    )
+}
+"""The families whose results were compared with transformers', by `model_type`."""
+
+
+def add_family(family: Family) -> None:
+    """Let models of one more `model_type` in; whoever adds it has compared it with transformers."""
+    if family.model_type in FAMILIES:
+        raise ConfigError(f"there is a family {family.model_type!r} already; choose another model_type")
+    FAMILIES[family.model_type] = family
+
+
+def describe_block(config: ModelJson) -> BlockSpec | None:
+    """What a decoder block of this model is; None where only transformers' code knows."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return None if family is None or family.describe is None else family.describe(config)
+
 
 _OWN_ATTENTION = "computes attention itself and does not let it be replaced"
 _CONV1D = "keeps its projections as Conv1D, and adapters lie on linear layers alone"
@@ -77,10 +132,6 @@ _LENGTH_ROPES = {
     "su": "LongRoPE",
 }
 """Rotations whose angles depend on the longest sequence of a pass."""
-_WINDOWS_UNSAID = {"exaone4": 4096, "mistral": 4096}
-"""sliding_window of families whose configs mean one where they name none."""
-_WINDOW_SWITCHES = {"qwen2": False, "qwen2_moe": False, "qwen3": False, "qwen3_moe": False, "smollm3": False}
-"""use_sliding_window where a config does not say; families without that switch use the window that they name."""
 _REFUSED_SETTINGS = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -91,10 +142,10 @@ _REFUSED_SETTINGS = (
 """Settings that change logits or attention outside the parts that we replace."""
 
 
-def check_supported(config: Mapping[str, Any]) -> None:
+def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
     name = str(config.get("model_type", ""))
-    for rope in _rope_types(config):
+    for rope in rope_types(config):
         if rope in _LENGTH_ROPES:
             raise ModelError(
                 f"{name} uses {_LENGTH_ROPES[rope]} (rope type {rope!r}), which is not supported: its angles depend on "
@@ -103,8 +154,9 @@ def check_supported(config: Mapping[str, Any]) -> None:
     kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
     if kinds:
         raise ModelError(f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention is supported")
-    window = config.get("sliding_window", _WINDOWS_UNSAID.get(name))
-    if window is not None and config.get("use_sliding_window", _WINDOW_SWITCHES.get(name, True)):
+    family = FAMILIES.get(name, Family(model_type=name))
+    window = config.get("sliding_window", family.default_window)
+    if window is not None and config.get("use_sliding_window", family.windows_by_default):
         raise ModelError(f"{name} uses sliding_window={window}; only full attention is supported")
     for setting in _REFUSED_SETTINGS:
         value = config.get(setting)
@@ -117,7 +169,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
         raise ModelError(_unknown_family(name, config))
 
 
-def _unknown_family(name: str, config: Mapping[str, Any]) -> str:
+def _unknown_family(name: str, config: ModelJson) -> str:
     if not name:
         return "its config.json names no model_type; expected a causal language model that transformers can read"
     reason = _REASONS.get(name)
@@ -127,8 +179,8 @@ def _unknown_family(name: str, config: Mapping[str, Any]) -> str:
     return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
 
 
-def _rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Of all layers; a config names one for all, or one per kind of layer."""
+def rope_types(config: ModelJson) -> set[str]:
+    """The rotations of all layers; a config names one for all, or one per kind of layer."""
     found: set[str] = set()
     for key in ("rope_scaling", "rope_parameters"):
         settings = config.get(key) or {}

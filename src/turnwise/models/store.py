@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError, ModelError, ModelNotFoundError
 from turnwise.models.catalogue import CATALOG, CatalogEntry, Report
-from turnwise.models.places import converted_directory, home, is_complete, models_directory
+from turnwise.models.directories import converted_directory, home, is_complete, models_directory
 
 __all__ = [
     "ALIASES_VARIABLE",

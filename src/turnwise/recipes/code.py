@@ -19,14 +19,13 @@ from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import Grpo
 from turnwise.renderers import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, RolloutLimits, play_groups
+from turnwise.rollout import RolloutConfig, play_groups
 
 BATCH_SIZE = 8
 
 
-def make_rollout(world, group_size):
-    limits = RolloutLimits(max_turns=world.max_turns, max_tokens_per_turn=world.max_tokens, max_trajectory_tokens=1024)
-    return RolloutConfig(limits=limits, group_size=group_size, min_group_size=min(group_size, 2))
+def make_rollout(group_size):
+    return RolloutConfig(max_trajectory_tokens=1024, group_size=group_size, min_group_size=min(group_size, 2))
 
 
 async def warm_up(trainer, renderer, world, steps):
@@ -41,7 +40,7 @@ async def warm_up(trainer, renderer, world, steps):
 async def measure(sampler, renderer, world, num_tasks):
     """Success on held-out problems, and of the attempts whose first code failed a shown test, the share repaired."""
     tasks = world.tasks("test", num_tasks, seed=0)
-    played = await play_groups(world, tasks, sampler, renderer, make_rollout(world, 1), seed=0)
+    played = await play_groups(world, tasks, sampler, renderer, make_rollout(1), seed=0)
     attempts = [trajectory for group in played.groups for trajectory in group.trajectories]
     answers = [one.turns[0].observation[0].content if one.turns[0].observation else "" for one in attempts]
     failed_first = [one for one, answer in zip(attempts, answers, strict=True) if ", expected" in answer]
@@ -57,7 +56,7 @@ async def train(trainer, renderer, world, options):
     method = Grpo(loss_fn="importance_sampling", loss_config={})
     for step in range(options.steps):
         tasks = world.tasks("train", options.tasks, seed=step)
-        played = await play_groups(world, tasks, sampler, renderer, make_rollout(world, options.group), seed=step)
+        played = await play_groups(world, tasks, sampler, renderer, make_rollout(options.group), seed=step)
         kept = method.keep(played.groups)  # a group that all solved, or nobody, says nothing
         if kept.groups:
             await trainer.forward_backward(datums_of(method.lessons(kept.groups)), method.loss_fn, method.loss_config)

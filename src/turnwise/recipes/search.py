@@ -22,7 +22,7 @@ from turnwise.envs.registry import get_world
 from turnwise.judges import Judge, JudgeLimits, Rubric, SamplerModel, judged
 from turnwise.renderers.choose import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, RolloutLimits, play_groups
+from turnwise.rollout import RolloutConfig, play_groups
 
 GROUP_SIZE = 8
 TASKS_PER_STEP = 4
@@ -73,9 +73,8 @@ async def run(options, service):
     world = get_world("search", kind="one_hop", max_turns=3)
     if options.judge:
         world = make_judged(world, service, options.model)
-    limits = RolloutLimits(max_turns=world.max_turns, max_tokens_per_turn=world.max_tokens, max_trajectory_tokens=1000)
-    config = RolloutConfig(limits=limits, group_size=GROUP_SIZE, stop=STOPS)
-    held_out = RolloutConfig(limits=limits, group_size=1, min_group_size=1, stop=STOPS)
+    config = RolloutConfig(max_trajectory_tokens=1000, group_size=GROUP_SIZE, stop=STOPS)
+    held_out = RolloutConfig(max_trajectory_tokens=1000, group_size=1, min_group_size=1, stop=STOPS)
 
     await warm_up(trainer, renderer, world, options.warmup, learning_rate=1e-3)
     tasks, test_tasks = world.tasks("train", 256, options.seed), world.tasks("test", options.eval_tasks, options.seed)

@@ -24,13 +24,12 @@ from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import Grpo
 from turnwise.renderers import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, RolloutLimits, play_groups
+from turnwise.rollout import RolloutConfig, play_groups
 from turnwise.rollout.self_play import play_games
 
 
-def make_rollout(world, group_size):
-    limits = RolloutLimits(max_turns=world.max_turns, max_tokens_per_turn=world.max_tokens, max_trajectory_tokens=512)
-    return RolloutConfig(limits=limits, group_size=group_size, min_group_size=1 if group_size == 1 else 2)
+def make_rollout(group_size):
+    return RolloutConfig(max_trajectory_tokens=512, group_size=group_size)
 
 
 async def warm_up(trainer, renderer, world, steps, adam):
@@ -46,7 +45,7 @@ async def warm_up(trainer, renderer, world, steps, adam):
 async def measure(sampler, renderer, world, num_games):
     """Share of games that are not lost, and of games that are won, against the scripted opponent."""
     tasks = world.tasks("test", num_games, seed=0)
-    played = await play_groups(world, tasks, sampler, renderer, make_rollout(world, 1), seed=0)
+    played = await play_groups(world, tasks, sampler, renderer, make_rollout(1), seed=0)
     games = [trajectory for group in played.groups for trajectory in group.trajectories]
     won = sum(game.metrics["win"] for game in games)
     return sum(game.is_success is True for game in games) / len(games), won / len(games)
@@ -63,7 +62,7 @@ async def train(trainer, renderer, world, options):
     )
     for step in range(options.steps):
         openings = world.tasks("train", options.openings, seed=step)
-        played = await play_games(world, openings, sampler, renderer, make_rollout(world, options.games), seed=step)
+        played = await play_games(world, openings, sampler, renderer, make_rollout(options.games), seed=step)
         kept = method.keep(played.groups)  # a seat that always won, or always lost, says nothing
         if kept.groups:
             await trainer.forward_backward(datums_of(method.lessons(kept.groups)), method.loss_fn, method.loss_config)

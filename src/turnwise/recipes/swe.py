@@ -18,7 +18,7 @@ from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.library.swe import Swe
 from turnwise.renderers import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, RolloutLimits, play_groups
+from turnwise.rollout import RolloutConfig, play_groups
 
 BATCH_SIZE = 4
 
@@ -35,8 +35,7 @@ async def learn(trainer, dialogues, learning_rate):
 
 async def play(world, split, num_tasks, sampler, renderer, group_size, seed):
     """Attempts at some tasks, all in one list."""
-    limits = RolloutLimits(max_turns=world.max_turns, max_tokens_per_turn=world.max_tokens, max_trajectory_tokens=1024)
-    config = RolloutConfig(limits=limits, group_size=group_size, min_group_size=1, max_concurrency=8)
+    config = RolloutConfig(max_trajectory_tokens=1024, group_size=group_size, min_group_size=1, max_concurrency=8)
     played = await play_groups(world, world.tasks(split, num_tasks, seed), sampler, renderer, config, seed=seed)
     return [trajectory for group in played.groups for trajectory in group.trajectories]
 

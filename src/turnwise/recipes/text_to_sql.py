@@ -20,15 +20,14 @@ from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import Grpo
 from turnwise.renderers import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, RolloutLimits, play_groups
+from turnwise.rollout import RolloutConfig, play_groups
 from turnwise.rollout.stats import success_rate
 
 BATCH_SIZE = 8
 
 
-def make_rollout(world, group_size):
-    limits = RolloutLimits(max_turns=world.max_turns, max_tokens_per_turn=world.max_tokens, max_trajectory_tokens=1024)
-    return RolloutConfig(limits=limits, group_size=group_size, min_group_size=min(group_size, 2))
+def make_rollout(group_size):
+    return RolloutConfig(max_trajectory_tokens=1024, group_size=group_size, min_group_size=min(group_size, 2))
 
 
 async def warm_up(trainer, renderer, world, steps, adam):
@@ -44,7 +43,7 @@ async def warm_up(trainer, renderer, world, steps, adam):
 async def measure(sampler, renderer, world, num_tasks):
     """Success on databases that were never trained on."""
     tasks = world.tasks("test", num_tasks, seed=0)
-    played = await play_groups(world, tasks, sampler, renderer, make_rollout(world, 1), seed=0)
+    played = await play_groups(world, tasks, sampler, renderer, make_rollout(1), seed=0)
     return success_rate([trajectory for group in played.groups for trajectory in group.trajectories]) or 0.0
 
 
@@ -56,7 +55,7 @@ async def train(trainer, renderer, world, options):
     method = Grpo(loss_fn="importance_sampling", loss_config={})
     for step in range(options.steps):
         tasks = world.tasks("train", options.tasks, seed=step)
-        played = await play_groups(world, tasks, sampler, renderer, make_rollout(world, options.group), seed=step)
+        played = await play_groups(world, tasks, sampler, renderer, make_rollout(options.group), seed=step)
         kept = method.keep(played.groups)  # a group that all solved, or nobody, says nothing
         if kept.groups:
             await trainer.forward_backward(datums_of(method.lessons(kept.groups)), method.loss_fn, method.loss_config)

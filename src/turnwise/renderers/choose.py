@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, get_args
 
 from turnwise.errors import ConfigError
@@ -10,6 +9,7 @@ from turnwise.renderers.base import Renderer
 from turnwise.renderers.chatml import ChatML
 from turnwise.renderers.single_message import SingleMessage
 from turnwise.renderers.template import TemplateRenderer
+from turnwise.runtime.suggest import did_you_mean
 
 RendererName = Literal["auto", "chatml", "template"]
 
@@ -34,8 +34,7 @@ def get_renderer(
 def _get_inner(tokenizer: Any, name: str, strip_thinking: bool) -> ChatML | TemplateRenderer:
     names = get_args(RendererName)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names, cutoff=0.6)
         raise ConfigError(f"no renderer is called {name!r}{hint} (there are {', '.join(names)})")
     if name == "chatml" or strip_thinking:
         if name == "template":

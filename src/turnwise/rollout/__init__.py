@@ -2,7 +2,7 @@
 
 from turnwise.rollout.config import RolloutConfig as RolloutConfig
 from turnwise.rollout.group import DroppedGroup as DroppedGroup
+from turnwise.rollout.group import Rollout as Rollout
 from turnwise.rollout.group import RolloutResult as RolloutResult
 from turnwise.rollout.group import play_groups as play_groups
-from turnwise.rollout.group import stream_groups as stream_groups
 from turnwise.rollout.limits import RolloutLimits as RolloutLimits

@@ -17,7 +17,6 @@ its share of the probability (reservoir sampling), so that no more than one spar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +30,7 @@ from turnwise.errors import AttemptFailed, ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.env_calls import EnvCalls
-from turnwise.rollout.group import (
-    DroppedGroup,
-    OnEvent,
-    Rollout,
-    RolloutResult,
-)
+from turnwise.rollout.group import DroppedGroup, Quarantine, Rollout
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.rollout.play import (
     Attempt,
@@ -47,48 +41,12 @@ from turnwise.rollout.play import (
     close_in_any_case,
     play_to_the_end,
 )
-from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, TrajectoryGroup
 
 CHECKED_TURNS = 3
 """At how many turns `check_can_branch` tries."""
-
-
-async def play_branches(
-    world: World,
-    tasks: Sequence[Task],
-    sampler: SamplingClient,
-    renderer: Renderer,
-    config: RolloutConfig,
-    *,
-    plan: PlayBranches,
-    seed: int,
-    on_event: OnEvent | None = None,
-    quarantine: Quarantine | None = None,
-) -> RolloutResult:
-    """Branch one dialogue of each task; the group's size is `plan.continuations`. Else as `play_groups`."""
-    rollout = branch_rollout(
-        world, sampler, renderer, config, plan=plan, seed=seed, on_event=on_event, quarantine=quarantine
-    )
-    return await rollout.play(tasks)
-
-
-def branch_rollout(
-    world: World,
-    sampler: SamplingClient,
-    renderer: Renderer,
-    config: RolloutConfig,
-    *,
-    plan: PlayBranches,
-    seed: int,
-    on_event: OnEvent | None = None,
-    quarantine: Quarantine | None = None,
-) -> Rollout:
-    """What plays branched groups, for somebody who asks for them one by one."""
-    config = dataclasses.replace(config, group_size=plan.continuations)
-    return _BranchRollout(world, sampler, renderer, config, seed, on_event, quarantine, plan=plan)
 
 
 @dataclass(slots=True)
@@ -110,22 +68,23 @@ class _Trunk:
         await self.player.close()
 
 
-class _BranchRollout(Rollout):
+class BranchRollout(Rollout):
+    """Branches one dialogue of each task; a group has `plan.continuations` attempts. Otherwise like `Rollout`."""
+
     def __init__(
         self,
         world: World,
         sampler: SamplingClient,
         renderer: Renderer,
         config: RolloutConfig,
-        seed: int,
-        on_event: OnEvent | None,
-        quarantine: Quarantine | None,
         *,
         plan: PlayBranches,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        super().__init__(world, sampler, renderer, config, seed, on_event, quarantine)
+        config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
+        super().__init__(world, sampler, renderer, config, quarantine=quarantine)
         self._plan = plan
-        self._probabilities_H = turn_probabilities(plan.turn, config.limits.max_turns, p=plan.p)
+        self._probabilities_H = turn_probabilities(plan.turn, config.max_turns, p=plan.p)
 
     async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
         reason = self.quarantine.reason(task.id)
@@ -160,16 +119,16 @@ class _BranchRollout(Rollout):
                 make_env=lambda: self.world.make_env(task, world_seed(group_seed)),
                 branch=Branch(turn=0, seed=derive_seed(group_seed, "trunk", retry)),
             )
-            async with self.room:
+            async with self.slots:
                 trunk = await self._try_trunk(attempt, derive_seed(group_seed, "turn", retry))
             if isinstance(trunk, _Trunk):
                 return trunk
-            if not self.goes_on_after(task, trunk, retry):
+            if not self.may_retry(task, trunk, retry):
                 return trunk
             retry += 1
 
     async def _try_trunk(self, attempt: Attempt, turn_seed: int) -> _Trunk | Trajectory:
-        player = Player(attempt, self.sampler, self.renderer, self.config, self.stats)
+        player = Player(attempt, self.pick_sampler(), self.renderer, self.config, self.stats)
         trunk = _Trunk(player=player, seed=attempt.seed)
         is_ready = False
         try:
@@ -223,7 +182,7 @@ class _BranchRollout(Rollout):
             make_env=lambda: self.world.make_env(task, trunk.seed),
             branch=branch,
         )
-        player = Player(attempt, self.sampler, self.renderer, self.config, self.stats, point)
+        player = Player(attempt, self.pick_sampler(), self.renderer, self.config, self.stats, point)
         return await play_to_the_end(player)
 
 

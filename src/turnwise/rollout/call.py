@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from turnwise.errors import AttemptFailed, Party
-from turnwise.runtime.pending_calls import WAITS
+from turnwise.runtime.pending_calls import PENDING_CALLS
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ async def call(
     `on_abandoned`) instead of holding up the attempt.
     """
     task = asyncio.create_task(_blamed(party, what, work))
-    with WAITS.listed(party, what, deadline_s):
+    with PENDING_CALLS.listed(party, what, deadline_s):
         try:
             await asyncio.wait({task}, timeout=deadline_s)
         except asyncio.CancelledError:

@@ -1,68 +1,145 @@
-"""What a rollout can be told."""
+"""The section `rollout` of a run's config: how groups of attempts are played."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
+from pydantic import Field, field_validator, model_validator
+
+from turnwise.envs.base import World
+from turnwise.envs.game import GameWorld
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import RolloutLimits
 
-UnparsablePolicy = Literal["penalise", "mask", "end"]
+DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
+"""Bounds where neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
-    """How groups of attempts are played."""
+class RolloutConfig(RolloutLimits):
+    """How attempts are played."""
 
-    limits: RolloutLimits = field(default_factory=RolloutLimits)
-    group_size: int = 8
-    """Attempts per task."""
-    min_group_size: int = 2
-    """A group with fewer attempts left is dropped; 1 for evaluation, where nothing is centred."""
-    max_retries: int = 2
-    """How often a failed attempt is played again, in a fresh env; the sampler draws anew."""
-    same_start: bool = True
-    """The attempts of a group start in the same world: one env seed for all, so that they differ by what the policy
-    says. Else each try draws a world of its own, as an evaluation does, where nothing is compared."""
-    max_concurrency: int = 64
-    """Attempts under way at once, over all groups."""
-    temperature: float = 1.0
-    """Of sampling; 0 is greedy. There is no top-p or top-k: the loss needs the whole distribution."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a reply, besides the format's own end of turn."""
-    on_unparsable: UnparsablePolicy = "penalise"
-    """What an unreadable reply costs: a penalty, its place in the loss, or the rest of the attempt."""
-    unparsable_penalty: float = 0.0
-    """Taken off the reward by `penalise`; 0 lets the env's own reward stand."""
-    quarantine_task_after: int = 2
-    """Groups of one task, in a row, that end without a single attempt left; the task is not played again."""
-    quarantine_world_after: int = 200
-    """Tries in a row, over all tasks, that the env or a tool failed; nothing is played any more."""
+    backend: Literal["local", "sglang", "vllm"] = Field(
+        default="local", description="Who samples. `local` is the engine in this process; the others are not there yet."
+    )
+    use_conversation_multi_turn: bool = Field(
+        default=True, description="One message per turn; false keeps all turns of an attempt in one assistant message."
+    )
+    renderer: Literal["auto", "chatml", "template"] = Field(
+        default="auto",
+        description="Messages to tokens; `auto` is ChatML where the model's template is, else the template.",
+    )
+    strip_thinking: bool = Field(
+        default=False, description="ChatML: earlier replies lose their thinking, as in Qwen3's format."
+    )
+    group_size: int = Field(
+        default=8,
+        ge=1,
+        description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
+        "attempts of one task: ppo, reinforce_pp, rebn and rft, and those that read stored data.",
+    )
+    min_group_size: int = Field(
+        default=2, ge=1, description="A group with fewer attempts left is dropped, and counted; 2 or more in training."
+    )
+    same_start: bool = Field(
+        default=True,
+        description="The attempts at a task start in the same world: they share the env's seed, and differ by what the "
+        "policy says. false: each draws a world of its own, and luck is compared too. Evaluations always do that.",
+    )
+    temperature: float = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="Temperature of sampling; the trainer uses the same one. There is no top-p or top-k: the loss "
+        "needs logprobs of the whole distribution.",
+    )
+    max_retries: int = Field(default=2, ge=0, description="How often a failed attempt is played again, in a fresh env.")
+    max_concurrency: int = Field(default=64, ge=1, description="Attempts under way at once, over all groups.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end a reply, besides the format's end of turn.")
+    on_unparsable: Literal["penalise", "mask", "end"] = Field(
+        default="penalise",
+        description="What an unreadable reply costs: a penalty, its place in the loss, or the attempt.",
+    )
+    unparsable_penalty: float = Field(
+        default=0.0, ge=0, description="Taken off the reward by `penalise`; 0 lets the env's own reward stand."
+    )
+    quarantine_task_after: int = Field(
+        default=2,
+        ge=1,
+        description="A task is not played again after so many groups in a row that ended without an attempt left.",
+    )
+    quarantine_world_after: int = Field(
+        default=200,
+        ge=1,
+        description="Nothing is played any more after so many tries in a row, over all tasks, that the env or a tool "
+        "failed.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="With max_staleness 0: replies do not depend on what else is sampled, so a resumed run equals an "
+        "unbroken one bit for bit at any max_concurrency. One sequence at a time and no prefix reuse: slower.",
+    )
+    kv_across_updates: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="A dialogue that goes on over an update: its next turns are drawn with the new weights, which "
+        "read it again (recompute), or with the old ones to its end (keep). Logprobs are exact either way.",
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("group_size", "min_group_size", "max_concurrency"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
-        for name in ("quarantine_task_after", "quarantine_world_after"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
-        if self.max_retries < 0:
-            raise ConfigError(f"max_retries={self.max_retries}; expected 0 (never) or more")
-        if self.min_group_size > self.group_size:
-            raise ConfigError(
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_more(cls, stop: object) -> object:
+        """`rollout.stop="\\n"` means a list of one."""
+        return ((stop,) if stop else ()) if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _turns_fit_the_backend(self) -> Self:
+        if self.backend == "sglang" and not self.use_conversation_multi_turn:
+            raise NotImplementedError("`use_conversation_multi_turn=False` is not supported for SGLang backend")
+        return self
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        if self.unparsable_penalty and self.on_unparsable != "penalise":
+            raise ValueError(
+                f"unparsable_penalty={self.unparsable_penalty} is not read with on_unparsable={self.on_unparsable}"
+            )
+        if self.strip_thinking and (self.renderer == "template" or not self.use_conversation_multi_turn):
+            raise ValueError("strip_thinking is read by the ChatML renderer with one message per turn only")
+        if self.min_group_size > max(2, self.group_size):
+            raise ValueError(
                 f"min_group_size={self.min_group_size} is more than group_size={self.group_size}; "
                 "every group would be dropped"
             )
-        if not 0 <= self.temperature <= 100:
-            raise ConfigError(f"temperature={self.temperature}; expected 0 (greedy) to 100")
-        if not (math.isfinite(self.unparsable_penalty) and self.unparsable_penalty >= 0):
-            raise ConfigError(f"unparsable_penalty={self.unparsable_penalty}; expected 0 or more, it is subtracted")
-        if self.unparsable_penalty and self.on_unparsable != "penalise":
+        return self
+
+    def for_world(self, world: World | GameWorld, context_length: int = 0) -> Self:
+        """The same config with every bound filled in: those that are 0 are the world's and the model's."""
+        wanted = self.max_trajectory_tokens or context_length or DEFAULT_CONTEXT
+        return self.model_copy(
+            update={
+                "max_turns": self.max_turns or getattr(world, "max_turns", DEFAULT_TURNS),
+                "max_tokens_per_turn": self.max_tokens_per_turn or getattr(world, "max_tokens", DEFAULT_TOKENS),
+                "max_trajectory_tokens": min(wanted, context_length or wanted),
+            }
+        )
+
+    def check_bounds(self) -> None:
+        """Refuse a config whose bounds are still open: an attempt would end before its first reply."""
+        for name in ("max_turns", "max_tokens_per_turn", "max_trajectory_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}=0 is for the world to fill in; set it, or play config.for_world(world)")
+
+    def check_backend(self) -> None:
+        """Refuse a backend that this release does not have, before anything is spent."""
+        if self.backend != "local":
             raise ConfigError(
-                f"unparsable_penalty={self.unparsable_penalty} is not read with on_unparsable={self.on_unparsable!r}"
+                f"rollout.backend={self.backend} is not there yet in this release; what is there is the engine in "
+                "this process: rollout.backend=local (the other rollout options mean the same with it)"
             )
+
+    @property
+    def smallest_group(self) -> int:
+        """Attempts that must be left in a group for it to count."""
+        return min(self.min_group_size, self.group_size)
 
     @property
     def logprob_temperature(self) -> float:

@@ -1,37 +1,42 @@
-"""N attempts at each task -> groups, side by side.
+"""Plays several attempts at each task, side by side, and makes groups of them.
 
-Attempts of all groups share one bound on how many run at once. A failed attempt is played again in a fresh env; one
-that stays failed is set apart and never scored, so the baseline of its siblings is made from attempts that were really
-judged. A group with too few of them is dropped. Everything that is dropped is counted.
+    rollout = Rollout(world, sampler, renderer, config)
+    result = await rollout.play(tasks, seed=step)       # or: async for group in rollout.stream(tasks, seed=step)
 
-Seeds come from (run seed, task, attempt, try) by hash: what an attempt draws does not depend on what runs beside it.
-The env's seed comes from (run seed, task) alone (`same_start`): a group starts in one world, tried again or not, so a
-difference in luck is no difference between its attempts.
-Nothing outlives a call: cancelling it cancels the attempts, and they close their envs.
+The attempts of all groups share one bound on how many run at once. A failed attempt is played again in a fresh env. An
+attempt that stays failed is set apart and never scored, so the baseline of its siblings is made only from attempts that
+were judged. A group with too few attempts left is dropped. Everything that is dropped is counted.
+
+Seeds come by hash from (run seed, task, attempt, try), so what an attempt draws does not depend on what runs beside it.
+With `same_start` the env's seed comes from (run seed, task) alone: all attempts of a group start in the same world,
+retries included, so they differ only by what the policy said.
+Nothing outlives a call: if you cancel it, it cancels the attempts, and they close their envs.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypedDict
 
 from turnwise.client.base import SamplingClient
 from turnwise.envs.base import Task, World
+from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play
-from turnwise.rollout.quarantine import Quarantine
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import Branch, Trajectory, TrajectoryGroup
+from turnwise.trajectory import Branch, Failure, Trajectory, TrajectoryGroup
 
 DropReason = Literal["group_too_small", "quarantined", "ended_before_branch"]
 EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
+QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE)
+"""Only their failures count against a task: a sampler that is down says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class RolloutEvent:
     kind: EventKind
     task_id: str
     trajectory: Trajectory | None = None
-    """Of the attempt events."""
+    """The attempt that an attempt event is about; None for group events."""
     detail: str = ""
 
 
@@ -65,10 +70,19 @@ class RolloutResult:
     dropped: tuple[DroppedGroup, ...]
     stats: RolloutStats
 
+    @classmethod
+    def of(cls, outcomes: Sequence[TrajectoryGroup | DroppedGroup | None], stats: RolloutStats) -> RolloutResult:
+        """Sort outcomes into kept and dropped groups."""
+        return cls(
+            groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
+            dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
+            stats=stats,
+        )
+
 
 OnEvent = Callable[[RolloutEvent], None]
 TryAttempt = Callable[[int, int], Awaitable[Trajectory]]
-"""(index in the group, how often it was tried before) -> one try."""
+"""(index in the group, number of earlier tries) -> one try."""
 
 
 async def play_groups(
@@ -79,46 +93,92 @@ async def play_groups(
     config: RolloutConfig,
     *,
     seed: int,
-    on_event: OnEvent | None = None,
-    quarantine: Quarantine | None = None,
 ) -> RolloutResult:
-    """Play `config.group_size` attempts at each task.
+    """Play `config.group_size` attempts at each task: a `Rollout` for one call.
 
     Args:
-        seed: of this rollout; a run that plays a task again gives another one.
-        on_event: called on the event loop as things happen.
-        quarantine: kept by a run over all its rollouts; without it, this call has one of its own.
+        seed: Seeds this rollout; give another one when you play the same tasks again.
     """
-    return await Rollout(world, sampler, renderer, config, seed, on_event, quarantine).play(tasks)
+    return await Rollout(world, sampler, renderer, config).play(tasks, seed=seed)
 
 
-async def stream_groups(
-    world: World,
-    tasks: Sequence[Task],
-    sampler: SamplingClient,
-    renderer: Renderer,
-    config: RolloutConfig,
-    *,
-    seed: int,
-    on_event: OnEvent | None = None,
-    quarantine: Quarantine | None = None,
-    stats: RolloutStats | None = None,
-) -> AsyncGenerator[TrajectoryGroup | DroppedGroup, None]:
-    """`play_groups`, each group as soon as it is done. Leave it early with `contextlib.aclosing`.
+class QuarantineState(TypedDict):
+    """What a `Quarantine` has counted, ready for JSON."""
 
-    Args:
-        stats: filled while the groups come.
+    lost_groups: dict[str, int]
+    failed_tries: int
+    tasks: dict[str, str]
+    world: str | None
+
+
+class Quarantine:
+    """Counts failures in a row, by task and over the whole world, and says what must not be played any more.
+
+    A task is quarantined when `task_after` of its groups in a row end without a single attempt left. The whole world is
+    closed when `world_after` tries in a row fail, whatever their tasks. One `Quarantine` lives as long as a run.
     """
-    rollout = Rollout(world, sampler, renderer, config, seed, on_event, quarantine)
-    if stats is not None:
-        rollout.stats = stats
-    async with aclosing(rollout.run(tasks)) as finished:
-        async for _, outcome in finished:
-            yield outcome
+
+    def __init__(self, *, task_after: int = 2, world_after: int = 200) -> None:
+        self._task_after = task_after
+        self._world_after = world_after
+        self._num_lost_groups: dict[str, int] = {}
+        self._num_failed_tries = 0
+        self._tasks: dict[str, str] = {}
+        self._world: str | None = None
+
+    @property
+    def tasks(self) -> Mapping[str, str]:
+        """Quarantined tasks, each with its last failure."""
+        return self._tasks
+
+    @property
+    def world(self) -> str | None:
+        """The failure that closed the whole world; None while it is open."""
+        return self._world
+
+    def to_state(self) -> QuarantineState:
+        """Everything that it has counted; `restore` goes on from it."""
+        return QuarantineState(
+            lost_groups=dict(self._num_lost_groups),
+            failed_tries=self._num_failed_tries,
+            tasks=dict(self._tasks),
+            world=self._world,
+        )
+
+    def restore(self, state: QuarantineState) -> None:
+        """Go on from what another quarantine had counted."""
+        self._num_lost_groups, self._num_failed_tries = dict(state["lost_groups"]), state["failed_tries"]
+        self._tasks, self._world = dict(state["tasks"]), state["world"]
+
+    def reason(self, task_id: str) -> str | None:
+        """Why this task must not be played; None when it may be."""
+        return self._world if self._world is not None else self._tasks.get(task_id)
+
+    def record_try(self, failure: Failure | None) -> None:
+        """Count one try at any task; `failure` is None if it went well."""
+        if failure is None:
+            self._num_failed_tries = 0
+        elif failure.party in QUARANTINE_PARTIES:
+            self._num_failed_tries += 1
+            if self._num_failed_tries >= self._world_after and self._world is None:
+                self._world = f"{self._num_failed_tries} tries in a row failed; the last: {failure.detail}"
+
+    def record_group(self, task_id: str, failures: list[Failure], num_left: int) -> bool:
+        """Count a group that ended with `num_left` good attempts; True if its task is quarantined from now on."""
+        blamed = [failure for failure in failures if failure.party in QUARANTINE_PARTIES]
+        if num_left:
+            self._num_lost_groups.pop(task_id, None)
+        if num_left or not blamed:
+            return False
+        count = self._num_lost_groups[task_id] = self._num_lost_groups.get(task_id, 0) + 1
+        if count < self._task_after or task_id in self._tasks:
+            return False
+        self._tasks[task_id] = f"{count} groups in a row were lost; the last: {blamed[-1].detail}"
+        return True
 
 
 class Rollout:
-    """One call of `play_groups` or `stream_groups`; `rollout.branch` plays its groups in another way."""
+    """A world, a policy and the rules to play by. `rollout.branch` plays its groups in another way."""
 
     def __init__(
         self,
@@ -126,50 +186,47 @@ class Rollout:
         sampler: SamplingClient,
         renderer: Renderer,
         config: RolloutConfig,
-        seed: int,
-        on_event: OnEvent | None,
-        quarantine: Quarantine | None,
+        *,
+        quarantine: Quarantine | None = None,
     ) -> None:
+        """`quarantine`: kept by a run over all its rollouts; without one, this rollout makes its own."""
         self.world = world
         self.pick_sampler: Callable[[], SamplingClient] = lambda: sampler
-        """Asked at the start of every attempt."""
+        """Gives each attempt its sampler when the attempt starts."""
         self.renderer = renderer
-        self.config = config
-        self._seed = seed
-        self._on_event = on_event
+        self.config = config.for_world(world)
+        self.on_event: OnEvent | None = None
+        """Called on the event loop as things happen."""
         self.quarantine = quarantine or Quarantine(
             task_after=config.quarantine_task_after, world_after=config.quarantine_world_after
         )
-        self.room: AbstractAsyncContextManager[None] = asyncio.Semaphore(config.max_concurrency)
-        """Entered by every attempt while it is played."""
+        self.slots: AbstractAsyncContextManager[None] = asyncio.Semaphore(config.max_concurrency)
+        """Every attempt holds one slot while it is played."""
         self.stats = RolloutStats()
+        """Counts while groups are played."""
 
-    @property
-    def sampler(self) -> SamplingClient:
-        """For an attempt that starts now."""
-        return self.pick_sampler()
-
-    def result(self, outcomes: Sequence[TrajectoryGroup | DroppedGroup]) -> RolloutResult:
-        return RolloutResult(
-            groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
-            dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
-            stats=self.stats,
-        )
-
-    async def play(self, tasks: Sequence[Task]) -> RolloutResult:
-        """All groups, in the order of their tasks."""
-        async with aclosing(self.run(tasks)) as finished:
+    async def play(self, tasks: Sequence[Task], *, seed: int) -> RolloutResult:
+        """Play `config.group_size` attempts at each task; groups come in the order of their tasks."""
+        async with aclosing(self._run(tasks, seed)) as finished:
             outcomes = {index: outcome async for index, outcome in finished}
-        return self.result([outcomes[index] for index in range(len(tasks))])
+        return RolloutResult.of([outcomes[index] for index in range(len(tasks))], self.stats)
 
-    async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[tuple[int, TrajectoryGroup | DroppedGroup], None]:
+    async def stream(self, tasks: Sequence[Task], *, seed: int) -> AsyncGenerator[TrajectoryGroup | DroppedGroup, None]:
+        """Like `play`, but gives each group as soon as it is done. Leave it early with `contextlib.aclosing`."""
+        async with aclosing(self._run(tasks, seed)) as finished:
+            async for _, outcome in finished:
+                yield outcome
+
+    async def _run(
+        self, tasks: Sequence[Task], seed: int
+    ) -> AsyncGenerator[tuple[int, TrajectoryGroup | DroppedGroup], None]:
         times_seen: Counter[str] = Counter()
         running: dict[asyncio.Task[TrajectoryGroup | DroppedGroup], int] = {}
         for index, task in enumerate(tasks):
             # A task that comes twice in one rollout gets attempts of its own each time.
-            seed = derive_seed(self._seed, task.id, times_seen[task.id])
+            group_seed = derive_seed(seed, task.id, times_seen[task.id])
             times_seen[task.id] += 1
-            running[asyncio.create_task(self.play_group(task, seed))] = index
+            running[asyncio.create_task(self.play_group(task, group_seed))] = index
         try:
             while running:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -180,13 +237,14 @@ class Rollout:
             await cancel_all(list(running))
 
     async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
+        """Play one group, whose seed this is."""
         reason = self.quarantine.reason(task.id)
         if reason is not None:
             return self.drop(task, "quarantined", reason, lost=self.config.group_size)
         return self.finish_group(task, await self.play_all(partial(self._try_attempt, task, seed), task))
 
     async def play_all(self, attempt: TryAttempt, task: Task) -> list[Trajectory]:
-        """The attempts of a group side by side, each tried again while it fails and may be."""
+        """Play the attempts of a group side by side, and try each again while it fails and `may_retry`."""
         attempts = [asyncio.create_task(self._play_attempt(attempt, task, i)) for i in range(self.config.group_size)]
         try:
             return await asyncio.gather(*attempts)
@@ -196,13 +254,13 @@ class Rollout:
     async def _play_attempt(self, attempt: TryAttempt, task: Task, index: int) -> Trajectory:
         retry = 0
         while True:
-            async with self.room:
+            async with self.slots:
                 trajectory = await attempt(index, retry)
             self.stats.add_try(trajectory)
             self.quarantine.record_try(trajectory.failure)
             if trajectory.failure is None:
                 self.emit("attempt_done", task, trajectory)
-            if trajectory.failure is None or not self.goes_on_after(task, trajectory, retry):
+            if trajectory.failure is None or not self.may_retry(task, trajectory, retry):
                 return trajectory
             retry += 1
 
@@ -216,7 +274,7 @@ class Rollout:
             make_env=lambda: self.world.make_env(task, env_seed),
             branch=Branch(turn=0, seed=seed) if self.config.same_start else None,
         )
-        return await play(attempt, self.sampler, self.renderer, self.config, self.stats)
+        return await play(attempt, self.pick_sampler(), self.renderer, self.config, self.stats)
 
     def finish_group(
         self,
@@ -226,14 +284,14 @@ class Rollout:
         branch_turn: int | None = None,
         branch_probability: float = 1.0,
     ) -> TrajectoryGroup | DroppedGroup:
-        """Set failed attempts apart; too few others are no group."""
+        """Make a group of the good attempts, with the failed ones set apart; drop it if too few are good."""
         kept = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
         failed = tuple(trajectory for trajectory in trajectories if trajectory.failure is not None)
         failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
         if self.quarantine.record_group(task.id, failures, len(kept)):
             self.stats.add_quarantined_task()
-        if len(kept) < self.config.min_group_size:
-            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self.config.min_group_size} are needed"
+        if len(kept) < self.config.smallest_group:
+            detail = f"{len(kept)} of {len(trajectories)} attempts are left, {self.config.smallest_group} are needed"
             return self.drop(task, "group_too_small", detail, lost=len(kept), kept=kept, failed=failed)
         self.stats.add_kept_group(kept, failed)
         self.emit("group_done", task)
@@ -245,8 +303,8 @@ class Rollout:
             branch_probability=branch_probability,
         )
 
-    def goes_on_after(self, task: Task, failed: Trajectory, retry: int) -> bool:
-        """An attempt failed: whether it is played again."""
+    def may_retry(self, task: Task, failed: Trajectory, retry: int) -> bool:
+        """Whether to play an attempt again that failed; tells listeners either way."""
         assert failed.failure is not None
         if retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
             self.emit("attempt_failed", task, failed, failed.failure.detail)
@@ -265,17 +323,18 @@ class Rollout:
         kept: tuple[Trajectory, ...] = (),
         failed: tuple[Trajectory, ...] = (),
     ) -> DroppedGroup:
+        """Count a group as dropped, with `lost` attempts that did not fail themselves."""
         self.stats.add_dropped_group(why, lost, failed)
         self.emit("group_dropped", task, detail=detail)
         return DroppedGroup(task_id=task.id, why=why, detail=detail, trajectories=kept, failed=failed)
 
     def emit(self, kind: EventKind, task: Task, trajectory: Trajectory | None = None, detail: str = "") -> None:
-        if self._on_event is not None:
-            self._on_event(RolloutEvent(kind=kind, task_id=task.id, trajectory=trajectory, detail=detail))
+        if self.on_event is not None:
+            self.on_event(RolloutEvent(kind=kind, task_id=task.id, trajectory=trajectory, detail=detail))
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel what still runs, and wait until it has cleaned up."""
+    """Cancel the tasks that still run, and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
 
-from turnwise.errors import ConfigError
+from pydantic import Field, field_validator
+
+from turnwise.runtime.section import Section
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutLimits:
-    """The first three end an attempt with a `EndReason`; so does `attempt_deadline_s`. The other deadlines fail it."""
+class RolloutLimits(Section):
+    """Bounds on one attempt. 0 stands for a bound that the world or the model has (`RolloutConfig.for_world`).
 
-    max_turns: int = 8
-    max_tokens_per_turn: int = 256
-    """Sampled tokens of one reply."""
-    max_trajectory_tokens: int = 4096
-    """Prompt and reply together, at any turn; no more than the model's context."""
-    attempt_deadline_s: float = 600.0
-    """The whole attempt, from making the env on. What was played until then counts, with `EndReason.TIME_LIMIT`."""
-    step_deadline_s: float = 60.0
-    """One call of the env."""
-    sample_deadline_s: float = 300.0
-    """One call of the sampler, the wait for its turn included."""
-    close_deadline_s: float = 10.0
-    """Closing the env; also how long it may take beyond the attempt's deadline."""
+    The first three end an attempt with a `StopReason`, and so does `attempt_deadline_s`. An attempt that misses one of
+    the other deadlines has failed.
+    """
 
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens_per_turn"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
-        if self.max_trajectory_tokens < 2:
-            raise ConfigError(
-                f"max_trajectory_tokens={self.max_trajectory_tokens}; expected room for a prompt and a reply"
-            )
-        for name in ("attempt_deadline_s", "step_deadline_s", "sample_deadline_s", "close_deadline_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value}; expected a finite number of seconds above 0")
+    max_turns: int = Field(default=0, ge=0, description="Most replies in one attempt; 0 takes the world's own limit.")
+    max_tokens_per_turn: int = Field(
+        default=0, ge=0, description="Most sampled tokens of one reply; 0 takes the world's own limit."
+    )
+    max_trajectory_tokens: int = Field(
+        default=0, ge=0, description="Most tokens of one attempt, prompts included; 0 takes the model's context."
+    )
+    attempt_deadline_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds for a whole attempt, from making the env on; then it is cut, and what was played counts.",
+    )
+    step_deadline_s: float = Field(
+        default=60.0, gt=0, description="Seconds for one call of the env; then it has failed."
+    )
+    sample_deadline_s: float = Field(default=300.0, gt=0, description="Seconds for one reply, the wait included.")
+    close_deadline_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds to close the env, also beyond the attempt's deadline.",
+    )
+
+    @field_validator("max_trajectory_tokens")
+    @classmethod
+    def _holds_a_prompt_and_a_reply(cls, count: int) -> int:
+        if count == 1:
+            raise ValueError("1 is no room for a prompt and a reply; expected 2 or more, or 0")
+        return count
 
     def num_tokens_left(self, num_prompt_tokens: int) -> int:
         """How many tokens may be sampled after a prompt; 0 or less when it already fills the budget."""

@@ -110,14 +110,15 @@ class Player:
         stats: RolloutStats,
         savepoint: Savepoint | None = None,
     ) -> None:
+        config.check_bounds()
         self._attempt = attempt
         self._savepoint = savepoint
         self._sampler = sampler
         self._renderer = renderer
         self._config = config
         self._stats = stats
-        self._clock = Clock(config.limits.attempt_deadline_s)
-        self._env = EnvCalls(attempt.make_env, config.limits, self._clock)
+        self._clock = Clock(config.attempt_deadline_s)
+        self._env = EnvCalls(attempt.make_env, config, self._clock)
         self._start: tuple[Message, ...] = ()
         self._history: list[Message] = []
         """What the current prompt stands for."""
@@ -180,9 +181,9 @@ class Player:
 
     def limit_reached(self) -> EndReason | None:
         """Asked before each sampling. A first prompt that does not fit is no attempt at all."""
-        if self._config.limits.num_tokens_left(len(self._prompt_ids)) < 1:
+        if self._config.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
-                limit = self._config.limits.max_trajectory_tokens
+                limit = self._config.max_trajectory_tokens
                 detail = f"the first prompt has {len(self._prompt_ids)} tokens and max_trajectory_tokens is {limit}"
                 raise AttemptFailed(Party.ENV, detail)
             return EndReason.MAX_TOKENS
@@ -267,7 +268,7 @@ class Player:
     async def _sample(self, prompt_ids: list[int]) -> SampleResponse:
         config, turn = self._config, len(self._turns)
         params = SamplingParams(
-            max_tokens=config.limits.num_tokens_left(len(prompt_ids)),
+            max_tokens=config.num_tokens_left(len(prompt_ids)),
             seed=self._seed(turn),
             stop=list(config.stop) or None,
             stop_token_ids=list(self._renderer.stop_ids),
@@ -278,7 +279,7 @@ class Player:
             Party.SAMPLER,
             "sample",
             lambda: self._sampler.sample_async(prompt, num_samples=1, sampling_params=params),
-            deadline_s=self._clock.at_most(config.limits.sample_deadline_s),
+            deadline_s=self._clock.at_most(config.sample_deadline_s),
         )
         response = await self._timed(Party.SAMPLER, work)
         _check_response(response)
@@ -323,7 +324,7 @@ class Player:
             return EndReason.TRUNCATED
         if step.is_unparsable and self._config.on_unparsable == "end":
             return EndReason.UNPARSABLE
-        return EndReason.MAX_TURNS if len(self._turns) >= self._config.limits.max_turns else None
+        return EndReason.MAX_TURNS if len(self._turns) >= self._config.max_turns else None
 
     def _extend(self, prompt_ids: list[int], step: EnvStep) -> list[int]:
         turn, history = self._turns[-1], tuple(self._history)

@@ -83,7 +83,7 @@ async def replay(
         branch=recorded.branch,
     )
     sampler = ScriptedSampler([_to_sequence(turn) for turn in recorded.turns])
-    replayed = await play(attempt, sampler, renderer, config, RolloutStats())
+    replayed = await play(attempt, sampler, renderer, config.for_world(world), RolloutStats())
     found = _differences(recorded, replayed, altered)
     return Replay(recorded=recorded, replayed=replayed, difference=next(found, None))
 

@@ -63,11 +63,7 @@ async def play_games(
         outcomes = [outcome for outcomes in await asyncio.gather(*running) for outcome in outcomes]
     finally:
         await cancel_all(running)
-    return RolloutResult(
-        groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
-        dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
-        stats=rollout.stats,
-    )
+    return RolloutResult.of(outcomes, rollout.stats)
 
 
 class _SelfPlay:
@@ -81,8 +77,8 @@ class _SelfPlay:
         config: RolloutConfig,
     ) -> None:
         # A step takes as long as the other seats do; they have deadlines of their own.
-        limits = dataclasses.replace(config.limits, step_deadline_s=config.limits.attempt_deadline_s)
-        self._config = dataclasses.replace(config, limits=limits)
+        patience = {"step_deadline_s": config.attempt_deadline_s}
+        self._config = config.for_world(world).model_copy(update=patience)
         self._world = world
         self._samplers = samplers
         self._renderer = renderer
@@ -141,7 +137,7 @@ class _SelfPlay:
         attempt = Attempt(
             task_id=seat_task_id(task.id, seat), index=index, seed=seed, make_env=lambda: _SeatEnv(table, seat)
         )
-        deadline_s = self._config.limits.attempt_deadline_s
+        deadline_s = self._config.attempt_deadline_s
         try:
             if not await call(Party.ENV, "first move", lambda: table.wait_for(seat), deadline_s=deadline_s):
                 return None
@@ -165,11 +161,11 @@ class _SelfPlay:
         played = [trajectory for trajectory in trajectories if trajectory is not None]
         kept = tuple(trajectory for trajectory in played if trajectory.failure is None)
         failed = tuple(trajectory for trajectory in played if trajectory.failure is not None)
-        if len(kept) >= self._config.min_group_size:
+        if len(kept) >= self._config.smallest_group:
             self.stats.add_kept_group(kept, failed)
             return TrajectoryGroup(task_id=task_id, trajectories=kept, failed=failed)
         self.stats.add_dropped_group("group_too_small", len(kept), failed)
-        detail = f"{len(kept)} of {len(trajectories)} games are left, {self._config.min_group_size} are needed"
+        detail = f"{len(kept)} of {len(trajectories)} games are left, {self._config.smallest_group} are needed"
         return DroppedGroup(task_id=task_id, why="group_too_small", detail=detail, trajectories=kept, failed=failed)
 
 

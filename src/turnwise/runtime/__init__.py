@@ -1,1 +1,1 @@
-"""What every room may use: event loops, calls that are under way, settings of the process."""
+"""What every room may use: event loops, pending calls, process settings, config sections, suggestions."""

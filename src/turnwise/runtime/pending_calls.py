@@ -1,7 +1,7 @@
-"""What the process waits for at this moment: which party, for what, on whose behalf, since when, and how long at most.
+"""The calls that this process waits for now: whom it called, for what, on whose behalf, and for how long.
 
-Every await that leaves our code is listed here while it lasts (`rollout.call`, tools, the calls of `train`), so that
-a run that stands still can say why.
+Every await that leaves our code is listed here while it lasts (`rollout.call`, tools, the calls of the training loop),
+so that a run that makes no progress can say why.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 caller: ContextVar[str] = ContextVar("caller", default="")
-"""On whose behalf calls are made in this task, such as "sum-7, attempt 2"."""
+"""On whose behalf this task makes calls, such as "sum-7, attempt 2"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """One call that has not come back yet."""
+class PendingCall:
+    """One call that has not returned yet."""
 
     party: str
-    """env, tool, sampler, judge, trainer, critic."""
+    """Who was called: env, tool, sampler, judge, trainer or critic."""
     what: str
     who: str
     since_s: float
-    """On the clock of `time.monotonic`."""
+    """Start, on the clock of `time.monotonic`."""
     deadline_s: float
-    """Seconds after `since_s` at which it is given up."""
+    """Seconds after `since_s` at which the call is given up."""
 
     @property
     def waited_s(self) -> float:
@@ -39,19 +39,20 @@ class Wait:
         return f"{self.party}: {self.what}{who}, {self.waited_s:.1f} s of at most {self.deadline_s:.3g} s"
 
 
-class Waits:
-    """All of them. Written by the event loop; any thread may look."""
+class PendingCalls:
+    """All pending calls. The event loop writes; any thread may read."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Wait] = {}
+        self._open: dict[int, PendingCall] = {}
         self._numbers = itertools.count()
         self.num_over = 0
-        """Calls that came back, well or not."""
+        """Calls that have returned, with or without an error."""
 
     @contextmanager
     def listed(self, party: str, what: str, deadline_s: float) -> Iterator[None]:
+        """List a call while the block runs."""
         number = next(self._numbers)
-        self._open[number] = Wait(
+        self._open[number] = PendingCall(
             party=party, what=what, who=caller.get(), since_s=time.monotonic(), deadline_s=deadline_s
         )
         try:
@@ -63,11 +64,11 @@ class Waits:
     def __len__(self) -> int:
         return len(self._open)
 
-    def oldest(self, count: int = 1) -> list[Wait]:
-        """The longest waits first."""
-        open_now = list(self._open.values())  # copied in one go: the event loop may be changing it
-        return sorted(open_now, key=lambda wait: wait.since_s)[:count]
+    def oldest(self, count: int = 1) -> list[PendingCall]:
+        """The `count` calls that have been pending longest, the longest first."""
+        open_now = list(self._open.values())  # copied in one go, because the event loop may change the dict meanwhile
+        return sorted(open_now, key=lambda call: call.since_s)[:count]
 
 
-WAITS = Waits()
-"""Of this process."""
+PENDING_CALLS = PendingCalls()
+"""The pending calls of this process."""

@@ -1,4 +1,4 @@
-"""What cannot be shared between event loops: locks, tasks and the like, of which each loop gets its own."""
+"""Values that event loops cannot share, such as locks and tasks: each loop gets its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One value for each loop, made when it is first asked for and gone with its loop."""
+    """One value per event loop, made on first use and dropped with the loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -1,6 +1,6 @@
-"""What our commands set for the process that they are, in which a loop plays and a thread samples, both in Python.
+"""Settings of the whole process, for commands in which an event loop plays while another thread samples.
 
-Libraries leave such settings alone, and so do our clients; a command may change them, and puts them back at its end.
+A library leaves such settings alone, and so do our clients. A command may change them, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0001
-"""How long a thread that computes may keep another one from going on. By default it is fifty times as long, more than a
-decode step on a GPU takes, and torch gives the lock away, and asks for it again, at every launch."""
+"""How long a thread that computes may hold Python's lock while another one waits. Python's default is fifty times as
+long, which is more than a decode step on a GPU takes, and torch releases and takes the lock at every launch."""
 
 
 @contextmanager
 def settled_process() -> Iterator[None]:
-    """Enter it when everything is loaded.
+    """Switch threads fast, and keep the garbage collector off what is loaded already. Enter it after loading.
 
-    A full collection of garbage looks at all that torch and transformers brought along, for a fifth of a second, and
-    a rollout causes one every few steps; what is there already is not looked at again.
+    A full collection visits every object that torch and transformers made, which takes a fifth of a second, and a
+    rollout causes one every few steps. Frozen objects are not visited again.
     """
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(min(interval_s, SWITCH_INTERVAL_S))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import InitVar, dataclass
 
 from turnwise.client.checkpoints import CheckpointPath
 from turnwise.errors import ConfigError, DataError
 from turnwise.losses.table import LOSSES, policy_losses
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import AdamParams, LoraConfig
 
 _DEFAULT_BATCH_SIZE = 8
@@ -97,8 +97,7 @@ class RLConfig:
 
     def _check_choices(self) -> None:
         if self.loss_fn not in POLICY_LOSSES:
-            near = difflib.get_close_matches(str(self.loss_fn), POLICY_LOSSES, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(self.loss_fn), POLICY_LOSSES)
             raise ConfigError(f"loss_fn={self.loss_fn!r}{hint}; expected one of {', '.join(POLICY_LOSSES)}")
         if len(self.betas) != 2:
             raise ConfigError(f"betas={self.betas!r}; expected two numbers, such as (0.9, 0.999)")

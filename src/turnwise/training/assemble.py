@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.config import Config, EnvConfig, GeneratorConfig
+from turnwise.config.config import Config
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
-from turnwise.envs.registry import get_world, world_options
 from turnwise.errors import ConfigError
 from turnwise.methods.base import MethodSetup
 from turnwise.methods.config import METHOD_OPTIONS
@@ -24,6 +22,7 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.critic_config import CRITIC_METHODS, CriticConfig
+from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.task_order import Deck
 from turnwise.types import AdamParams
 
@@ -48,14 +47,16 @@ class Parts:
         return getattr(self.method, "needs_values", False)
 
 
-def assemble(config: Config, facts: ModelFacts) -> Parts:
-    world = make_world(config.env, config.generator)
+def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJECTS) -> Parts:
+    """Args:
+    objects: What the caller passed as Python objects in place of names in the config.
+    """
+    world = objects.make_world(config.env, max_turns=config.rollout.max_turns)
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.name in CRITIC_METHODS and config.critic.pretrain_steps:
         check_pretraining(config.critic, world)
-    limits = make_limits(config.generator, world, facts.context_length)
-    rollout = make_rollout(config.generator, limits)
+    rollout = config.rollout.for_world(world, facts.context_length)
     train = config.train
     task_seed = derive_seed(train.seed, "tasks")
     return Parts(
@@ -65,7 +66,7 @@ def assemble(config: Config, facts: ModelFacts) -> Parts:
         held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
-        method=make_method(config, limits),
+        method=make_method(config, rollout),
         shaping=make_shaping(config),
     )
 
@@ -85,58 +86,19 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 )
 
 
-def make_world(env: EnvConfig, generator: GeneratorConfig) -> World:
-    """The world; a turn limit in the config also reaches a world that tells its players about it."""
-    options = dict(env.options)
-    if generator.max_turns and any(option.name == "max_turns" for option in world_options(env.name)):
-        options.setdefault("max_turns", generator.max_turns)
-    return get_world(env.name, **options)
-
-
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
     """At most `count` tasks, none twice; a world may have fewer."""
     tasks = world.tasks(split, count, seed) if count else []
     return list({task.id: task for task in tasks}.values())
 
 
-def make_limits(generator: GeneratorConfig, world: World, context_length: int) -> RolloutLimits:
-    wanted = generator.max_trajectory_tokens or context_length
-    return RolloutLimits(
-        max_turns=generator.max_turns or world.max_turns,
-        max_tokens_per_turn=generator.sampling_params.max_generate_length or world.max_tokens,
-        max_trajectory_tokens=min(wanted, context_length),
-        attempt_deadline_s=generator.attempt_deadline_s,
-        step_deadline_s=generator.step_deadline_s,
-        sample_deadline_s=generator.sample_deadline_s,
-    )
-
-
-def make_rollout(generator: GeneratorConfig, limits: RolloutLimits) -> RolloutConfig:
-    return RolloutConfig(
-        limits=limits,
-        group_size=generator.n_samples_per_prompt,
-        min_group_size=min(generator.min_group_size, generator.n_samples_per_prompt),
-        max_retries=generator.max_retries,
-        same_start=generator.same_start,
-        max_concurrency=generator.max_concurrency,
-        temperature=generator.sampling_params.temperature,
-        stop=generator.stop,
-        on_unparsable=generator.on_unparsable,
-        unparsable_penalty=generator.unparsable_penalty,
-    )
-
-
 def make_eval_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
     """The same play, at the evaluation's temperature. Nothing is centred: one attempt is a group, and several attempts
     at a task meet worlds of their own, which tell more of the task than one world met several times.
     """
-    return dataclasses.replace(
-        rollout,
-        group_size=config.eval.samples,
-        min_group_size=1,
-        same_start=False,
-        temperature=config.eval.temperature,
-    )
+    samples, temperature = config.eval.samples, config.eval.temperature
+    changes = {"group_size": samples, "min_group_size": 1, "same_start": False, "temperature": temperature}
+    return rollout.model_copy(update=changes)
 
 
 def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
@@ -144,7 +106,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
         MethodSetup(
             config=config.method_in_use,
             data=config.data,
-            group_size=config.generator.n_samples_per_prompt,
+            group_size=config.rollout.group_size,
             max_turns=limits.max_turns,
             max_tokens=limits.max_turns * limits.max_tokens_per_turn,
             potential_weight=config.reward.weights.shaping if config.reward.potential else 0.0,
@@ -156,15 +118,7 @@ def make_shaping(config: Config) -> Shaping:
     """The rewards' section, with the discount that the method itself credits with."""
     reward, method = config.reward, config.method
     gamma = method.chosen("gamma") if "gamma" in METHOD_OPTIONS[method.name] else 1.0
-    return Shaping(
-        weights={channel: weight for channel, weight in reward.weights.model_dump().items() if weight != 1},
-        potential_gamma=gamma if reward.potential else None,
-        turn_decay=reward.turn_decay,
-        max_length=reward.max_length,
-        length_buffer=reward.length_buffer,
-        length_penalty=reward.length_penalty,
-        masks_truncated=reward.on_truncated == "mask",
-    )
+    return Shaping(reward, gamma=gamma if reward.potential else 1.0)
 
 
 def make_optim(config: Config, learning_rate: float) -> AdamParams:
@@ -184,12 +138,12 @@ def critic_rate(config: Config) -> float:
     return config.critic.learning_rate or 2 * config.train.learning_rate
 
 
-def make_renderer(tokenizer: Any, generator: GeneratorConfig) -> Renderer:
+def make_renderer(tokenizer: Any, rollout: RolloutConfig) -> Renderer:
     return get_renderer(
         tokenizer,
-        multi_turn=generator.use_conversation_multi_turn,
-        name=generator.renderer,
-        strip_thinking=generator.strip_thinking,
+        multi_turn=rollout.use_conversation_multi_turn,
+        name=rollout.renderer,
+        strip_thinking=rollout.strip_thinking,
     )
 
 

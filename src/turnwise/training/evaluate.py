@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.client.base import SamplingClient
-from turnwise.envs.base import Task, World
-from turnwise.renderers.base import Renderer
-from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.group import RolloutResult, play_groups
+from turnwise.envs.base import Task
+from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.training.intervals import NOT_MEASURED, mean_interval, success_interval
@@ -24,19 +21,9 @@ class Evaluation:
     played: RolloutResult
 
 
-async def evaluate(
-    world: World,
-    tasks: Sequence[Task],
-    sampler: SamplingClient,
-    renderer: Renderer,
-    config: RolloutConfig,
-    *,
-    seed: int,
-    label: str,
-    step: int,
-) -> Evaluation:
-    """Play every task `config.group_size` times. Failed attempts are counted and not scored."""
-    played = await play_groups(world, tasks, sampler, renderer, config, seed=derive_seed(seed, "eval"))
+async def evaluate(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:
+    """Play every task `rollout.config.group_size` times. Failed attempts are counted and not scored."""
+    played = await rollout.play(tasks, seed=derive_seed(seed, "eval"))
     return Evaluation(row=summarize(played, label=label, step=step), played=played)
 
 

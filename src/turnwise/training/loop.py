@@ -16,9 +16,11 @@ import time
 from contextlib import aclosing
 
 from turnwise.client.base import TrainingClient
+from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.certify import K2_TOLERANCE
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import Checkpoints
@@ -31,13 +33,16 @@ from turnwise.training.record import Recorder
 from turnwise.training.run_state import RunState
 from turnwise.training.schedule import rate_factor
 from turnwise.training.sources import Batch, Supply
-from turnwise.training.versions import VersionedSampler
 from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.watch.observer import ObserverError
 from turnwise.watch.steer import Steering
 from turnwise.watch.watchdog import StalledError, Watchdog
+
+SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError)
+"""Ends of a run that leave its parts as they were after the last step, so that a checkpoint is made."""
 
 
 class Loop:
@@ -52,6 +57,7 @@ class Loop:
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         *,
+        publisher: Publisher,
         critic: Critic | None = None,
         k2_tolerance: float = K2_TOLERANCE,
         watchdog: Watchdog | None = None,
@@ -61,6 +67,7 @@ class Loop:
         self._parts = parts
         self._config = parts.config
         self._trainer = trainer
+        self._publisher = publisher
         self._renderer = renderer
         self._recorder = recorder
         self._checkpoints = checkpoints
@@ -111,7 +118,7 @@ class Loop:
         self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
         try:
             await self._run()
-        except (Interrupted, StalledError, AlarmError, NothingToLearnError, TokensSpentError) as error:
+        except SAVED_AFTER as error:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
@@ -247,8 +254,8 @@ class Loop:
 
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
-        work = self._trainer.save_weights_and_get_sampling_client_async()
-        return VersionedSampler(await self._watchdog.call("trainer", "publish the weights", work), self.version)
+        work = self._publisher.publish(self._trainer, self.version)
+        return await self._watchdog.call("trainer", "publish the weights", work)
 
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
@@ -269,7 +276,9 @@ class Loop:
                 )
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
-        return await self._watchdog.call("trainer", "save a checkpoint", work)
+        row = await self._watchdog.call("trainer", "save a checkpoint", work)
+        self._recorder.checkpoint(row)
+        return row
 
     def _take_orders(self) -> None:
         """Settings that somebody changed while the run goes on."""
@@ -302,7 +311,8 @@ class Loop:
         parts = self._parts
         return await self._interrupt.unless(
             evaluate(
-                *(parts.world, parts.held_out, self._sampler, self._renderer, parts.eval_rollout),
+                Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout),
+                parts.held_out,
                 seed=self._config.train.seed,
                 label=label,
                 step=step,

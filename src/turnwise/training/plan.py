@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from turnwise.config.checks import changed_options, unread_of_stored
-from turnwise.config.config import Config, GeneratorConfig, ModelConfig, TrainConfig
+from turnwise.config.checks import unread_of_stored
+from turnwise.config.config import Config
+from turnwise.config.training import TrainConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
 from turnwise.methods.config import BRANCHING_METHODS
+from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
 from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
@@ -84,7 +86,7 @@ def attempts_per_task(config: Config) -> int:
     """Attempts that are played for one task of a batch; none where stored data is read."""
     if config.reads_stored:
         return 0
-    return config.generator.n_samples_per_prompt
+    return config.rollout.group_size
 
 
 def dialogues_per_optimizer_step(config: Config) -> int:
@@ -219,16 +221,16 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("fewer train tasks than tasks per step: some are played twice in a step")
-    share, default = config.generator.gpu_memory_utilization, GeneratorConfig().gpu_memory_utilization
+    share, default = config.engine.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
     if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
-        notes.append(f"generator.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
+        notes.append(f"engine.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
     notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
-    unread = [name for name in changed_options(config.warmup) if name in ("batch_size", "learning_rate")]
+    unread = [name for name in config.warmup.changed_options() if name in ("batch_size", "learning_rate")]
     if unread and not config.warmup.steps:
         notes.append(f"warmup.{unread[0]} is not read: warmup.steps is 0")
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
-    unread = [f"reward.{name}" for name in changed_options(config.reward) if name != "on_truncated"]
+    unread = [f"reward.{name}" for name in config.reward.changed_options() if name != "on_truncated"]
     if unread and config.method.name == "rft" and config.method.threshold is None:
         notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
     if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):

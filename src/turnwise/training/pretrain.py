@@ -89,7 +89,11 @@ class Batches:
     async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
         parts = self._parts
         played = await play_groups(
-            *(parts.world, parts.tasks.batch(index), sampler, self._renderer, parts.rollout),
+            parts.world,
+            parts.tasks.batch(index),
+            sampler,
+            self._renderer,
+            parts.rollout,
             seed=derive_seed(parts.config.train.seed, "critic", index),
         )
         groups = [shape_group(group, parts.shaping) for group in played.groups]
@@ -113,8 +117,7 @@ class Batches:
             attempt = Attempt(
                 task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
             )
-            limits = dataclasses.replace(parts.rollout.limits, max_turns=len(replies))
-            rollout = dataclasses.replace(parts.rollout, limits=limits)
+            rollout = parts.rollout.model_copy(update={"max_turns": len(replies)})
             one = await play(attempt, ScriptedSampler(replies), self._renderer, rollout, RolloutStats())
             if list(one.start) != list(dialogue[: len(one.start)]):
                 raise ConfigError(

@@ -65,7 +65,7 @@ class Progress:
         left_alone = next((group.detail for group in dropped if group.why == "quarantined"), None)
         advice = (
             "Groups in which every attempt gets the same reward teach nothing: warm up first (warmup.steps=50), "
-            "make the task easier, or play more attempts (generator.n_samples_per_prompt)"
+            "make the task easier, or play more attempts (rollout.group_size)"
         )
         if failed is not None:
             advice = f"Attempts fail, the last time by {failed.party}: {failed.detail}"

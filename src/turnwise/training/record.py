@@ -1,4 +1,4 @@
-"""Writes down what happens in a run: to the run directory, the loggers and the view."""
+"""Writes down what happens in a run: into the run directory, and to the observers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnwise.envs.base import Task
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.group import RolloutResult
-from turnwise.runlog.schema import AttemptRecord
+from turnwise.runlog.schema import AttemptRecord, CheckpointRow, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.sources import Batch
@@ -22,25 +22,23 @@ from turnwise.training.stream import Taken
 from turnwise.trajectory import Trajectory
 from turnwise.types import TensorData
 from turnwise.watch.alarms import Alarm
-from turnwise.watch.loggers import MetricLogger
 from turnwise.watch.metrics import Learned
-from turnwise.watch.terminal import View
+from turnwise.watch.observer import Observer, Observers
 
 
 class Recorder:
     """The one place that the loop reports to."""
 
-    def __init__(self, writer: RunWriter, view: View, loggers: Sequence[MetricLogger], *, num_steps: int) -> None:
+    def __init__(self, writer: RunWriter, observers: Sequence[Observer], *, num_steps: int) -> None:
         self.writer = writer
-        self.view = view
-        self._loggers = loggers
+        self.observers = Observers(observers)
         self._num_steps = num_steps
         self.phase_name = "starting"
 
     def phase(self, name: str) -> None:
         """What is going on now."""
         self.phase_name = name
-        self.view.phase(name)
+        self.observers.phase(name)
 
     def tasks(self, tasks: Iterable[Task], split: str) -> None:
         for task in tasks:
@@ -49,29 +47,33 @@ class Recorder:
     def warmup(self, warmup_step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self.writer.metrics(warmup_step, metrics)
         self.writer.commit(0)
-        self.view.warmup(warmup_step, num_steps, metrics)
+        self.observers.warmup(warmup_step, num_steps, metrics)
 
     def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
         """One batch of the critic's pre-training; `batch` counts from 1."""
         named = {f"critic/{key}": value for key, value in metrics.items()}
         self.writer.metrics(batch, named)
         self.writer.commit(0)
-        self.view.critic(batch, num_batches, named)
+        self.observers.critic(batch, num_batches, named)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         row = evaluation.row
         self.writer.evaluation(row)
-        self.writer.attempts(row.step, "eval", _played_attempts(evaluation.played))
+        self._attempts(row.step, "eval", _played_attempts(evaluation.played))
         values = {"eval/success": row.success, "eval/reward": row.reward, "eval/failed_attempts": float(row.num_failed)}
         self.writer.metrics(row.step, values)
-        self._log(row.step, values)
+        self.observers.metrics(row.step, values)
         self.writer.commit(row.step)
-        self.view.evaluation(row)
+        self.observers.evaluation(row)
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        """A checkpoint is on record; `Checkpoints.save` wrote it."""
+        self.observers.checkpoint(row)
 
     def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
         """How well the critic foresees what comes of held-out attempts; what was known of `step` gives way."""
         self.writer.metrics(step, metrics)
-        self._log(step, metrics)
+        self.observers.metrics(step, metrics)
         self.writer.commit(step)
 
     def step(
@@ -85,23 +87,23 @@ class Recorder:
         """One step of training; `step` counts from 1."""
         self.writer.metrics(step, metrics)
         played = {_key(one): one for group in batch.as_played for one in group.trajectories}
-        self.writer.attempts(step, "train", _trained_attempts(learned, played))
-        self.writer.attempts(step, "train", _dropped_attempts(batch.played, batch.kept, played))
-        self.writer.attempts(step, "train", _left_attempts(batch.kept, learned, played))
+        self._attempts(step, "train", _trained_attempts(learned, played))
+        self._attempts(step, "train", _dropped_attempts(batch.played, batch.kept, played))
+        self._attempts(step, "train", _left_attempts(batch.kept, learned, played))
         if batch.taken is not None:
-            self.writer.attempts(step, "train", _stale_attempts(batch.taken))
+            self._attempts(step, "train", _stale_attempts(batch.taken))
         if certificate is not None:
             self.writer.certificate(step, certificate.to_json(), is_exact=certificate.is_exact)
-        self._log(step, metrics)
+        self.observers.metrics(step, metrics)
         self.writer.commit(step)
-        self.view.step(step, self._num_steps, metrics)
+        self.observers.step(step, self._num_steps, metrics)
 
     def alarm(self, step: int, alarm: Alarm) -> None:
         """A number left its band, or came back."""
         kind = "alarm_over" if alarm.is_over else "alarm"
         self.writer.event(step, kind, name=alarm.name, value=alarm.value, bound=alarm.bound, text=str(alarm))
         self.writer.commit(step)
-        self.view.say(f"step {step}: {alarm}")
+        self.observers.message(f"step {step}: {alarm}")
 
     def steered(self, step: int, config: Config, name: str, value: float) -> None:
         """A setting was changed from outside; a run that goes on later has it too."""
@@ -109,20 +111,22 @@ class Recorder:
         self.writer.set_meta("config", config_to_yaml(config))
         self.writer.event(step, "steered", setting=name, value=value)
         self.writer.commit(step)
-        self.view.say(f"step {step}: {name} is {value:g} from here on")
+        self.observers.message(f"step {step}: {name} is {value:g} from here on")
 
     def solved(self, step: int, num_steps: int) -> None:
         """The run ends before its last step, because nothing is left to learn."""
         self.writer.event(step, "solved", steps=num_steps)
         self.writer.commit(step)
-        self.view.say(f"step {step}: solved, every attempt of the last {num_steps} steps succeeded; training ends here")
+        self.observers.message(
+            f"step {step}: solved, every attempt of the last {num_steps} steps succeeded; training ends here"
+        )
 
     def tokens_spent(self, step: int, num_steps: int, num_drawn: int, bound: int) -> None:
         """The run ends before its last step, because it may sample no more tokens."""
         self.writer.event(step, "tokens_spent", steps=num_steps, sampled_tokens=num_drawn, bound=bound)
         self.writer.commit(step)
         said = f"{num_drawn:,} tokens are sampled, train.max_sampled_tokens={bound}"
-        self.view.say(f"step {step} of {num_steps}: {said}; training ends here")
+        self.observers.message(f"step {step} of {num_steps}: {said}; training ends here")
 
     def left_over(self, step: int, num_tokens: int) -> None:
         """The tokens of groups that were played ahead, and that no step came to learn from."""
@@ -130,14 +134,18 @@ class Recorder:
         self.writer.commit(step)
 
     def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
-        self.view.close()
+        self.observers.close()
         self.writer.close()
 
-    def _log(self, step: int, values: Mapping[str, float]) -> None:
-        for logger in self._loggers:
-            logger.log(step, values)
+    def _attempts(self, step: int, phase: Phase, attempts: Iterable[AttemptRecord]) -> None:
+        """Write attempts down and tell the observers, one by one: they are made while they are written."""
+
+        def told() -> Iterator[AttemptRecord]:
+            for attempt in attempts:
+                yield attempt
+                self.observers.attempt(step, phase, attempt)
+
+        self.writer.attempts(step, phase, told())
 
 
 def logprobs_by_turn(

@@ -1,365 +1,420 @@
-"""`turnwise train`: a config to a run directory. The one place where a run's clients are made."""
+"""The front door: `turnwise.train(...)` starts a run and gives it back as a `Run`.
+
+    run = turnwise.train("text_to_sql", model="smollm2", method="grpo", steps=32)
+    run.metrics["rollout/reward_mean"]
+    run.best.sample("Which customers ordered twice?")
+
+The command line, comparisons and recipes call this too. Nothing here prints: what a person sees comes from an
+`Observer`, by default one that suits the terminal or the notebook.
+
+Where the loop runs: in the calling thread when that is the main thread and has no event loop, so that Ctrl-C reaches
+it; else in a thread of its own, as in a notebook or after `turnwise.start`. In both cases the first Ctrl-C ends the run
+at the next safe place, saves it and raises KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
-import os
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from turnwise.client.local import ServiceClient
-from turnwise.config.config import Config, check_backend
-from turnwise.config.files import (
-    config_from_yaml,
-    config_to_tree,
-    config_to_yaml,
-    left_out,
-    load_config,
-    override_config,
-)
-from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import find_device
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.judges import attach_judge
-from turnwise.methods.ppo import make_gae
-from turnwise.models import store as model_store
-from turnwise.models.facts import ModelFacts, read_facts
-from turnwise.renderers.base import Renderer
-from turnwise.rollout.seeds import derive_seed
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
+from turnwise.envs.rewarded import RewardFunction
+from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.runlog.schema import CheckpointRow, EvaluationRow
-from turnwise.runlog.writer import RunWriter
-from turnwise.runtime.process import settled_process
-from turnwise.training.assemble import Parts, assemble, critic_rate, make_optim, make_renderer
-from turnwise.training.checkpoint import (
-    NOTHING_DONE,
-    Checkpoints,
-    best_evaluation,
-    last_checkpoint,
-    remove_orphans,
-    saved_critic,
-)
-from turnwise.training.critic import Critic
-from turnwise.training.loop import Loop
-from turnwise.training.plan import make_plan, plan_lines
-from turnwise.training.record import Recorder
-from turnwise.training.remote import AnyService, connect, delete_checkpoint
-from turnwise.training.resume_checks import check_critic, check_overrides
-from turnwise.training.run_state import RunState, read_state
-from turnwise.training.stored import check_stored_data
-from turnwise.training.tokens import num_taken_tokens
-from turnwise.watch.heartbeat import Pulse
-from turnwise.watch.interrupt import Interrupt, Interrupted
-from turnwise.watch.loggers import check_loggers, open_loggers
-from turnwise.watch.report import report_lines
-from turnwise.watch.status import run_lock
-from turnwise.watch.steer import Steering
-from turnwise.watch.terminal import format_duration, open_view
-from turnwise.watch.watchdog import EXIT_STALLED, StalledError, Watchdog
+from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Phase, StoredAttempt
+from turnwise.runtime.blocking import has_event_loop
+from turnwise.training.arguments import Target, read_arguments, to_overrides
+from turnwise.training.evaluate import Evaluation
+from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.policy import PolicySampler, find_policy
+from turnwise.training.session import TrainingSession
+from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
+from turnwise.training.table import MetricTable
+from turnwise.watch.curve import run_svg
+from turnwise.watch.loggers import MetricLogger
+from turnwise.watch.observer import Observer
+from turnwise.watch.report import dialogue_lines, report_lines
+from turnwise.watch.status import is_training, read_status
+from turnwise.watch.steer import give_order, read_settings
+from turnwise.watch.terminal import open_view
+from turnwise.watch.watchdog import StalledError
 
-EXIT_INTERRUPTED = 130
-K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+State = Literal["running", "finished", "stopped", "failed"]
+POLL_S = 0.05
+"""How often `wait_async` looks whether the run is over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """Where a run begins: at nothing, or at a checkpoint."""
+def train(
+    target: Target,
+    *,
+    model: Any = None,
+    method: Any = None,
+    steps: int | None = None,
+    directory: str | Path | None = None,
+    reward: RewardFunction | Mapping[str, Any] | None = None,
+    loggers: Sequence[MetricLogger] = (),
+    overrides: Sequence[str] = (),
+    service: AnyService | None = None,
+    observer: Observer | None = None,
+    wait: bool = True,
+    **sections: Any,
+) -> Run:
+    """Train a model on a world, and give back the finished run.
 
-    config: Config
-    directory: Path
-    done: CheckpointRow
-    evaluated: frozenset[tuple[str, int]]
-    checkpoints: tuple[CheckpointRow, ...]
-    is_new: bool
-    num_drawn: int = 0
-    """Tokens that the steps and the critic's pre-training took so far."""
-    num_drawn_before: int = 0
-    """Those that the critic's pre-training took."""
-    critic_batches: int = 0
-    """Of the critic's pre-training, that the checkpoint has."""
-    state: RunState | None = None
-    """Where the parts of the loop stood."""
-    best: EvaluationRow | None = None
-    """The evaluation whose checkpoint is kept beside the latest."""
-    notes: tuple[str, ...] = ()
-    """What the overrides left no reader for, in words."""
+    Args:
+        target: A preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object.
+        model: A model's name, or the options of the section `model` as a dict.
+        method: A method's name, or the options of the section `method`.
+        steps: Optimizer steps (`train.steps`).
+        directory: Where the run is kept (`run.dir`); default: a new directory below `runs`.
+        reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
+            section `reward`.
+        loggers: Objects with `log(step, values)`, told every step's metrics.
+        overrides: Options as on the command line: `["train.seed=1"]`.
+        service: Makes the training and sampling clients; default: one in this process, or at `model.base_url`.
+        observer: Is told what happens; default: a view for the terminal or the notebook. `Observer()` is silent.
+        wait: False gives the run back at once, while it goes on in a thread of its own (`turnwise.start`).
+        sections: Any section of the config as a dict: `train={"seed": 1}, generator={"max_turns": 4}`.
 
+    Raises:
+        ConfigError: A setting cannot work; nothing was spent.
+        KeyboardInterrupt: Ctrl-C stopped the run, which was saved before; go on with `Run.resume(directory)`.
 
-def train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> int:
-    """Run the command; returns the exit code."""
-    start = _start_new(name, overrides) if resume is None else _start_again(Path(resume), overrides)
-    config = start.config
-    check_backend(config.generator)
-    check_loggers(config.run.loggers)
-    facts = find_facts(config)
-    parts = assemble(config, facts)
-    check_stored_data(parts)
-    for line in _plan_lines(start, facts, parts):
-        print(line, flush=True)
-    if only_plan:
-        return 0
-    if start.is_new and is_run(start.directory):
-        raise ConfigError(
-            f"{start.directory} holds a run already; go on with it: turnwise train --resume {start.directory}, "
-            "or choose another run.dir"
-        )
-    return _train(start, parts)
-
-
-def read_config(name: str, overrides: Sequence[str]) -> Config:
-    """`load_config`, with a pair of options that is not supported told like any other mistake."""
-    try:
-        return load_config(name, overrides)
-    except NotImplementedError as cause:
-        raise ConfigError(f"NotImplementedError: {cause}") from cause
+    >>> import turnwise as tw
+    >>> run = tw.train("guess_number", model="tiny", steps=2, eval={"tasks": 0}, observer=tw.Observer())
+    >>> run.metrics["step"]
+    [1.0, 2.0]
+    """
+    given = {"model": model, "method": method, "steps": steps, "directory": directory, "reward": reward, **sections}
+    config, objects, notes = read_arguments(target, given, overrides, PythonObjects(loggers=tuple(loggers)))
+    return Run.start(set_up_new(config, objects, notes=notes), service=service, observer=observer, wait=wait)
 
 
-def find_model(config: Config) -> Path:
-    """The directory of the model, or of the one that stands in for it."""
-    return model_store.resolve_model(config.model.alias or config.model.name, report=_say).directory
+def start(target: Target, **arguments: Any) -> Run:
+    """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
+
+    >>> import turnwise as tw
+    >>> run = tw.start("guess_number", model="tiny", steps=500, eval={"tasks": 0}, observer=tw.Observer())
+    >>> run.stop()
+    >>> run.wait().state
+    'stopped'
+    """
+    return train(target, wait=False, **arguments)
 
 
-def find_facts(config: Config) -> ModelFacts:
-    """Its sizes; a model that our engine cannot run is refused, unless a service elsewhere runs it."""
-    return read_facts(find_model(config), runs_here=not config.model.base_url)
+def evaluate(
+    target: str | Path | Run | PolicySampler,
+    *,
+    env: Any = None,
+    step: str | int | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Any,
+) -> Evaluation:
+    """Play held-out tasks with a policy. Its public name is `turnwise.eval`.
+
+    Args:
+        target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
+        env: The world to play, by name or as an object; default: the run's own.
+        step: best, last or a number, for runs.
+        overrides: Options as on the command line: `["eval.tasks=8"]`.
+        sections: Any section of the config as a dict: `eval={"tasks": 8}`.
+
+    >>> import turnwise as tw
+    >>> tw.eval("tiny", env="guess_number", eval={"tasks": 2}).row.num_tasks
+    2
+    """
+    if isinstance(target, PolicySampler):
+        return target.evaluate()
+    if isinstance(target, Run):
+        env = target.objects.env if env is None else env
+        target = target.directory
+    if env is None and not is_run(Path(target)):
+        raise ConfigError(f"{target} does not say which world it is for; add env=NAME")
+    with find_policy(str(target), env, step, [*to_overrides(sections), *overrides]) as policy:
+        return policy.evaluate()
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+class Run:
+    """One training run: under way, finished, or read from its directory.
 
+    >>> import turnwise as tw
+    >>> run = tw.train("guess_number", model="tiny", steps=1, eval={"tasks": 0}, observer=tw.Observer())
+    >>> again = tw.Run.open(run.directory)
+    >>> again.state, len(again.attempts(phase="train")) > 0
+    ('finished', True)
+    """
 
-def make_engine_config(config: Config) -> EngineConfig:
-    return EngineConfig(
-        device=config.model.device,
-        dtype=config.model.dtype,
-        max_num_seqs=1 if config.generator.deterministic else config.generator.max_num_seqs,
-        prefix_cache=not config.generator.deterministic,
-        gpu_memory_utilization=config.generator.gpu_memory_utilization,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        seed=config.train.seed,
-    )
+    def __init__(self, directory: Path, session: TrainingSession | None = None) -> None:
+        """`start`, `resume` and `open` make these."""
+        self.directory = directory
+        self._session = session
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._outcome: State = "running"
+        self._error: BaseException | None = None
+        self._policies: dict[str, PolicySampler] = {}
 
+    # --- ways to get one
 
-def make_service(config: Config, data_dir: Path | None) -> AnyService:
-    """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
-    if config.model.base_url:
-        return connect(config, find_model(config))
-    aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=make_engine_config(config), aliases=aliases)
+    @classmethod
+    def start(
+        cls,
+        config: Config | Setup,
+        *,
+        service: AnyService | None = None,
+        observer: Observer | None = None,
+        on_stuck: Callable[[StalledError], None] | None = None,
+        wait: bool = True,
+    ) -> Run:
+        """Begin a run.
 
+        Args:
+            service: Makes the training and sampling clients; it stays open.
+            observer: Is told what happens; default: a view for the terminal or the notebook.
+            on_stuck: Called in another thread when the run's event loop is blocked for good; default: the run is
+                given up and `wait` raises.
+            wait: False returns at once, and the run goes on in a thread of its own.
+        """
+        setup = config if isinstance(config, Setup) else set_up_new(config)
+        check_free(setup)
+        view = open_view(setup.config.train.steps) if observer is None else observer
+        run = cls(setup.directory)
+        run._session = TrainingSession(setup, [view], service, on_stuck or run._give_up)
+        if wait and threading.current_thread() is threading.main_thread() and not has_event_loop():
+            run._train()
+            return run.wait()
+        run._thread = threading.Thread(target=run._train, name="turnwise-train", daemon=True)
+        run._thread.start()
+        return run.wait() if wait else run
 
-def _named_world(overrides: Sequence[str]) -> str | None:
-    """The world that `env=NAME` names, where no preset, file or world was given."""
-    pairs = [text.partition("=") for text in overrides]
-    return next((value for key, _, value in reversed(pairs) if key in ("env", "env.name") and value), None)
+    @classmethod
+    def resume(
+        cls,
+        directory: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        env: Any = None,
+        reward: RewardFunction | None = None,
+        loggers: Sequence[MetricLogger] = (),
+        **options: Any,
+    ) -> Run:
+        """Go on with a run from its latest checkpoint, as if it had not stopped.
 
+        Args:
+            overrides: Settings to change, as `train.steps=100`; model, world and method stay.
+            env, reward, loggers: The objects that the run was started with, if it was.
+            options: `service`, `observer`, `on_stuck` and `wait`, as for `start`.
+        """
+        objects = PythonObjects(env=env, reward=reward, loggers=tuple(loggers))
+        return cls.start(set_up_resume(Path(directory).expanduser(), overrides, objects), **options)
 
-def _start_new(name: str | None, overrides: Sequence[str]) -> _Start:
-    name = name or _named_world(overrides)
-    if name is None:
-        raise ConfigError("nothing to train; expected turnwise train NAME|FILE, env=WORLD, or --resume RUN")
-    config = read_config(name, overrides)
-    run_name = config.run.name or _default_name(config)
-    directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
-    named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})
-    return _Start(
-        config=config.model_copy(update={"run": named}),
-        directory=directory,
-        done=NOTHING_DONE,
-        evaluated=frozenset(),
-        checkpoints=(),
-        is_new=True,
-        notes=tuple(left_out(name, overrides)),
-    )
+    @classmethod
+    def open(cls, directory: str | Path) -> Run:
+        """A run that is there, to read it; also one that trains in another process, to stop or to steer it."""
+        with RunReader(directory) as run:
+            return cls(run.directory)
 
+    @classmethod
+    async def start_async(cls, config: Config | Setup, **options: Any) -> Run:
+        """`start` for code in an event loop: wait for the end without blocking the loop. Cancelling stops the run."""
+        run = await asyncio.to_thread(cls.start, config, **{**options, "wait": False})
+        return await run.wait_async()
 
-def _start_again(directory: Path, overrides: Sequence[str]) -> _Start:
-    with RunReader(directory) as run:
-        stored = config_from_yaml(run.config_yaml, str(run.directory))
-        check_overrides(stored, overrides)
-        config = override_config(stored, overrides)
-        done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
-        critic = saved_critic(run.directory, done) if done.path else None
-        check_critic(stored, config, num_steps_done=done.step, has_critic=critic is not None)
-        critic_batches = critic.num_pretrained if critic is not None else 0
-        state = read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step)
-        rows = [row for row in run.evaluations() if row.step <= done.step]
-        return _Start(
-            config=config,
-            directory=run.directory,
-            done=done,
-            evaluated=frozenset((row.label, row.step) for row in rows),
-            checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
-            is_new=False,
-            num_drawn=num_taken_tokens(run, done.step, critic_batches=critic_batches),
-            num_drawn_before=num_taken_tokens(run, 0, critic_batches=critic_batches),
-            critic_batches=critic_batches,
-            state=state,
-            best=best_evaluation(run, done.step) if config.eval.keep_best else None,
-            notes=tuple(left_out(stored, overrides)),
-        )
+    @classmethod
+    async def resume_async(cls, directory: str | Path, overrides: Sequence[str] = (), **options: Any) -> Run:
+        """`resume` for code in an event loop."""
+        run = await asyncio.to_thread(cls.resume, directory, overrides, **{**options, "wait": False})
+        return await run.wait_async()
 
+    # --- while it goes on
 
-def _default_name(config: Config) -> str:
-    world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
-    return f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    @property
+    def state(self) -> State:
+        """running, finished, stopped (it can be resumed) or failed."""
+        if self._session is not None:
+            return self._outcome
+        if is_training(self.directory):
+            return "running"
+        status = read_status(self.directory)
+        return status.phase if status is not None and status.phase in ("finished", "failed") else "stopped"
 
+    def wait(self) -> Run:
+        """Wait until the run is over, and raise what ended it if that was an error.
 
-def _plan_lines(start: _Start, facts: ModelFacts, parts: Parts) -> list[str]:
-    engine = make_engine_config(start.config)
-    plan = make_plan(
-        start.config,
-        facts,
-        parts.rollout.limits,
-        engine=engine,
-        device=None if start.config.model.base_url else find_device(engine),
-        num_train_tasks=len(parts.tasks),
-        num_test_tasks=len(parts.held_out),
-    )
-    lines = plan_lines(start.config, facts, plan, parts.rollout.limits, str(start.directory))
-    lines += [f"note         {note}" for note in start.notes]
-    if start.is_new:
-        return lines
-    warmup = f" and {start.done.warmup_steps} warm-up steps" if start.done.warmup_steps else ""
-    num_waiting = len(start.state.pool) if start.state is not None else 0
-    pool = f", with {num_waiting} groups in the pool" if num_waiting else ""
-    return [*lines, f"resume       after {start.done.step} steps{warmup}{pool}"]
-
-
-def _train(start: _Start, parts: Parts) -> int:
-    with run_lock(start.directory):
-        return _train_alone(start, parts)
-
-
-def _train_alone(start: _Start, parts: Parts) -> int:
-    config, directory = start.config, start.directory
-    loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))  # one that fails leaves no run
-    if start.is_new:
-        writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
-    else:
-        writer = RunWriter.reopen(directory, max_size_mb=config.run.max_size_mb)
-        writer.set_meta("config", config_to_yaml(config))
-        done = start.done
-        writer.forget_after(done.step, warmup_steps=done.warmup_steps, critic_batches=start.critic_batches)
-        writer.event(start.done.step, "resumed", path=start.done.path)
-        writer.commit(start.done.step)
-        remove_orphans(directory, start.checkpoints)
-    recorder = Recorder(writer, open_view(config.train.steps), loggers, num_steps=config.train.steps)
-    started_s = time.monotonic()
-    try:
-        with make_service(config, directory) as service:
-            attach_judge(parts.world, service)
+        The first Ctrl-C stops the run at the next safe place and saves it, a second one stops it at once; both then
+        raise KeyboardInterrupt.
+        """
+        is_interrupted = False
+        while not self._over.is_set() and self._session is not None:
             try:
-                asyncio.run(_run_loop(start, parts, service, recorder))
-            except StalledError as error:
-                _leave_if_stuck(error, recorder, start.done.step)
-                raise
-    except Interrupted:
-        recorder.view.say(f"saved; go on with: turnwise train --resume {directory}")
-        return EXIT_INTERRUPTED
-    except TurnwiseError as error:
-        writer.event(start.done.step, "failed", error=str(error))
-        raise
-    finally:
-        recorder.close()
-    print(f"done in {format_duration(time.monotonic() - started_s)}")
-    with RunReader(directory) as run:
-        title = f"{config.env.name}, {config.model.alias or config.model.name}, {config.method.name}"
-        print("\n".join(report_lines(run, title=title, num_dialogues=config.run.dialogues)))
-    return 0
+                self._over.wait()
+            except KeyboardInterrupt:
+                self.stop(now=is_interrupted)
+                is_interrupted = True
+        if self._error is not None:
+            raise self._error
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return self
 
+    async def wait_async(self) -> Run:
+        """`wait` for code in an event loop."""
+        try:
+            while not self._over.is_set():
+                await asyncio.sleep(POLL_S)
+        except asyncio.CancelledError:
+            self.stop()
+            await asyncio.to_thread(self._over.wait)
+            raise
+        return self.wait()
 
-async def _run_loop(start: _Start, parts: Parts, service: AnyService, recorder: Recorder) -> None:
-    config, model = start.config, start.config.model
-    interrupt = Interrupt()
-    with interrupt.on_signals(recorder.view.say):
-        recorder.phase("loading the model")
-        if start.done.path:
-            trainer = await service.create_training_client_from_state_with_optimizer_async(start.done.path)
+    def stop(self, *, now: bool = False) -> None:
+        """Ask the run to end: after the step that it learns, saved; or `now`, at its last checkpoint."""
+        if self._session is None:
+            self._check_trained_elsewhere("stop")
+            give_order(self.directory, stop="hard" if now else "graceful")
+        elif now:
+            self._session.interrupt.stop_now()
         else:
-            trainer = await service.create_lora_training_client_async(
-                model.name,
-                rank=model.rank,
-                seed=derive_seed(config.train.seed, "adapter"),
-                train_mlp=model.train_mlp,
-                train_attn=model.train_attn,
-                train_unembed=model.train_unembed,
-            )
-        renderer = make_renderer(trainer.get_tokenizer(), config.generator)
-        critic = await _make_critic(start, parts, service, renderer) if parts.needs_critic else None
-        checkpoints = Checkpoints(
-            *(trainer, recorder.writer, list(start.checkpoints)),
-            max_kept=config.train.keep_checkpoints,
-            critic=critic,
-            delete=partial(delete_checkpoint, service),
-            best=start.best,
-        )
-        tolerance = K2_TOLERANCE[_dtype_name(config)]
-        train, steering = config.train, Steering()
-        watchdog = Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
-        loop = Loop(
-            *(parts, trainer, renderer, recorder, checkpoints, interrupt),
-            critic=critic,
-            k2_tolerance=tolerance,
-            watchdog=watchdog,
-            steering=steering,
-        )
-        pulse = Pulse(
-            *(start.directory, loop, recorder, interrupt, watchdog, steering),
-            block_deadline_s=train.call_deadline_s,
-        )
-        with settled_process():
-            async with pulse:
-                await loop.run(
-                    *(start.done, set(start.evaluated), start.num_drawn, start.state),
-                    num_drawn_before=start.num_drawn_before,
-                )
+            self._session.interrupt.ask()
 
+    def steer(self, setting: str, value: float) -> None:
+        """Change a setting from the next step on: `train.learning_rate` or `train.steps`."""
+        config = self._session.setup.config if self._session is not None else self.config
+        settings = read_settings([f"{setting}={value!r}"], config)
+        if self._session is None:
+            self._check_trained_elsewhere("steer")
+            give_order(self.directory, settings=settings)
+        else:
+            self._session.steering.put(settings)
 
-def _leave_if_stuck(error: StalledError, recorder: Recorder, step: int) -> None:
-    """An engine that does not answer would not let us close it either: leave without asking."""
-    if error.party not in ("trainer", "critic"):
-        return
-    recorder.writer.event(step, "failed", error=str(error))
-    recorder.close()
-    print(f"turnwise: {error}", file=sys.stderr, flush=True)
-    os._exit(EXIT_STALLED)
+    # --- what it did
 
+    @property
+    def config(self) -> Config:
+        """The run's config, with what was steered since."""
+        with RunReader(self.directory) as run:
+            return config_from_yaml(run.config_yaml, str(run.directory))
 
-async def _make_critic(start: _Start, parts: Parts, service: AnyService, renderer: Renderer) -> Critic:
-    """A new critic, or the one that was saved with the policy."""
-    config, model = start.config, start.config.model
-    saved = saved_critic(start.directory, start.done) if start.done.path else None
-    if saved is not None:
-        client = await service.create_training_client_from_state_with_optimizer_async(saved.path)
-    else:
-        client = await service.create_critic_training_client_async(
-            model.name,
-            rank=config.critic.rank or model.rank,
-            seed=derive_seed(config.train.seed, "critic"),
-            train_mlp=model.train_mlp or not model.train_attn,
-            train_attn=model.train_attn,
-        )
-    critic = Critic(
-        *(client, config.critic, make_gae(config.method)),
-        make_optim(config, critic_rate(config)),
-        renderer,
-        max_tokens=parts.rollout.limits.max_trajectory_tokens,
-        num_pretrained=saved.num_pretrained if saved is not None else 0,
-    )
-    if saved is not None and saved.plateau is not None:
-        critic.plateau.restore(saved.plateau)
-    return critic
+    @property
+    def objects(self) -> PythonObjects:
+        """What the run was given as Python objects; none for a run that was opened."""
+        return self._session.setup.objects if self._session is not None else NO_OBJECTS
 
+    @property
+    def metrics(self) -> MetricTable:
+        """A column for every metric, a row for every step; `run.metrics.to_pandas()` is a DataFrame."""
+        with RunReader(self.directory) as run:
+            return MetricTable.read(run)
 
-def _dtype_name(config: Config) -> str:
-    if config.model.base_url:  # it does not say; most train in bfloat16
-        return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    from turnwise.engine.engine import choose_device  # torch, which is loaded by now
+    def metric(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric; of `warmup/` and `critic/`, the step counts batches of that phase."""
+        with RunReader(self.directory) as run:
+            return run.metric(name)
 
-    _, dtype = choose_device(EngineConfig(device=config.model.device, dtype=config.model.dtype))
-    return str(dtype).removeprefix("torch.")
+    @property
+    def evaluations(self) -> list[EvaluationRow]:
+        """Every evaluation on held-out tasks, oldest first."""
+        with RunReader(self.directory) as run:
+            return run.evaluations()
+
+    @property
+    def checkpoints(self) -> list[CheckpointRow]:
+        """The checkpoints that are kept, oldest first."""
+        with RunReader(self.directory) as run:
+            return run.checkpoints()
+
+    def attempts(self, *, phase: Phase | None = None, step: int | None = None) -> list[AttemptRow]:
+        """A line about each stored attempt, oldest first; `phase` is train or eval."""
+        with RunReader(self.directory) as run:
+            return run.attempts(phase=phase, step=step)
+
+    def attempt(self, attempt_id: int) -> StoredAttempt:
+        """One attempt with its tokens, logprobs, rewards and advantages."""
+        with RunReader(self.directory) as run:
+            return run.attempt(attempt_id)
+
+    def dialogue(self, attempt_id: int) -> str:
+        """One attempt as a conversation, each reply with its reward."""
+        with RunReader(self.directory) as run:
+            row = next((row for row in run.attempts() if row.id == attempt_id), None)
+            return "\n".join(dialogue_lines(run, row or run.attempt(attempt_id).row))
+
+    @property
+    def best(self) -> PolicySampler:
+        """The checkpoint with the best evaluation; the last one where nothing was evaluated."""
+        return self.policy("best")
+
+    @property
+    def last(self) -> PolicySampler:
+        """The last checkpoint."""
+        return self.policy("last")
+
+    def policy(self, step: int | str) -> PolicySampler:
+        """The checkpoint of a step, as something to talk to and to measure."""
+        key = str(step)
+        if key not in self._policies:
+            self._policies[key] = find_policy(str(self.directory), self.objects.env, key)
+        return self._policies[key]
+
+    def report(self) -> str:
+        """What a finished run prints: before and after, where the curve is, the certificate and some dialogues."""
+        config = self.config
+        title = f"{config.env.name}, {config.model.alias or config.model.name}, {config.method.name}"
+        with RunReader(self.directory) as run:
+            return "\n".join(report_lines(run, title=title, num_dialogues=config.run.dialogues))
+
+    def curve(self) -> str:
+        """Held-out success and reward over steps, as an SVG picture."""
+        with RunReader(self.directory) as run:
+            return run_svg(run, self.directory.name)
+
+    def close(self) -> None:
+        """Free the models of `best` and `last`; a run that goes on is not touched."""
+        for policy in self._policies.values():
+            policy.close()
+        self._policies.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r}, {self.state})"
+
+    # --- inside
+
+    def _train(self) -> None:
+        """In the thread of the loop."""
+        assert self._session is not None
+        outcome: State = "failed"
+        try:
+            outcome = self._session.run()
+            if self._session.interrupt.is_by_signal:
+                self._error = KeyboardInterrupt()
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread of the caller
+            self._error = self._error or error
+        finally:
+            self._outcome = outcome
+            self._over.set()
+
+    def _give_up(self, error: StalledError) -> None:
+        """The loop is blocked for good: let `wait` raise, or, where it is blocked itself, interrupt it."""
+        self._error, self._outcome = error, "failed"
+        self._over.set()
+        if self._thread is None:
+            _thread.interrupt_main()
+
+    def _check_trained_elsewhere(self, verb: str) -> None:
+        if not is_training(self.directory):
+            raise ConfigError(f"nobody trains in {self.directory} at the moment; there is nothing to {verb}")

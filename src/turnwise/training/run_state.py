@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from turnwise.rollout.quarantine import QuarantineState
+from turnwise.rollout.group import QuarantineState
 from turnwise.runlog.schema import CheckpointRow, PoolRow
 from turnwise.training.plateau import PlateauState
 from turnwise.watch.alarms import AlarmState

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from turnwise.config.config import TrainConfig
+from turnwise.config.training import TrainConfig
 
 
 def rate_factor(train: TrainConfig, step: int, num_drawn: int, num_before: int = 0) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from turnwise.client.publish import VersionedSampler
 from turnwise.credit.branching import with_branched_share
 from turnwise.credit.shaping import shape_group
 from turnwise.envs.base import Task
@@ -18,8 +19,7 @@ from turnwise.methods.base import Kept, Method
 from turnwise.methods.sft import Dialogue
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import check_can_branch
-from turnwise.rollout.group import RolloutResult
-from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.group import Quarantine, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import RolloutStats
@@ -30,7 +30,6 @@ from turnwise.training.run_state import RunState
 from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.training.stream import Stream, Taken
 from turnwise.training.task_order import Deck
-from turnwise.training.versions import VersionedSampler
 from turnwise.training.warmup import read_demonstrations
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
@@ -110,7 +109,7 @@ class Supply:
         check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
-                await check_can_branch(self._parts.world, self._parts.rollout.limits)
+                await check_can_branch(self._parts.world, self._parts.rollout)
             case ReadDialogues() | ReadPairs():
                 self._read()
             case PlayGroups():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.errors import ConfigError
 from turnwise.methods.sft import Dialogue
-from turnwise.models.places import find_local
+from turnwise.models.directories import find_local
 from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
@@ -92,11 +92,10 @@ def altered(row: AttemptRow, stored: Config) -> set[Altered]:
     """
     if row.is_as_played or row.phase == "eval":
         return set()
-    shaping = make_shaping(stored)
     found: set[Altered] = set()
-    if replace(shaping, masks_truncated=False) != NO_SHAPING:
+    if set(stored.reward.changed_options()) - {"on_truncated"}:
         found.add("rewards")
-    if shaping.masks_truncated or stored.method.name in PRIVATE_MASKS:
+    if stored.reward.on_truncated == "mask" or stored.method.name in PRIVATE_MASKS:
         found.add("mask")
     return found
 
@@ -173,7 +172,7 @@ def _shaping_left(row: AttemptRow, stored: Config, wanted: Shaping, option: str)
             f"{option} was written by an older turnwise, with its rewards shaped, and this run shapes them in another "
             "way; set the same reward section, or critic.pretrain_from=rollouts"
         )
-    if not row.is_as_played and wanted.potential_gamma is not None:
+    if not row.is_as_played and wanted.reward.potential:
         raise ConfigError(
             f"{option} was written by an older turnwise, without the potentials that reward.potential reads; set "
             "critic.pretrain_from=rollouts"

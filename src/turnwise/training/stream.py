@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.errors import TurnwiseError
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.branch import branch_rollout
-from turnwise.rollout.group import DroppedGroup, Rollout, RolloutResult, cancel_all
-from turnwise.rollout.quarantine import Quarantine
+from turnwise.rollout.branch import BranchRollout
+from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.sources import PlayBranches, PlayGroups
 from turnwise.rollout.stats import RolloutStats
 from turnwise.training.assemble import Parts
 from turnwise.training.pool import Place, Pool, State, oldest_version
-from turnwise.training.versions import NewestSampler, VersionedSampler
-from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
 
 
@@ -38,13 +36,8 @@ class Taken:
 
     def result(self) -> RolloutResult:
         """As if it had been played in one go, in the order of the deals."""
-        outcomes = [place.outcome for place in self.places]
-        stats = [place.stats for place in self.places]
-        return RolloutResult(
-            groups=tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)),
-            dropped=tuple(outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)),
-            stats=RolloutStats.merged([*stats, *(_as_stale(place) for place in self.stale)]),
-        )
+        stats = [*(place.stats for place in self.places), *(_as_stale(place) for place in self.stale)]
+        return RolloutResult.of([place.outcome for place in self.places], RolloutStats.merged(stats))
 
 
 class Stream:
@@ -90,7 +83,7 @@ class Stream:
 
     def publish(self, sampler: VersionedSampler) -> None:
         """From now on these are the newest weights."""
-        self._newest.publish(sampler)
+        self._newest.follow(sampler)
 
     def learned(self, num_batches: int) -> None:
         """The last batch was learned from; other groups start in the room that it left."""
@@ -155,18 +148,19 @@ class Stream:
     async def _play(self, place: Place) -> None:
         rollout = self._rollout()
         place.stats = rollout.stats
-        rollout.room = _Door(self._room, place)
+        rollout.slots = _Door(self._room, place)
         self.pool.finish(place, await rollout.play_group(place.deal.task, place.deal.seed))
 
     def _rollout(self) -> Rollout:
-        parts, source = self._parts, self._parts.method.source
-        arguments = (parts.world, self._newest, self._renderer)
+        parts, source, quarantine = self._parts, self._parts.method.source, self._quarantine
         if isinstance(source, PlayBranches):
-            rollout = branch_rollout(*arguments, parts.rollout, plan=source, seed=0, quarantine=self._quarantine)
+            rollout = BranchRollout(
+                parts.world, self._newest, self._renderer, parts.rollout, plan=source, quarantine=quarantine
+            )
         else:
             assert isinstance(source, PlayGroups)
-            rollout = Rollout(*arguments, parts.rollout, 0, None, self._quarantine)
-        if parts.config.generator.kv_across_updates == "keep":
+            rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
+        if parts.config.rollout.kv_across_updates == "keep":
             pick: Callable[[], VersionedSampler] = self._newest.pinned
             rollout.pick_sampler = pick
         return rollout

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turnwise.client.base import TrainingClient
-from turnwise.config.config import WarmupConfig
+from turnwise.config.training import WarmupConfig
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.base import World

@@ -30,10 +30,15 @@ Points = Sequence[tuple[float, float]]
 def write_curve(run: RunReader, title: str) -> Path:
     """Draw what the run has so far into its directory."""
     path = run.directory / CURVE_FILE
+    path.write_text(run_svg(run, title), encoding="utf-8")
+    return path
+
+
+def run_svg(run: RunReader, title: str) -> str:
+    """The curves of one run, as far as it has come."""
     rewards = [(float(step), value) for step, value in run.metric("rollout/reward_mean") if math.isfinite(value)]
     rates = [(float(step), value) for step, value in run.metric("train/learning_rate") if math.isfinite(value)]
-    path.write_text(curve_svg(title, run.evaluations(), rewards, rates, best_evaluation(run)), encoding="utf-8")
-    return path
+    return curve_svg(title, run.evaluations(), rewards, rates, best_evaluation(run))
 
 
 def curve_svg(

@@ -16,13 +16,13 @@ from types import TracebackType
 
 from turnwise.runlog import writer
 from turnwise.runlog.schema import DATABASE
-from turnwise.runtime.pending_calls import WAITS
+from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
 from turnwise.watch.interrupt import Interrupt, Interrupted
-from turnwise.watch.status import SHOWN_WAITS, ShownWait, Status, memory_mb, write_status
+from turnwise.watch.status import SHOWN_CALLS, ShownCall, Status, memory_mb, write_status
 from turnwise.watch.steer import Order, Steering, take_orders
-from turnwise.watch.watchdog import EXIT_STALLED, Watchdog
+from turnwise.watch.watchdog import StalledError, Watchdog
 
 BEAT_S = 0.25
 STATUS_EVERY_S = 1.0
@@ -33,7 +33,7 @@ HARD_STOP_S = 10.0
 """A hard stop that has not ended the process by then ends it without asking."""
 
 
-class Pulse:
+class Heartbeat:
     """Use it as an async context manager around the run of one loop."""
 
     def __init__(
@@ -46,6 +46,7 @@ class Pulse:
         steering: Steering,
         *,
         block_deadline_s: float,
+        on_stuck: Callable[[StalledError], None],
     ) -> None:
         self._directory = directory
         self._loop = loop
@@ -54,17 +55,18 @@ class Pulse:
         self._watchdog = watchdog
         self._steering = steering
         self._block_deadline_s = block_deadline_s
+        self._on_stuck = on_stuck
         self._is_over = threading.Event()
         self._beat_s = time.monotonic()
         self._told_s = BLOCKED_TOLD_S
         self._exit_at_s = float("inf")
 
-    async def __aenter__(self) -> Pulse:
+    async def __aenter__(self) -> Heartbeat:
         take_orders(self._directory)  # what was meant for a process that is gone
         self._event_loop = asyncio.get_running_loop()
         self._main_id = threading.get_ident()
         self._ticker = asyncio.create_task(self._tick())
-        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
         return self
 
@@ -82,9 +84,11 @@ class Pulse:
         """On the event loop: it comes round, and the view is told what is waited for."""
         while True:
             self._beat_s = time.monotonic()
-            oldest = WAITS.oldest()
+            oldest = PENDING_CALLS.oldest()
             text = f"{self._watchdog.reason}; longest: {oldest[0]}" if self._watchdog.reason and oldest else ""
-            self._recorder.view.waiting(text or str(oldest[0] if oldest else ""), oldest[0].waited_s if oldest else 0)
+            self._recorder.observers.waiting(
+                text or str(oldest[0] if oldest else ""), oldest[0].waited_s if oldest else 0
+            )
             await asyncio.sleep(BEAT_S)
 
     def _watch(self) -> None:
@@ -105,10 +109,10 @@ class Pulse:
             self._on_loop(self._stop_gracefully)
         elif order.stop == "hard":
             self._exit_at_s = time.monotonic() + HARD_STOP_S
-            self._on_loop(self._interrupt.stop_now)
+            self._interrupt.stop_now()
 
     def _stop_gracefully(self) -> None:
-        self._recorder.view.say("asked to stop: after this step")
+        self._recorder.observers.message("asked to stop: after this step")
         self._interrupt.ask()
 
     def _on_loop(self, work: Callable[[], None]) -> None:
@@ -120,13 +124,18 @@ class Pulse:
             self._told_s = BLOCKED_TOLD_S
         if blocked_s >= min(self._told_s, self._block_deadline_s):
             self._told_s *= 2
-            self._say(f"the event loop has not come round for {blocked_s:.0f} s: {self._where()}")
+            self._recorder.observers.message(
+                f"the event loop has not come round for {blocked_s:.0f} s: {self._where()}"
+            )
         if blocked_s >= self._block_deadline_s:
-            self._say("stopped; go on with: turnwise train --resume " + str(self._directory))
-            os._exit(EXIT_STALLED)
-        if now_s >= self._exit_at_s:
-            self._say("stopped at once")
-            os._exit(EXIT_STALLED)
+            self._give_up(f"blocked for {blocked_s:.0f} s, in {self._where()}")
+        elif now_s >= self._exit_at_s:
+            self._give_up(f"a hard stop did not end the run within {HARD_STOP_S:.0f} s")
+
+    def _give_up(self, detail: str) -> None:
+        """The event loop cannot end the run, so whoever started it has to; this thread has nothing more to do."""
+        self._is_over.set()
+        self._on_stuck(StalledError("event loop", detail))
 
     def _where(self) -> str:
         """What blocks the event loop: the disk, where the run is being written down, and the innermost lines."""
@@ -135,9 +144,6 @@ class Pulse:
         lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack[-3:])
         is_writing = any(Path(line.filename) == WRITER_FILE for line in stack)
         return f"disk: {self._directory / DATABASE} does not take what is written; in {lines}" if is_writing else lines
-
-    def _say(self, line: str) -> None:
-        print(f"turnwise: {line}", file=sys.stderr, flush=True)
 
     def _status(self, phase: str) -> Status:
         loop, stream = self._loop, self._loop.supply.stream
@@ -152,8 +158,8 @@ class Pulse:
             num_steps=loop.num_steps,
             version=loop.version,
             reason=self._watchdog.reason,
-            waits=tuple(ShownWait.of(wait) for wait in WAITS.oldest(SHOWN_WAITS)),
-            num_waits=len(WAITS),
+            waits=tuple(ShownCall.of(wait) for wait in PENDING_CALLS.oldest(SHOWN_CALLS)),
+            num_waits=len(PENDING_CALLS),
             pool=pool,
             alarms=tuple(loop.alarms.active),
             blocked_s=round(max(0.0, time.monotonic() - self._beat_s - 2 * BEAT_S), 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,23 +21,44 @@ class Interrupted(TurnwiseError):  # noqa: N818 - an outcome, not a mistake
 
 
 class Interrupt:
-    """Whether somebody asked to stop. Playing attempts is cut short; a step that has begun to train is finished."""
+    """Whether somebody asked to stop. Playing attempts is cut short; a step that has begun to train is finished.
+
+    `ask`, `stop_with` and `stop_now` may be called from any thread, also before the run's event loop is there.
+    """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
+        self._is_asked = False
+        self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._has_signals = False
+        self.is_by_signal = False
+        """Ctrl-C or SIGTERM asked, not a call."""
 
     def ask(self) -> None:
-        self._asked.set()
+        """Stop the run at the next safe place."""
+        self._is_asked = True
+        if self._loop is None:
+            self._asked.set()
+        else:
+            self._loop.call_soon_threadsafe(self._asked.set)
+
+    def stop_with(self, error: Exception) -> None:
+        """Stop the run at the next safe place, which then raises `error`."""
+        self._error = self._error or error
+        self.ask()
 
     def stop_now(self) -> None:
-        """What a second Ctrl-C does; called on the event loop, in the main thread."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-        signal.raise_signal(signal.SIGINT)
+        """Stop at once, and save nothing: as a second Ctrl-C does."""
+        self._is_asked = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._raise_now)
 
     def check(self) -> None:
-        if self._asked.is_set():
+        if self._error is not None:
+            raise self._error
+        if self._is_asked:
             raise Interrupted("stopped")
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
@@ -54,20 +76,40 @@ class Interrupt:
             await asyncio.gather(task, asked, return_exceptions=True)
 
     @contextmanager
-    def on_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Ask when Ctrl-C is pressed or the process is told to end; the next signal does what it always did."""
-        loop = asyncio.get_running_loop()
+    def attached(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Stop the run of the current task: when somebody calls `ask`, and on Ctrl-C and SIGTERM.
+
+        Signals reach the main thread alone. A run in another thread is stopped by calls.
+        """
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._has_signals = threading.current_thread() is threading.main_thread()
+        if self._is_asked:
+            self._asked.set()
 
         def heard() -> None:
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+            self._drop_signals()
             say("stopping after this step; once more to stop at once")
+            self.is_by_signal = True
             self.ask()
 
-        for number in SIGNALS:
-            loop.add_signal_handler(number, heard)
+        if self._has_signals:
+            for number in SIGNALS:
+                self._loop.add_signal_handler(number, heard)
         try:
             yield
         finally:
+            self._drop_signals()
+            self._loop = self._task = None
+
+    def _drop_signals(self) -> None:
+        if self._has_signals and self._loop is not None:
             for number in SIGNALS:
-                loop.remove_signal_handler(number)
+                self._loop.remove_signal_handler(number)
+
+    def _raise_now(self) -> None:
+        """On the event loop."""
+        self._drop_signals()
+        if self._has_signals:
+            signal.raise_signal(signal.SIGINT)
+        elif self._task is not None:
+            self._task.cancel()

@@ -9,22 +9,42 @@ from typing import Any, Protocol
 
 from turnwise.config.config import Config
 from turnwise.errors import ConfigError
+from turnwise.watch.observer import Observer
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """By logger: the extra of this package that brings it."""
 
 
 class MetricLogger(Protocol):
-    """Somebody who is told each step's metrics."""
+    """An object that takes metrics, such as one of your own in `turnwise.train(..., loggers=[it])`."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step or of an evaluation."""
+        ...
 
-    def close(self) -> None: ...
+
+class LoggerObserver(Observer):
+    """Hands the metrics of a run to a logger; its `close`, where it has one, is called at the end."""
+
+    def __init__(self, logger: MetricLogger) -> None:
+        if not callable(getattr(logger, "log", None)):
+            raise ConfigError(
+                f"loggers: {type(logger).__name__} has no log(step, values); expected an object with that method"
+            )
+        self._logger = logger
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._logger.log(step, values)
+
+    def close(self) -> None:
+        close = getattr(self._logger, "close", None)
+        if close is not None:
+            close()
 
 
-def open_loggers(config: Config, directory: Path, run_name: str, settings: Mapping[str, Any]) -> list[MetricLogger]:
+def open_loggers(config: Config, directory: Path, run_name: str, settings: Mapping[str, Any]) -> list[Observer]:
     """Start the loggers that `run.loggers` names; `settings` is the whole config, for their pages."""
-    loggers: list[MetricLogger] = []
+    loggers: list[Observer] = []
     for name in config.run.loggers:
         if name == "tensorboard":
             loggers.append(_TensorBoard(_module(name, "tensorboard.summary"), directory / "tensorboard"))
@@ -46,11 +66,11 @@ def check_loggers(names: Sequence[str]) -> None:
         _module(name, name)
 
 
-class _TensorBoard:
+class _TensorBoard(Observer):
     def __init__(self, module: Any, directory: Path) -> None:
         self._writer = module.Writer(str(directory))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
 
@@ -58,13 +78,13 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Hosted:
+class _Hosted(Observer):
     """wandb and trackio share their calls."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._module.log(dict(values), step=step)
 
     def close(self) -> None:

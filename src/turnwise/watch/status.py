@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from turnwise.errors import ConfigError
-from turnwise.runtime.pending_calls import Wait
+from turnwise.runtime.pending_calls import PendingCall
 
 STATUS_FILE = "status.json"
 LOCK_FILE = "run.lock"
-SHOWN_WAITS = 20
+SHOWN_CALLS = 20
 """How many of the longest waits are written down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownWait:
+class ShownCall:
     """A wait as another process can read it."""
 
     party: str
@@ -37,7 +37,7 @@ class ShownWait:
     deadline_s: float
 
     @classmethod
-    def of(cls, wait: Wait) -> ShownWait:
+    def of(cls, wait: PendingCall) -> ShownCall:
         return cls(
             party=wait.party,
             what=wait.what,
@@ -61,7 +61,7 @@ class Status:
     """Updates of the weights."""
     reason: str
     """What the loop waits for, in words; empty while it computes."""
-    waits: tuple[ShownWait, ...] = ()
+    waits: tuple[ShownCall, ...] = ()
     """Calls that have not come back, the longest first."""
     num_waits: int = 0
     pool: dict[str, int] = field(default_factory=dict[str, int])
@@ -84,7 +84,7 @@ def read_status(directory: Path) -> Status | None:
     """The latest look; None where nobody has written one."""
     try:
         fields: dict[str, Any] = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-        waits = tuple(ShownWait(**wait) for wait in fields.pop("waits"))
+        waits = tuple(ShownCall(**wait) for wait in fields.pop("waits"))
         return Status(**{**fields, "alarms": tuple(fields["alarms"])}, waits=waits)
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -1,18 +1,20 @@
-"""What a person sees while a run goes on: a live panel in a terminal, one line per step everywhere else.
+"""What a person sees while a run goes on: a live panel in a terminal or a notebook, else one line per step.
 
 Everything is read from the metrics of a step; the view keeps no numbers that the run directory does not have.
 """
 
 from __future__ import annotations
 
+import html
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.training.intervals import Interval
+from turnwise.watch.observer import Observer
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -22,34 +24,10 @@ RECENT_STEPS = 10
 """Steps that speed and time left are taken from."""
 
 
-class View(Protocol):
-    """Told what happens, in order."""
-
-    def say(self, line: str) -> None:
-        """A line for good, such as where a checkpoint went."""
-        ...
-
-    def phase(self, name: str) -> None:
-        """What is going on now: evaluating, warming up, training."""
-        ...
-
-    def waiting(self, text: str, seconds: float) -> None:
-        """What is waited for at this moment, and since when; told about twice a second."""
-        ...
-
-    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
-
-    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None: ...
-
-    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, row: EvaluationRow) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def open_view(num_steps: int) -> View:
-    """The live panel when stdout is a terminal, else plain lines."""
+def open_view(num_steps: int) -> Observer:
+    """The live panel when stdout is a terminal, one that a notebook shows in a notebook, else plain lines."""
+    if in_notebook():
+        return NotebookView(num_steps)
     return LiveView(num_steps) if sys.stdout.isatty() else LineView()
 
 
@@ -108,15 +86,15 @@ class _Clock:
         return num_steps_left * (recent[-1] - recent[0]) / max(1, len(recent) - 1)
 
 
-class LineView:
+class LineView(Observer):
     """One line per step, for logs and pipes."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
         self._told_s = FIRST_TOLD_S
 
-    def say(self, line: str) -> None:
-        print(line, flush=True)
+    def message(self, text: str) -> None:
+        print(text, flush=True)
 
     def waiting(self, text: str, seconds: float) -> None:
         """A line only for what takes long: after ten seconds, twenty, forty ..."""
@@ -144,11 +122,8 @@ class LineView:
         self._clock.restart()
         print(evaluation_line(row), flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class LiveView:
+class LiveView(Observer):
     """A panel that is redrawn in place; lines that stay are printed above it."""
 
     def __init__(self, num_steps: int) -> None:
@@ -167,8 +142,8 @@ class LiveView:
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
-    def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False)
 
     def waiting(self, text: str, seconds: float) -> None:
         self._waiting = f"waiting for {text}" if seconds >= 1 else ""
@@ -228,6 +203,58 @@ class LiveView:
         bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar by itself ends no line
         lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
         return Panel(Group(title, bar, rows, *lines), expand=False)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which shows HTML."""
+    if "IPython" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class NotebookView(Observer):
+    """One block below the cell that is redrawn in place, with the curve as bars; evaluations and messages stay."""
+
+    def __init__(self, num_steps: int) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports] - there is one: `in_notebook`
+
+        self._num_steps = num_steps
+        self._rewards: list[float] = []
+        self._kept: list[str] = []
+        self._now = "starting"
+        self._handle = display(self, display_id=True)
+
+    def _repr_html_(self) -> str:
+        lines = [*self._kept, self._now, f"reward {sparkline(self._rewards)}" if self._rewards else ""]
+        return "<pre>" + "\n".join(html.escape(line) for line in lines if line) + "</pre>"
+
+    def message(self, text: str) -> None:
+        self._kept.append(text)
+        self._draw()
+
+    def phase(self, name: str) -> None:
+        self._show(f"{name} ...")
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._show(f"warm-up {step}/{num_steps}  loss {metrics['warmup/loss']:.3f}")
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        self._show(f"critic {batch}/{num_batches}  {_critic_summary(metrics)}")
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._rewards.append(metrics.get("rollout/reward_mean", math.nan))
+        self._show(f"step {step}/{num_steps}  {_summary(metrics)}")
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        self.message(evaluation_line(row))
+
+    def _show(self, text: str) -> None:
+        self._now = text
+        self._draw()
+
+    def _draw(self) -> None:
+        self._handle.update(self)
 
 
 def _critic_summary(metrics: Mapping[str, float]) -> str:

@@ -14,12 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from turnwise.errors import TurnwiseError
-from turnwise.runtime.pending_calls import WAITS, Waits
+from turnwise.runtime.pending_calls import PENDING_CALLS, PendingCalls
 
 T = TypeVar("T")
 
-EXIT_STALLED = 75
-"""The exit code of a run that stopped because somebody did not answer."""
 TICK_S = 0.5
 """How often the loop looks whether anything moves."""
 
@@ -39,7 +37,7 @@ class Watchdog:
     """Keeps time for one loop."""
 
     def __init__(
-        self, *, call_deadline_s: float = 1800.0, stall_deadline_s: float = 1800.0, waits: Waits = WAITS
+        self, *, call_deadline_s: float = 1800.0, stall_deadline_s: float = 1800.0, waits: PendingCalls = PENDING_CALLS
     ) -> None:
         """Args:
         call_deadline_s: for one call of the trainer, checkpoints included.

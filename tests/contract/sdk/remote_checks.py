@@ -235,7 +235,7 @@ def ppo_there_is_ppo_here_and_goes_on_after_a_resume():
     options = [
         *("train", f"{Path(__file__).parents[2] / 'e2e' / 'echo_world.py'}:EchoWorld", "model=tiny", "method=ppo"),
         *("train.tasks_per_step=2", "train.num_tasks=8", "train.learning_rate=1e-3", "train.save_every=1"),
-        *("train.keep_checkpoints=1", "critic.pretrain_steps=2", "generator.n_samples_per_prompt=4"),
+        *("train.keep_checkpoints=1", "critic.pretrain_steps=2", "rollout.group_size=4"),
         *("eval.tasks=0", "run.dialogues=0"),
     ]
     assert main([*options, "train.steps=2", f"base_url={URL}", f"run.dir={scratch / 'there'}"]) == 0

@@ -19,7 +19,7 @@ import pytest
 
 from turnwise.client import base, engines
 from turnwise.client.engines import EnginePool
-from turnwise.client.local import SamplingClient, ServiceClient, TrainingClient
+from turnwise.client.local import LocalSamplingClient, LocalTrainingClient, ServiceClient
 from turnwise.engine.config import EngineConfig
 from turnwise.errors import CheckpointError, ConfigError, DataError, EngineStoppedError
 from turnwise.types import (
@@ -206,11 +206,11 @@ def prompt(*tokens: int) -> ModelInput:
     return ModelInput.from_ints(tokens)
 
 
-def adapter_of(client: TrainingClient) -> RememberingAdapter:
+def adapter_of(client: LocalTrainingClient) -> RememberingAdapter:
     return cast(RememberingAdapter, client._adapter)  # pyright: ignore[reportPrivateUsage]
 
 
-def trained_value(client: TrainingClient) -> int:
+def trained_value(client: LocalTrainingClient) -> int:
     """What the adapter is worth now, asked the public way."""
     return client.save_weights_and_get_sampling_client().sample(prompt(1)).result(DEADLINE_S).sequences[0].tokens[0]
 
@@ -218,7 +218,7 @@ def trained_value(client: TrainingClient) -> int:
 def test_the_clients_are_what_the_protocols_ask_for(service: ServiceClient, small: str) -> None:
     trainer: base.TrainingClient = service.create_lora_training_client(small)
     sampler: base.SamplingClient = trainer.save_weights_and_get_sampling_client()
-    assert isinstance(sampler, SamplingClient)
+    assert isinstance(sampler, LocalSamplingClient)
 
 
 def test_a_training_loop_in_plain_calls(service: ServiceClient, small: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from turnwise.client import remote_connection
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
+from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient
 from turnwise.client.remote import RemoteSamplingClient, RemoteServiceClient, RemoteTrainingClient
 from turnwise.client.remote_connection import Connection
 from turnwise.client.remote_wire import CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
@@ -193,9 +195,15 @@ async def test_an_awaited_request_ends_at_the_deadline_too() -> None:
         await future
 
 
-def test_the_clients_have_the_methods_of_the_protocols() -> None:
-    def names(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
-
-    assert names(TrainingClient) <= names(RemoteTrainingClient)
-    assert names(SamplingClient) <= names(RemoteSamplingClient)
+def test_every_client_has_the_methods_of_its_protocol_and_a_twin_with_the_same_arguments() -> None:
+    for client in (RemoteTrainingClient, RemoteSamplingClient, LocalTrainingClient, LocalSamplingClient):
+        assert not inspect.isabstract(client)
+    for client in (
+        ServiceClient,
+        RemoteServiceClient,
+        *SamplingClient.__subclasses__(),
+        *TrainingClient.__subclasses__(),
+    ):
+        for name in (name for name in dir(client) if name.endswith("_async")):
+            twin, plain = (inspect.signature(getattr(client, one)) for one in (name, name.removesuffix("_async")))
+            assert list(twin.parameters) == list(plain.parameters), f"{client.__name__}.{name}"

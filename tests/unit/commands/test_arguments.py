@@ -15,7 +15,7 @@ PLAN = ("train", "guess_number", "model=tiny", "train.steps=3", "--plan")
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_plan_counts_tasks_attempts_tokens_and_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ("train.tasks_per_step=2", "generator.n_samples_per_prompt=4", "warmup.steps=5", "train.substeps=2")
+    overrides = ("train.tasks_per_step=2", "rollout.group_size=4", "warmup.steps=5", "train.substeps=2")
     assert main([*PLAN, *overrides, "eval.tasks=10", "eval.every=0", "model.rank=8"]) == 0
     out = capsys.readouterr().out
     assert "guess_number: 192 train tasks, 10 held out" in out
@@ -34,10 +34,10 @@ def test_the_plan_says_how_many_threads_will_run_and_why(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert main([*PLAN, "model.device=cpu"]) == 0
+    assert main([*PLAN, "engine.device=cpu"]) == 0
     assert "threads      1: 1 of 6 CPUs allowed by affinity, " in capsys.readouterr().out
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main([*PLAN, "model.device=cpu"]) == 0
+    assert main([*PLAN, "engine.device=cpu"]) == 0
     assert "threads      1: OMP_NUM_THREADS=1 (1 of 6 CPUs allowed by affinity, " in capsys.readouterr().out
 
 
@@ -55,14 +55,14 @@ def test_the_plan_says_who_stands_in_for_whom(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_turn_limit_reaches_a_world_that_tells_its_players(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "generator.max_turns=2", "generator.sampling_params.max_generate_length=3"]) == 0
+    assert main([*PLAN, "rollout.max_turns=2", "rollout.max_tokens_per_turn=3"]) == 0
     assert "up to 2 turns of 3 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) -> None:
-    share = "generator.gpu_memory_utilization=0.7"
-    assert main([*PLAN, "method.loss_fn=ppo", "eval.tasks=1000", "model.device=cpu", share]) == 0
+    share = "engine.gpu_memory_utilization=0.7"
+    assert main([*PLAN, "method.loss_fn=ppo", "eval.tasks=1000", "engine.device=cpu", share]) == 0
     out = capsys.readouterr().out
     assert f"{share} is for a GPU" in out
     assert "ppo clips nothing" in out
@@ -73,9 +73,9 @@ def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "expected"),
     [
         (["train"], "nothing to train; expected turnwise train NAME|FILE"),
-        (["train", "guess_number", "generator.backend=vllm"], "generator.backend=vllm is not there yet"),
+        (["train", "guess_number", "rollout.backend=vllm"], "rollout.backend=vllm is not there yet"),
         (
-            ["train", "guess_number", "generator.backend=sglang", "generator.use_conversation_multi_turn=false"],
+            ["train", "guess_number", "rollout.backend=sglang", "rollout.use_conversation_multi_turn=false"],
             "NotImplementedError: `use_conversation_multi_turn=False` is not supported for SGLang backend",
         ),
         (["train", "guess_number", "model=nobody/nothing"], "no model under 'nobody/nothing'"),
@@ -116,4 +116,4 @@ def test_the_help_of_train_lists_presets_and_options(capsys: pytest.CaptureFixtu
         main(["train", "--help"])
     out = capsys.readouterr().out
     assert f"presets: {', '.join(preset_names())}" in " ".join(out.split())
-    assert "generator.sampling_params.temperature=1 " in out
+    assert "rollout.temperature=1 " in out

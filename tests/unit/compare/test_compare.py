@@ -270,7 +270,7 @@ def test_methods_of_a_world_may_not_have_bounds_of_their_own() -> None:
 
 
 def test_a_shared_warm_up_is_a_run_that_is_taken_whatever_its_methods_allow() -> None:
-    lone = ["methods=ppo,reinforce_pp", "worlds=study_value", "generator.n_samples_per_prompt=1"]
+    lone = ["methods=ppo,reinforce_pp", "worlds=study_value", "rollout.group_size=1"]
     lagging = ["methods=grpo,rloo", "worlds=study_chain", "train.max_staleness=1", "alarms.max_stale_share=0.3"]
     for arguments in (lone, lagging):
         assert Grid.plan(parse_request(arguments)).warmups

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from turnwise.config.config import Config, GeneratorConfig, RewardWeights, check_backend
+from turnwise.config.config import Config
 from turnwise.config.files import (
     config_from_yaml,
     config_to_yaml,
@@ -20,6 +21,8 @@ from turnwise.config.files import (
     preset_names,
     tree_to_config,
 )
+from turnwise.config.spellings import canonical_option
+from turnwise.credit.shaping import RewardWeights
 from turnwise.engine.training.losses import make_loss
 from turnwise.envs.registry import world_names
 from turnwise.errors import ConfigError
@@ -31,6 +34,7 @@ from turnwise.methods.config import (
     RL_LOSSES,
     MethodConfig,
 )
+from turnwise.rollout.config import RolloutConfig
 from turnwise.trajectory import REWARD_PARTS
 
 BASIC_MULTI_TURN = """\
@@ -84,15 +88,15 @@ def test_the_guides_snippets_load_unchanged(text: str, tmp_path: Path) -> None:
     file = tmp_path / "guide.yaml"
     file.write_text(text, encoding="utf-8")
     config = load_config(str(file))
-    for key, value in parse_yaml(text, "guide")["generator"].items():
+    for key, value in yaml.safe_load(text)["generator"].items():
         if key != "sampling_params":
-            assert getattr(config.generator, key) == value
+            section, _, option = canonical_option(f"generator.{key}").partition(".")
+            assert getattr(getattr(config, section), option) == value
 
 
 def test_the_guides_sampling_params_arrive() -> None:
     config = tree_to_config(parse_yaml(BASIC_MULTI_TURN, "guide"))
-    assert config.generator.max_turns == 5
-    assert config.generator.sampling_params.max_generate_length == 1024
+    assert (config.rollout.max_turns, config.rollout.max_tokens_per_turn) == (5, 1024)
 
 
 def test_sglang_without_multi_turn_raises_the_error_that_the_guide_quotes() -> None:
@@ -105,8 +109,8 @@ def test_sglang_without_multi_turn_raises_the_error_that_the_guide_quotes() -> N
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
 def test_backends_that_are_not_there_are_refused_by_name_with_what_to_do(backend: str) -> None:
     config = load_config("guess_number", [f"generator.backend={backend}"])
-    with pytest.raises(ConfigError, match=rf"generator\.backend={backend} .*generator\.backend=local"):
-        check_backend(config.generator)
+    with pytest.raises(ConfigError, match=rf"rollout\.backend={backend} .*rollout\.backend=local"):
+        config.rollout.check_backend()
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -130,7 +134,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
             "method=grpo",
             "env=guess_number",
             "train.learning_rate=1e-5",
-            "generator.sampling_params.temperature=0.5",
+            "rollout.temperature=0.5",
             "run.loggers=[wandb, trackio]",
             "run.name=7",
             "env.options.decay=1e-3",
@@ -139,7 +143,7 @@ def test_overrides_are_yaml_and_short_forms_name_sections() -> None:
     )
     assert (config.model.name, config.method.name, config.env.name) == ("tiny", "grpo", "guess_number")
     assert config.train.learning_rate == 1e-5
-    assert config.generator.sampling_params.temperature == 0.5
+    assert config.rollout.temperature == 0.5
     assert config.run.loggers == ("wandb", "trackio")
     assert config.run.name == "7"
     assert config.env.options == {"decay": 0.001, "rubric": "@rubric.txt"}
@@ -163,8 +167,9 @@ def test_the_written_config_loads_to_the_same_config() -> None:
     ("override", "expected"),
     [
         ("train.stepz=1", "train.stepz is not an option; did you mean train.steps?"),
-        ("generator.temperature=1", "did you mean generator.sampling_params.temperature?"),
-        ("generator.max_generate_length=8", "did you mean generator.sampling_params.max_generate_length?"),
+        ("rollout.temprature=1", "did you mean rollout.temperature?"),
+        ("generator.max_generate_length=8", "did you mean rollout.max_tokens_per_turn?"),
+        ("rollout.n_samples_per_prompt=8", "did you mean rollout.group_size?"),
         ("trainer.learning_rate=1", "trainer is not an option; did you mean train"),
         ("steps=3", "did you mean train.steps?"),
         ("env.high=9", "a world's own options go under env.options"),
@@ -175,7 +180,7 @@ def test_the_written_config_loads_to_the_same_config() -> None:
         ("method=gpro", "method.name='gpro': input should be 'grpo'"),
         ("method=gigpoo", "did you mean gigpo?"),
         ("train=3", "'train=3': train is a section; expected train.KEY=value, such as train.steps"),
-        ("generator.sampling.temperature=1", "did you mean generator.sampling_params?"),
+        ("reward.weight.outcome=1", "did you mean reward.weights?"),
         ("model.name.x=1", "model.name={'x': 1}: input should be a valid string"),
     ],
 )
@@ -193,8 +198,8 @@ def test_a_mistake_is_named_with_the_nearest_valid_option(override: str, expecte
         (["method.kl_place=loss"], "not read while kl_coef is 0"),
         (["method.kl_coef=0.1", "method.kl_estimator=k3"], "not read by kl_place=advantages; set kl_place: loss"),
         (["method.kl_coef=0.1", "method.kl_place=loss", "method.kl_gamma=0.9"], "set kl_place: advantages"),
-        (["generator.on_unparsable=end", "generator.unparsable_penalty=1"], "not read with on_unparsable=end"),
-        (["generator.renderer=template", "generator.strip_thinking=true"], "strip_thinking"),
+        (["rollout.on_unparsable=end", "rollout.unparsable_penalty=1"], "not read with on_unparsable=end"),
+        (["rollout.renderer=template", "rollout.strip_thinking=true"], "strip_thinking"),
         (["run.project=mine"], "read by wandb and trackio only"),
         (["eval.tasks=0", "eval.every=5"], "every=5 is not read while eval.tasks is 0"),
         (["eval.tasks=0", "eval.temperature=0.5"], "temperature=0.5 is not read while eval.tasks is 0"),
@@ -217,7 +222,9 @@ def test_warmup_options_without_steps_are_refused_but_steps_zero_turns_it_off() 
     [
         "generator.sampling_params.top_p=0.9",
         "generator.sampling_params.top_k=40",
-        "generator.min_group_size=9",
+        "rollout.min_group_size=9",
+        "rollout.min_group_size=1",
+        "rollout.temperature=0",
         "train.substeps=99",
         "run.name=a/b",
     ],
@@ -315,7 +322,7 @@ def test_every_option_has_a_description() -> None:
 
 def test_configs_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        GeneratorConfig().max_turns = 3  # pyright: ignore[reportAttributeAccessIssue]
+        RolloutConfig().max_turns = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_config_loads_without_torch() -> None:

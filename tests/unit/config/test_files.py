@@ -21,7 +21,8 @@ from turnwise.config.files import (
 from turnwise.errors import ConfigError
 from turnwise.methods.config import CLIP_BOUNDS, METHOD_OPTIONS, MethodConfig
 from turnwise.methods.ppo import PPO_LOSS, Ppo
-from turnwise.training.assemble import make_limits, make_method, make_world
+from turnwise.training.assemble import make_method
+from turnwise.training.objects import NO_OBJECTS
 
 
 def test_another_method_begins_with_its_own_defaults_whatever_a_preset_says_for_its_own() -> None:
@@ -38,7 +39,7 @@ def test_gspo_and_ppo_run_with_their_own_bounds_and_discount_on_presets_that_hav
         config = load_config(preset, ["method=gspo"])
         assert "clip_high_threshold" not in config.method.loss_config, f"the loss has {CLIP_BOUNDS['gspo'][1]}"
         config = load_config(preset, ["method=ppo"])
-        method = make_method(config, make_limits(config.generator, make_world(config.env, config.generator), 512))
+        method = make_method(config, config.rollout.for_world(NO_OBJECTS.make_world(config.env), 512))
         assert isinstance(method, Ppo)
         assert (method.loss_config, method.gae.gamma) == (PPO_LOSS, 1.0)
 
@@ -95,15 +96,15 @@ def test_what_is_turned_off_takes_along_what_the_file_says_about_it() -> None:
 def test_a_config_that_was_written_before_an_option_existed_says_what_that_run_did() -> None:
     def as_older(*overrides: str, method: str) -> Config:
         tree = config_to_tree(load_config("bargain", [f"method={method}", *overrides]))
-        del tree["generator"]["same_start"], tree["train"]["eps"]
+        del tree["rollout"]["same_start"], tree["train"]["eps"]
         if method == "sft":
             tree["reward"]["turn_decay"] = 0.5
         return config_from_yaml(yaml.safe_dump(tree), "an old run")
 
     grpo = as_older(method="grpo")
-    assert (grpo.generator.same_start, grpo.train.eps) == (False, 1e-12)
-    refuel = as_older("generator.n_samples_per_prompt=8", method="refuel")
-    assert (refuel.generator.same_start, refuel.generator.n_samples_per_prompt) == (True, 2)
+    assert (grpo.rollout.same_start, grpo.train.eps) == (False, 1e-12)
+    refuel = as_older("rollout.group_size=8", method="refuel")
+    assert (refuel.rollout.same_start, refuel.rollout.group_size) == (True, 2)
     assert as_older(method="sft").reward.turn_decay == 1, "it was taken and not read"
     today = load_config("bargain")
     assert config_from_yaml(config_to_yaml(today), "a run") == today

@@ -18,7 +18,7 @@ from turnwise.engine.budget import (
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
-from turnwise.models.sizes import ModelSizes
+from turnwise.models.facts import ModelSizes
 
 SMALL = ModelSizes(
     num_layers=28, hidden_size=1024, inner_size=3072, num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936

@@ -9,11 +9,11 @@ from turnwise.envs.schema import (
     Parameter,
     annotation_to_schema,
     describe_type,
-    did_you_mean,
     match_arguments,
     read_signature,
 )
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.suggest import did_you_mean
 
 
 def search(query: str, limit: int = 3, kind: Literal["web", "news"] = "web", since: str | None = None) -> str:

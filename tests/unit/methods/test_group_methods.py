@@ -190,7 +190,7 @@ def test_potentials_of_any_size_leave_gigpos_advantages_as_they_are() -> None:
             config = Config.model_validate({"method": {"name": "gigpo", "gamma": 0.9}, "reward": reward})
             shaped = shape_group(group, make_shaping(config))
             assert weight == 0 or shaped.rewards != pytest.approx(group.rewards)
-            method: Any = make_method(config, RolloutLimits())
+            method: Any = make_method(config, RolloutLimits(max_turns=8, max_tokens_per_turn=256))
             found = method.advantages(shaped)
             for before, after in zip(build("gigpo", gamma=0.9).advantages(group), found, strict=True):
                 assert after == pytest.approx(before)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.config.config import ModelConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import ModelError
-from turnwise.models.facts import read_facts
-from turnwise.models.sizes import ModelSizes
+from turnwise.models.config import ModelConfig
+from turnwise.models.facts import ModelSizes, read_facts
 from turnwise.types import LoraConfig
 
 pytestmark = pytest.mark.model

@@ -18,7 +18,7 @@ from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout import play_groups
-from turnwise.rollout.branch import check_can_branch, play_branches
+from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import RolloutEvent, RolloutResult
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.replay import replay
@@ -29,7 +29,7 @@ from unit.rollout.worlds import World, make_tasks, quick
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-LIMITS = RolloutLimits()
+LIMITS = RolloutLimits(max_turns=8, max_tokens_per_turn=256, max_trajectory_tokens=4096)
 
 
 class NoisyEnv:
@@ -117,9 +117,8 @@ async def branch(world: World, renderer: Renderer, tasks: int = 6, seed: int = 0
     names = [name for name in ("turn", "p", "redraw") if name in fields]
     plan = PlayBranches(continuations=fields.pop("continuations", 3), **{name: fields.pop(name) for name in names})
     config = quick(**{"max_turns": 5, **fields})
-    return await play_branches(
-        world, make_tasks(tasks), SeededSampler(renderer), renderer, config, plan=plan, seed=seed
-    )
+    rollout = BranchRollout(world, SeededSampler(renderer), renderer, config, plan=plan)
+    return await rollout.play(make_tasks(tasks), seed=seed)
 
 
 def assert_shares_its_prefix(group: TrajectoryGroup) -> None:
@@ -181,7 +180,8 @@ async def test_an_env_with_plain_methods_branches_too(renderer: Renderer) -> Non
 async def test_the_shared_dialogue_is_sampled_once_and_counted_once(renderer: Renderer) -> None:
     world, sampler = make_world(ForkingEnv), SeededSampler(renderer)
     plan = PlayBranches(continuations=3)
-    result = await play_branches(world, make_tasks(6), sampler, renderer, quick(max_turns=5), plan=plan, seed=0)
+    rollout = BranchRollout(world, sampler, renderer, quick(max_turns=5), plan=plan)
+    result = await rollout.play(make_tasks(6), seed=0)
     shared = sum(group.branch_turn or 0 for group in result.groups)
     own = sum(5 - (group.branch_turn or 0) for group in result.groups) * 3
     assert len(sampler.prompts) == shared + own
@@ -295,16 +295,10 @@ async def test_a_failed_continuation_is_played_again_from_the_same_point(rendere
 
     events: list[RolloutEvent] = []
     world = make_world(FragileEnv)
-    result = await play_branches(
-        world,
-        make_tasks(1),
-        SeededSampler(renderer),
-        renderer,
-        quick(max_turns=5, max_retries=2),
-        plan=PlayBranches(continuations=3),
-        seed=1,
-        on_event=events.append,
-    )
+    config, plan = quick(max_turns=5, max_retries=2), PlayBranches(continuations=3)
+    rollout = BranchRollout(world, SeededSampler(renderer), renderer, config, plan=plan)
+    rollout.on_event = events.append
+    result = await rollout.play(make_tasks(1), seed=1)
     (group,) = result.groups
     assert len(group.trajectories) == 3
     assert_shares_its_prefix(group)

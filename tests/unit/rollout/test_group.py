@@ -13,10 +13,8 @@ from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import EnvStep, Task, user
 from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
-from turnwise.rollout import DroppedGroup, play_groups, stream_groups
-from turnwise.rollout.group import RolloutEvent
-from turnwise.rollout.quarantine import Quarantine
-from turnwise.rollout.stats import RolloutStats
+from turnwise.rollout import DroppedGroup, Rollout, play_groups
+from turnwise.rollout.group import Quarantine, RolloutEvent
 from turnwise.trajectory import Failure, Message, TrajectoryGroup
 from unit.rollout.worlds import QUESTION, CountingEnv, World, make_tasks, quick, saying
 
@@ -107,15 +105,9 @@ async def test_a_failed_attempt_is_played_again_in_a_fresh_env_of_the_same_world
         return CountingEnv(on_step=crash if num_made <= 2 else None)
 
     world, events = World(make), list[RolloutEvent]()
-    result = await play_groups(
-        world,
-        make_tasks(1),
-        saying(renderer),
-        renderer,
-        quick(group_size=2, max_retries=2),
-        seed=0,
-        on_event=events.append,
-    )
+    rollout = Rollout(world, saying(renderer), renderer, quick(group_size=2, max_retries=2))
+    rollout.on_event = events.append
+    result = await rollout.play(make_tasks(1), seed=0)
     (group,) = result.groups
     assert len(group.trajectories) == 2
     assert group.failed == ()
@@ -176,13 +168,13 @@ async def test_a_task_that_keeps_failing_is_quarantined_and_counted(renderer: Re
     world = World(lambda task, _: CountingEnv(on_step=crash if task.id == "task-0" else None))
     config, quarantine = quick(), Quarantine(task_after=2)
     for _ in range(2):
-        result = await play_groups(
-            world, make_tasks(2), saying(renderer), renderer, config, seed=0, quarantine=quarantine
-        )
+        rollout = Rollout(world, saying(renderer), renderer, config, quarantine=quarantine)
+        result = await rollout.play(make_tasks(2), seed=0)
         assert [(d.task_id, d.why) for d in result.dropped] == [("task-0", "group_too_small")]
     assert result.stats.metrics()["rollout/tasks_quarantined"] == 1
     num_made = len(world.envs)
-    result = await play_groups(world, make_tasks(2), saying(renderer), renderer, config, seed=0, quarantine=quarantine)
+    rollout = Rollout(world, saying(renderer), renderer, config, quarantine=quarantine)
+    result = await rollout.play(make_tasks(2), seed=0)
     assert [(d.task_id, d.why) for d in result.dropped] == [("task-0", "quarantined")]
     assert "the sandbox died" in result.dropped[0].detail
     assert len(world.envs) == num_made + 4
@@ -201,9 +193,8 @@ async def test_a_world_in_which_everything_fails_is_closed(renderer: Renderer) -
 
 async def test_a_sampler_that_is_down_quarantines_nothing(renderer: Renderer) -> None:
     quarantine = Quarantine(task_after=1, world_after=1)
-    result = await play_groups(
-        World(), make_tasks(2), ScriptedSampler([]), renderer, quick(), seed=0, quarantine=quarantine
-    )
+    rollout = Rollout(World(), ScriptedSampler([]), renderer, quick(), quarantine=quarantine)
+    result = await rollout.play(make_tasks(2), seed=0)
     assert result.groups == ()
     assert not quarantine.tasks
     assert quarantine.world is None
@@ -234,17 +225,12 @@ async def test_groups_are_streamed_as_they_finish(renderer: Renderer) -> None:
 
         return CountingEnv(on_step=crash if task.id == "task-1" else step)
 
-    stats = RolloutStats()
-    outcomes = [
-        outcome
-        async for outcome in stream_groups(
-            World(make), make_tasks(3), saying(renderer), renderer, quick(), seed=0, stats=stats
-        )
-    ]
+    rollout = Rollout(World(make), saying(renderer), renderer, quick())
+    outcomes = [outcome async for outcome in rollout.stream(make_tasks(3), seed=0)]
     assert outcomes[-1].task_id == "task-0"
     kinds = {outcome.task_id: type(outcome) for outcome in outcomes}
     assert kinds == {"task-0": TrajectoryGroup, "task-1": DroppedGroup, "task-2": TrajectoryGroup}
-    assert stats.metrics()["rollout/attempts"] == 12
+    assert rollout.stats.metrics()["rollout/attempts"] == 12
 
 
 async def test_leaving_a_stream_early_closes_every_env(renderer: Renderer) -> None:
@@ -256,7 +242,7 @@ async def test_leaving_a_stream_early_closes_every_env(renderer: Renderer) -> No
         return CountingEnv(on_step=step)
 
     world = World(make)
-    groups = stream_groups(world, make_tasks(3), saying(renderer), renderer, quick(), seed=0)
+    groups = Rollout(world, saying(renderer), renderer, quick()).stream(make_tasks(3), seed=0)
     async with aclosing(groups):
         async for group in groups:
             assert group.task_id == "task-0"
@@ -290,8 +276,10 @@ async def test_a_bug_of_ours_is_not_an_attempt(renderer: Renderer) -> None:
         raise ZeroDivisionError("a bug in the live view")
 
     world = World()
+    rollout = Rollout(world, saying(renderer), renderer, quick())
+    rollout.on_event = on_event
     with pytest.raises(ZeroDivisionError):
-        await play_groups(world, make_tasks(2), saying(renderer), renderer, quick(), seed=0, on_event=on_event)
+        await rollout.play(make_tasks(2), seed=0)
     assert all(env.num_closed == 1 for env in world.envs)
 
 

@@ -15,8 +15,8 @@ from turnwise.rollout.seeds import derive_seed
 @pytest.mark.parametrize(
     "fields",
     [
-        {"max_turns": 0},
-        {"max_tokens_per_turn": 0},
+        {"max_turns": -1},
+        {"max_tokens_per_turn": -1},
         {"max_trajectory_tokens": 1},
         {"step_deadline_s": 0},
         {"attempt_deadline_s": float("inf")},

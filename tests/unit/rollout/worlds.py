@@ -14,7 +14,6 @@ from turnwise.envs import sync
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.stats import RolloutStats
 from turnwise.trajectory import Message, Trajectory
@@ -96,11 +95,10 @@ def saying(renderer: Renderer, text: str | Callable[[list[int]], str] = "My gues
 
 
 def quick(**fields: Any) -> RolloutConfig:
-    """A config with deadlines that only a call which hangs can miss; limits go by name too."""
-    names = {name for name in RolloutLimits.__dataclass_fields__ if name in fields}
-    limits = {"step_deadline_s": 30.0, "sample_deadline_s": 30.0, "close_deadline_s": 5.0, "attempt_deadline_s": 120.0}
-    limits |= {name: fields.pop(name) for name in names}
-    return RolloutConfig(limits=RolloutLimits(**limits), **{"group_size": 4, "max_retries": 0, **fields})  # type: ignore[arg-type]
+    """A config with deadlines that only a call which hangs can miss."""
+    usual = {"step_deadline_s": 30.0, "sample_deadline_s": 30.0, "close_deadline_s": 5.0, "attempt_deadline_s": 120.0}
+    usual |= {"max_turns": 8, "max_tokens_per_turn": 256, "max_trajectory_tokens": 4096}
+    return RolloutConfig(**{**usual, "group_size": 4, "max_retries": 0, **fields})
 
 
 async def play_env(

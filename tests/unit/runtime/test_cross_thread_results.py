@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.runtime.cross_thread_results import arrival
+from turnwise.runtime.cross_thread_results import until_done
 
 
 async def test_many_results_of_a_thread_come_with_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ async def test_many_results_of_a_thread_come_with_few_wake_ups(monkeypatch: pyte
 
 
 async def wait_for(future: Future[int]) -> int:
-    await arrival(future)
+    await until_done(future)
     return future.result()
 
 
@@ -63,7 +63,7 @@ async def test_no_result_is_lost_between_a_thread_and_a_busy_loop() -> None:
 async def test_an_error_and_a_cancelled_request_arrive_too() -> None:
     failed: Future[int] = Future()
     cancelled: Future[int] = Future()
-    waiting = [arrival(failed), arrival(cancelled)]
+    waiting = [until_done(failed), until_done(cancelled)]
     failed.set_exception(ValueError("no"))
     cancelled.cancel()
     async with asyncio.timeout(10):
@@ -89,7 +89,7 @@ def test_a_result_for_a_loop_that_is_closed_hurts_nobody() -> None:
 
         async def leave(future: Future[int] = future) -> None:
             loops.append(weakref.ref(asyncio.get_running_loop()))
-            arrival(future)
+            until_done(future)
 
         asyncio.run(leave())
         future.set_result(1)

@@ -14,7 +14,7 @@ import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
-from turnwise.client.local import ServiceClient, TrainingClient
+from turnwise.client.local import LocalTrainingClient, ServiceClient
 from turnwise.errors import ConfigError, DataError
 from turnwise.single_turn import AdapterError, RLAdapter, RLConfig, RunResult, StepRecord, run_grpo
 from turnwise.single_turn.config import POLICY_LOSSES
@@ -477,7 +477,7 @@ def test_a_rewarded_habit_is_learned(service: ServiceClient) -> None:
     assert steps[-1].reward_mean > 0.6
 
 
-def displaced_client(service: ServiceClient) -> TrainingClient:
+def displaced_client(service: ServiceClient) -> LocalTrainingClient:
     """A policy that was taught, away from the base model, to say one thing."""
     trainer = service.create_lora_training_client("tiny", rank=16, seed=3)
     tokenizer = trainer.get_tokenizer()
@@ -517,7 +517,7 @@ def test_the_kl_penalty_pulls_a_displaced_policy_back_to_the_base_model(service:
     assert last < 0.5 * first
 
 
-def logprobs_of(trainer: TrainingClient) -> list[float]:
+def logprobs_of(trainer: LocalTrainingClient) -> list[float]:
     sampler = trainer.save_weights_and_get_sampling_client()
     ids = trainer.get_tokenizer().encode(PROMPTS[0] + " My guess is 5.")
     return [

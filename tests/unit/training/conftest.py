@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
@@ -16,7 +17,7 @@ from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.assemble import Parts, make_eval_rollout, make_limits, make_method, make_rollout
+from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
@@ -76,14 +77,14 @@ class Rig:
 
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
-        recorder = Recorder(self.writer, LineView(), [], num_steps=self.config.train.steps)
+        recorder = Recorder(self.writer, [LineView()], num_steps=self.config.train.steps)
         checkpoints = Checkpoints(self.trainer, self.writer, [], max_kept=2)
-        return Loop(self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
+        parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
+        return Loop(*parts, publisher=LocalPublisher())
 
     def parts(self) -> Parts:
         config = self.config
-        limits = make_limits(config.generator, self.world, 512)
-        rollout = make_rollout(config.generator, limits)
+        rollout = config.rollout.for_world(self.world, 512)
         return Parts(
             config=config,
             world=self.world,
@@ -91,7 +92,7 @@ class Rig:
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
-            method=make_method(config, limits),
+            method=make_method(config, rollout),
         )
 
     def run(self) -> RunReader:
@@ -119,7 +120,7 @@ def make_rig(tmp_path: Path, renderer: Renderer) -> MakeRig:
     def make(sections: dict[str, dict[str, Any]], **world: Any) -> Rig:
         small: dict[str, dict[str, Any]] = {
             "train": {"steps": 2, "tasks_per_step": 2, "save_every": 0},
-            "generator": {"n_samples_per_prompt": 12, "same_start": False},  # the coin falls for each by itself
+            "rollout": {"group_size": 12, "same_start": False},  # the coin falls for each by itself
             "eval": {"tasks": 3, "every": 0},
         }
         merged = {name: {**small.get(name, {}), **sections.get(name, {})} for name in {*small, *sections}}

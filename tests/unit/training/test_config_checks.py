@@ -92,7 +92,7 @@ def test_what_only_played_attempts_have_a_use_for_is_refused_with_stored_data(me
     for option in (
         *("reward.turn_decay=0.5", "reward.weights.format=2", "reward.potential=true", "reward.max_length=9"),
         *("reward.on_truncated=mask", "train.max_empty_steps=9"),
-        *("generator.min_group_size=3", "alarms.max_kl=1", "alarms.stop_after=3"),
+        *("rollout.min_group_size=3", "alarms.max_kl=1", "alarms.stop_after=3"),
         *(("method.branch_turn=geometric",) if "method=refuel" in method else ()),
     ):
         with pytest.raises(ConfigError, match=rf"{option.partition('=')[0].split('.')[1]}.* is not read by method="):
@@ -106,7 +106,7 @@ def test_methods_that_compare_no_attempts_of_one_task_learn_from_one_attempt_eac
     rig = make_rig(
         {
             "method": {"name": method},
-            "generator": {"n_samples_per_prompt": 1, "same_start": method == "sft"},
+            "rollout": {"group_size": 1, "same_start": method == "sft"},
             "train": {"steps": 1, "tasks_per_step": 6},
             "eval": {"tasks": 0},
         }
@@ -118,14 +118,14 @@ def test_methods_that_compare_no_attempts_of_one_task_learn_from_one_attempt_eac
 def test_methods_that_compare_attempts_still_need_two() -> None:
     for method in ("grpo", "gspo", "rloo", "gigpo", "mt_grpo", "la_grpo", "dpo"):
         with pytest.raises(ConfigError, match="compares the attempts at a task; expected 2 or more"):
-            load_config("key_door", [f"method={method}", "generator.n_samples_per_prompt=1"])
+            load_config("key_door", [f"method={method}", "rollout.group_size=1"])
 
 
 def test_what_is_accepted_for_a_presets_sake_and_not_read_is_said_in_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "guess_number_tiny", "method=sft", "--plan"]) == 0
-    assert "generator.n_samples_per_prompt is not read: nothing is played for training" in capsys.readouterr().out
+    assert "rollout.group_size is not read: nothing is played for training" in capsys.readouterr().out
     assert main(["train", "study_chain", "method=sft", "--plan"]) == 0
     assert "train.max_sampled_tokens is not read: nothing is played for training" in capsys.readouterr().out
     assert main(["train", "key_door", "model=tiny", "method=rft", "reward.turn_decay=0.9", "--plan"]) == 0

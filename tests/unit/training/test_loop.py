@@ -114,7 +114,7 @@ async def test_a_run_that_learns_nothing_is_saved_before_it_ends(make_rig: MakeR
 
 
 async def test_when_attempts_fail_step_after_step_the_error_says_who_failed_and_how(make_rig: MakeRig) -> None:
-    rig = make_rig({"train": {"steps": 9, "max_empty_steps": 2}, "eval": {"tasks": 0}, "generator": {"max_retries": 0}})
+    rig = make_rig({"train": {"steps": 9, "max_empty_steps": 2}, "eval": {"tasks": 0}, "rollout": {"max_retries": 0}})
 
     def broken(_: list[int]) -> list[int]:
         raise ConnectionError("the server is gone")

@@ -21,8 +21,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.pack import pack, split_batches
-from turnwise.models.facts import read_facts
-from turnwise.models.sizes import ModelSizes
+from turnwise.models.facts import ModelSizes, read_facts
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.memory import Memory, estimate_memory, pass_tokens
 from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
@@ -177,7 +176,7 @@ def test_no_pass_holds_more_tokens_than_the_plan_says() -> None:
 def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weights_leave(wide_dir: Path) -> None:
     card = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=3 * GIB // 2, total_bytes=2 * GIB)
     settings = EngineConfig(gpu_memory_utilization=0.9)
-    config = load_config("guess_number", ["model=x", "train.micro_batch_tokens=1024"])
+    config = load_config("guess_number", ["model=x", "engine.micro_batch_tokens=1024"])
     on_card, on_cpu = (_estimate(config, wide_dir, settings, device) for device in (card, CPU))
     assert on_card.weights * 2 == on_cpu.weights
     left = card.free_bytes - on_card.weights - on_card.merged - 0.1 * card.total_bytes
@@ -188,7 +187,7 @@ def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weigh
 
 
 def test_the_printed_plan_names_the_place_and_the_training_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "guess_number", "model=tiny", "model.device=cpu", "--plan"]) == 0
+    assert main(["train", "guess_number", "model=tiny", "engine.device=cpu", "--plan"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
     assert "on the CPU in float32: weights 0.5 MiB, their merged copy 0.4 MiB, adapter and optimizer" in line
     assert "training pass of up to 4,096 tokens" in line

@@ -20,5 +20,5 @@ from turnwise.training.plan import attempts_per_task
     ],
 )
 def test_attempts_per_task_are_those_that_are_played(overrides: list[str], count: int) -> None:
-    config = load_config("guess_number", ["generator.n_samples_per_prompt=6", *overrides])
+    config = load_config("guess_number", ["rollout.group_size=6", *overrides])
     assert attempts_per_task(config) == count

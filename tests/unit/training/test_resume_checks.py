@@ -11,7 +11,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.resume_checks import check_critic, check_overrides
+from turnwise.training.setup import check_critic, check_overrides
 
 
 def test_a_resumed_run_keeps_its_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,7 @@ def test_tensorboard_gets_every_metric_with_its_step(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"loggers": ["tensorboard"]}})
     (logger,) = open_loggers(config, tmp_path, "mine", {})
     for step in (1, 2):
-        logger.log(step, {"rollout/reward_mean": step / 2})
+        logger.metrics(step, {"rollout/reward_mean": step / 2})
     logger.close()
     written = EventAccumulator(str(tmp_path / "tensorboard"))
     written.Reload()
@@ -244,7 +244,7 @@ def test_hosted_loggers_are_given_the_project_the_config_and_every_step(
     monkeypatch.setitem(sys.modules, name, stand_in)  # pyright: ignore[reportArgumentType]
     config = Config.model_validate({"run": {"loggers": name, "project": "ours"}})
     (logger,) = open_loggers(config, tmp_path, "mine", {"train": {"steps": 2}})
-    logger.log(1, {"eval/success": 0.5})
+    logger.metrics(1, {"eval/success": 0.5})
     logger.close()
     assert calls == [
         ("init", {"project": "ours", "name": "mine", "config": {"train": {"steps": 2}}}),

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
 from turnwise.training.run_state import RunState
 from turnwise.training.sources import Supply
-from turnwise.training.versions import NewestSampler, VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
@@ -70,8 +70,8 @@ class GateEnv:
 def make_supply(make_rig: MakeRig, renderer: Renderer) -> Any:
     def make(world: GateWorld, **options: Any) -> tuple[Supply, VersionedSampler]:
         state = options.pop("state", RunState())
-        generator = {"n_samples_per_prompt": 2, **options.pop("generator", {})}
-        rig = make_rig({"train": {"steps": 5, "max_staleness": 2, **options}, "generator": generator})
+        generator = {"group_size": 2, **options.pop("rollout", {})}
+        rig = make_rig({"train": {"steps": 5, "max_staleness": 2, **options}, "rollout": generator})
         rig.world = world  # pyright: ignore[reportAttributeAccessIssue]
         end_id = renderer.stop_ids[0]
         sampler = VersionedSampler(ScriptedSampler(lambda _: [7, end_id]), 0)
@@ -93,7 +93,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
     make_supply: Any, kv: str, expected: set[tuple[int, int]]
 ) -> None:
     world = GateWorld()
-    supply, sampler = make_supply(world, tasks_per_step=1, generator={"kv_across_updates": kv})
+    supply, sampler = make_supply(world, tasks_per_step=1, rollout={"kv_across_updates": kv})
     await _until(lambda: world.num_first_turns == 6)  # lag 2: three groups of two attempts
     first, second, third = list(world.gates)
     world.gates[second].set()
@@ -160,7 +160,7 @@ async def test_responses_carry_the_runs_version_whatever_the_engine_calls_it() -
     prompt = ModelInput.from_ints([1])
     assert (await newest.sample_async(prompt)).policy_version == 0
     pinned = newest.pinned()
-    newest.publish(VersionedSampler(client, 3))
+    newest.follow(VersionedSampler(client, 3))
     assert (await newest.sample(prompt)).policy_version == 3
     assert (await pinned.sample_async(prompt)).policy_version == 0
 
@@ -169,11 +169,11 @@ def test_stored_data_cannot_lag_and_the_config_says_so() -> None:
     with pytest.raises(ValueError, match="nothing is played that could lag"):
         Config.model_validate({"train": {"max_staleness": 1}, "method": {"name": "sft"}})
     with pytest.raises(ValueError, match="kv_across_updates=keep is not read"):
-        Config.model_validate({"generator": {"kv_across_updates": "keep"}})
+        Config.model_validate({"rollout": {"kv_across_updates": "keep"}})
     with pytest.raises(ValueError, match=r"deterministic is not read with train\.max_staleness=1: .* who is done"):
-        Config.model_validate({"generator": {"deterministic": True}, "train": {"max_staleness": 1}})
-    with pytest.raises(ValueError, match="max_num_seqs=8 is not read with deterministic"):
-        Config.model_validate({"generator": {"deterministic": True, "max_num_seqs": 8}})
+        Config.model_validate({"rollout": {"deterministic": True}, "train": {"max_staleness": 1}})
+    with pytest.raises(ValueError, match=r"engine\.max_num_seqs=8 is not read with rollout\.deterministic"):
+        Config.model_validate({"rollout": {"deterministic": True}, "engine": {"max_num_seqs": 8}})
     with pytest.raises(ValueError, match="min_batch=1 is not read while max_staleness is 0"):
         Config.model_validate({"train": {"min_batch": 1}})
 

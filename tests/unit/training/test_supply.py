@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.publish import VersionedSampler
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.registry import get_world
 from turnwise.methods.base import datums_of
 from turnwise.renderers import Renderer
+from turnwise.rollout.group import Rollout
 from turnwise.rollout.replay import replay
 from turnwise.training.assemble import Parts
 from turnwise.training.evaluate import evaluate
 from turnwise.training.run_state import RunState
 from turnwise.training.sources import Batch, Supply
-from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from turnwise.watch.watchdog import Watchdog
@@ -101,8 +102,8 @@ class Played:
 def play(make_rig: MakeRig, renderer: Renderer) -> Any:
     async def play(world: Any, method: dict[str, Any], *, num_batches: int = 2, **sections: Any) -> Played:
         train = {"steps": num_batches, "tasks_per_step": 6, **sections.pop("train", {})}
-        generator = {"n_samples_per_prompt": 6, "same_start": True, **sections.pop("generator", {})}
-        rig = make_rig({"train": train, "generator": generator, "method": method, **sections})
+        generator = {"group_size": 6, "same_start": True, **sections.pop("rollout", {})}
+        rig = make_rig({"train": train, "rollout": generator, "method": method, **sections})
         rig.world = world
         supply = Supply(rig.parts(), renderer, Watchdog())
         sampler = VersionedSampler(DigitSampler(renderer), 0)
@@ -147,13 +148,17 @@ async def test_on_bargain_a_group_meets_one_mood_whatever_the_method_and_groups_
 async def test_each_attempt_may_draw_a_world_of_its_own_and_an_evaluation_always_does(
     play: Any, renderer: Renderer
 ) -> None:
-    played = await play(BARGAIN, {"name": "grpo"}, generator={"same_start": False})
+    played = await play(BARGAIN, {"name": "grpo"}, rollout={"same_start": False})
     assert max(len(moods(group)) for group in played.groups) == 2
     assert all(t.branch is None for group in played.groups for t in group.trajectories)
     shared = (await play(BARGAIN, {"name": "grpo"}, eval={"samples": 16})).parts
     assert (shared.rollout.same_start, shared.eval_rollout.same_start) == (True, False)
     found = await evaluate(
-        BARGAIN, shared.held_out, DigitSampler(renderer), renderer, shared.eval_rollout, seed=0, label="", step=0
+        Rollout(BARGAIN, DigitSampler(renderer), renderer, shared.eval_rollout),
+        shared.held_out,
+        seed=0,
+        label="",
+        step=0,
     )
     assert all(len(moods(group)) == 2 for group in found.played.groups)
 
@@ -168,7 +173,7 @@ async def test_an_attempt_that_is_played_again_stays_in_its_groups_world(play: A
             return BARGAIN.make_env(task, seed)
 
         world = TestWorld(make)
-        played = await play(world, {"name": name}, num_batches=1, generator={"max_retries": 10})
+        played = await play(world, {"name": name}, num_batches=1, rollout={"max_retries": 10})
         assert played.batches[0].played.stats.metrics()["rollout/retries"] > 0
         assert len(played.groups) == 6
         assert {(group.task_id, t.seed) for group in played.groups for t in group.trajectories} == set(world.made)

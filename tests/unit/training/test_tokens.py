@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.client.publish import VersionedSampler
 from turnwise.envs.base import EnvStep, Task
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.reader import RunReader
@@ -18,7 +19,6 @@ from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.training.pretrain import Batches
 from turnwise.training.run_state import read_state
 from turnwise.training.tokens import num_drawn_tokens, num_taken_tokens
-from turnwise.training.versions import VersionedSampler
 from turnwise.trajectory import Message
 from turnwise.watch.report import report_lines
 from unit.training.conftest import CoinEnv, CoinWorld, MakeRig
@@ -118,7 +118,7 @@ class BrittleEnv(CoinEnv):
 
 
 async def test_the_critics_batches_count_the_tokens_of_attempts_that_fail(make_rig: MakeRig, drawn: list[int]) -> None:
-    rig = make_rig({"generator": {"max_retries": 0, "min_group_size": 2}})
+    rig = make_rig({"rollout": {"max_retries": 0, "min_group_size": 2}})
     rig.world = BrittleWorld()
     sampler = await rig.trainer.save_weights_and_get_sampling_client_async()
     batch = await Batches(rig.parts(), rig.renderer, "rollouts").batch(0, sampler)

@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.errors import Party
 from turnwise.rollout.call import DeadlinePassed, call
-from turnwise.runtime.pending_calls import WAITS, Waits, caller
+from turnwise.runtime.pending_calls import PENDING_CALLS, PendingCalls, caller
 from turnwise.watch.watchdog import StalledError, Watchdog
 
 
@@ -24,20 +24,20 @@ async def test_a_call_is_listed_with_party_question_caller_and_deadline_while_it
         caller.set("sum-7, attempt 2")
         return await call(Party.ENV, "step", work, deadline_s=30)
 
-    before = len(WAITS)
+    before = len(PENDING_CALLS)
     task = asyncio.create_task(attempt())
     await asked.wait()
-    (wait,) = [wait for wait in WAITS.oldest(100) if wait.who == "sum-7, attempt 2"]
+    (wait,) = [wait for wait in PENDING_CALLS.oldest(100) if wait.who == "sum-7, attempt 2"]
     assert (wait.party, wait.what, wait.deadline_s) == ("env", "step", 30)
     assert str(wait).startswith("env: step (sum-7, attempt 2), 0.0 s of at most 30 s")
     answer.set()
     assert await task == "done"
-    assert len(WAITS) == before
+    assert len(PENDING_CALLS) == before
 
 
 @pytest.mark.parametrize("end", ["late", "error", "cancelled"])
 async def test_a_call_leaves_the_list_however_it_ends(end: str) -> None:
-    before = len(WAITS)
+    before = len(PENDING_CALLS)
 
     async def work() -> None:
         if end == "error":
@@ -52,11 +52,11 @@ async def test_a_call_leaves_the_list_however_it_ends(end: str) -> None:
     (outcome,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(outcome, asyncio.CancelledError if end == "cancelled" else Exception)
     assert isinstance(outcome, DeadlinePassed) == (end == "late")
-    assert len(WAITS) == before
+    assert len(PENDING_CALLS) == before
 
 
 async def test_a_trainer_that_does_not_answer_is_named_at_its_deadline() -> None:
-    watchdog = Watchdog(call_deadline_s=0.05, waits=Waits())
+    watchdog = Watchdog(call_deadline_s=0.05, waits=PendingCalls())
     with pytest.raises(StalledError, match=r"trainer: forward_backward gave no answer within 0\.05 s") as caught:
         await watchdog.call("trainer", "forward_backward", asyncio.Event().wait())
     assert caught.value.party == "trainer"
@@ -68,11 +68,11 @@ async def test_a_timeout_of_the_party_itself_is_not_taken_for_ours() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await Watchdog(waits=Waits()).call("trainer", "optim_step", work())
+        await Watchdog(waits=PendingCalls()).call("trainer", "optim_step", work())
 
 
 async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wait_for() -> None:
-    waits = Waits()
+    waits = PendingCalls()
     watchdog = Watchdog(stall_deadline_s=0.01, waits=waits)
     with waits.listed("env", "step", 600):
         never = asyncio.create_task(asyncio.Event().wait())
@@ -82,7 +82,7 @@ async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wai
 
 
 async def test_attempts_are_waited_for_as_long_as_calls_come_back() -> None:
-    waits = Waits()
+    waits = PendingCalls()
     watchdog = Watchdog(stall_deadline_s=1.5, waits=waits)
 
     async def many_short_calls() -> None:

@@ -16,16 +16,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from turnwise.engine.attention import cpu as attention_cpu
-from turnwise.engine.attention import cuda as attention_cuda
-from turnwise.engine.model.layer_ops import CacheSlots
+from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import CacheSlots, Saved
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.errors import ModelError
 
@@ -108,7 +107,7 @@ class TreePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         if torch.is_grad_enabled() and query.requires_grad:
             return _TreeAttention.apply(query, key, value, self, scale)
-        out, _ = attention_kernels(query).tree_forward(query, key, value, self, scale)
+        out, _ = for_device(query.device).attention.tree_forward(query, key, value, self, scale)
         return out
 
     def slices(self) -> Iterator[tuple[slice, slice, bool]]:
@@ -136,7 +135,7 @@ class TreePlan:
             arrays = [np.array(self.bounds, dtype=np.int32)]
             for level in self.levels:
                 arrays += _level_arrays(level)
-            nodes, *uploaded = upload_all(arrays, device)
+            nodes, *uploaded = for_device(device).transfer.upload_all(arrays)
             lengths = np.diff(self.bounds)
             longest = int(lengths.max())
             parts = [Varlen(nodes, nodes, longest, longest, int((lengths**2).sum()) // 2)]
@@ -169,20 +168,10 @@ def _level_varlen(
     )
 
 
-class Saved(NamedTuple):
-    """What a tree's backward needs of its forward: heads-first query, key, value; tokens-first output."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    logsumexp: Tensor
-
-
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):
-        out, logsumexp = attention_kernels(query).tree_forward(query, key, value, plan, scale)
+        out, logsumexp = for_device(query.device).attention.tree_forward(query, key, value, plan, scale)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -190,7 +179,8 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         saved = Saved(*ctx.saved_tensors)
-        return *attention_kernels(grad_out).tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
+        attention = for_device(grad_out.device).attention
+        return *attention.tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +222,13 @@ class PagedPlan:
 
     def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The same, once the pass's keys and values are in the cache."""
-        kernels = attention_kernels(query)
+        attention = for_device(query.device).attention
         parts: list[Tensor] = []
         if self.num_decode:
             rows = query[0, :, : self.num_decode].transpose(0, 1)
-            parts.append(kernels.paged_decode(rows, self.cache.layer(layer), self, scale)[None])
+            parts.append(attention.paged_decode(rows, self.cache.layer(layer), self, scale)[None])
         if self.chunks:
-            parts.append(kernels.prefill(query, key, value, self, layer, scale))
+            parts.append(attention.prefill(query, key, value, self, layer, scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def prefill_varlen(self) -> Varlen:
@@ -246,7 +236,7 @@ class PagedPlan:
         if self.varlen is not None:
             return self.varlen
         if "_varlen" not in self.__dict__:
-            device = self.slots.device
+            transfer = for_device(self.slots.device).transfer
             new = np.array([chunk.stop - chunk.start for chunk in self.chunks])
             cached = np.array([chunk.num_cached for chunk in self.chunks])
             q_bounds, k_bounds = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (new, cached + new))
@@ -254,11 +244,11 @@ class PagedPlan:
             if cached.any():
                 blocks = [chunk.blocks for chunk in self.chunks]
                 spans = make_spans(np.zeros_like(new), cached + new, [len(b) for b in blocks])
-                q, k, lines, held = upload_all([q_bounds, k_bounds, spans, np.concatenate(blocks)], device)
+                q, k, lines, held = transfer.upload_all([q_bounds, k_bounds, spans, np.concatenate(blocks)])
                 _, k_index = span_slots(lines, held, int(k_bounds[-1]), self.cache.block_size)
                 varlen = Varlen(q, k, *sizes, k_index=k_index)
             else:
-                bounds = upload(q_bounds, device)
+                bounds = transfer.upload(q_bounds)
                 varlen = Varlen(bounds, bounds, *sizes)
             self.__dict__["_varlen"] = varlen
         return self.__dict__["_varlen"]
@@ -283,42 +273,3 @@ def span_slots(spans: Tensor, blocks: Tensor, num_tokens: int, block_size: int) 
     positions = torch.arange(num_tokens, device=spans.device) + shifts[owners]
     held = blocks[first_blocks[owners] + positions // block_size]
     return positions, held * block_size + positions % block_size
-
-
-ALIGNMENT = 64
-"""Bytes; kernels are compiled for how their pointers are aligned, so every array gets the same."""
-
-
-def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays on `device`, all in one copy; to a GPU through pinned memory, so that the host does not wait."""
-    return [torch.from_numpy(array) for array in arrays] if device.type == "cpu" else copy_packed(arrays, device)
-
-
-def copy_packed(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    offsets = np.cumsum([0, *sizes]).tolist()
-    staging = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = list(zip(arrays, offsets, strict=False))
-    for array, offset in places:
-        staging.numpy()[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    packed = staging.to(device, non_blocking=True)
-    return [
-        packed[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.str]).view(array.shape)
-        for array, offset in places
-    ]
-
-
-_TORCH_DTYPES = {
-    np.dtype(name).str: dtype
-    for name, dtype in (("int32", torch.int32), ("int64", torch.int64), ("float32", torch.float32))
-}
-
-
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on `device`; to a GPU through pinned memory, so that the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def attention_kernels(query: Tensor) -> Any:
-    return attention_cpu if query.device.type == "cpu" else attention_cuda

@@ -1,33 +1,31 @@
-"""The decoder stack of the Llama family (Llama, Qwen2, Qwen3), fused: our hot path for sampling and training.
+"""A decoder stack, fused: our hot path for sampling and training.
 
-transformers loads the weights and remains the reference; this runs the same layers with projections that share an
-input joined into one product, the steps between products fused (`layer_ops`), and one hand-written backward pass that
-keeps only what it needs. Other architectures run transformers' own modelling code.
+It runs every model whose block (`models/blocks.py`) has only parts that the fused kernels support: Llama, Qwen2, Qwen3
+and others like them. transformers loads the weights and remains the reference. Here projections that share an input
+are joined into one product, the steps between products are fused (`engine/ops`), and one hand-written backward pass
+keeps only what it needs (`kept.py`). Other models run transformers' own modelling code.
 
     h, x = add_norm(h, from the layer before)          x = norm of the residual stream h
     q, k, v = rotate(x Wqkv')                          head norms, rotary position, into the KV cache when sampling
     h, x = add_norm(h, attention(q, k, v) Wo')
     from the layer = swiglu(x Wgate_up') Wdown'
 
-Every product takes its adapters' low-rank parts along (`adapted.py`). After its attention, the last layer runs on the
-rows that are asked for alone: in a dialogue, those that a trained token follows.
+Every product takes its adapters' low-rank parts along (`lora_products.py`). After its attention, the last layer runs
+on the rows that are asked for alone: in a dialogue, those that a trained token follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, Saved, TreePlan, attention_kernels
-from turnwise.engine.budget import kept_bytes
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import Heads, Rotation
-from turnwise.engine.model.lora import LinearGroup, Route
+from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
+from turnwise.engine.model.kept import kept_bytes
+from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
     SpanWeights,
@@ -37,11 +35,22 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
-from turnwise.models.sizes import ModelSizes
+from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Heads, Rotation, Saved
+from turnwise.models.blocks import BlockSpec
+from turnwise.models.facts import ModelSizes
 
-FAMILY = ("LlamaModel", "Qwen2Model", "Qwen3Model")
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotations whose angles do not depend on the length of the sequence."""
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "norm": ("rms",),
+    "norm_place": ("before",),
+    "head_norm": ("none", "rms"),
+    "rotation": ("halves",),
+    "angles": ("default", "linear", "llama3", "yarn"),
+    "attention": ("full",),
+    "mlp": ("gated",),
+    "activation": ("silu",),
+}
+"""By field of `BlockSpec`: the kinds that the fused kernels compute. These angles do not depend on a pass's length."""
 MOST_ROWS = 0.75
 """When more than this share of the rows is asked for, the last layer runs on all."""
 
@@ -87,6 +96,14 @@ class _LayerSaved:
     gate_up: Tensor
     low_down: list[Tensor]
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that is kept; some tensors share their memory."""
+        found: list[Tensor] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            found += [] if value is None else [value] if isinstance(value, Tensor) else value
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class _LayerInput:
@@ -108,60 +125,62 @@ class _Room:
 
 
 class FusedBody:
-    """Embedding, layers and last norm of one model; `fits` says whether a model is of the family."""
+    """Embedding, layers and last norm of one model; `supports` says whether a model can run here."""
 
     def __init__(self, model: nn.Module, device: torch.device, sizes: ModelSizes) -> None:
+        assert sizes.block is not None, "ask `supports` first"
         self._model: Any = model
         self.sizes = sizes
-        config = self._model.config
-        self.eps = float(config.rms_norm_eps)
-        self.scale = float(self._model.layers[0].self_attn.scaling)
-        self.layers = [self._read_layer(layer, config) for layer in self._model.layers]
+        self.block: BlockSpec = sizes.block
+        names = self.block.names
+        self.eps = self.block.norm_eps
+        self.scale = sizes.head_size**-0.5
+        self.layers = [self._read_layer(layer) for layer in model.get_submodule(names.layers).children()]
         self.groups = [group for layer in self.layers for group in layer.groups]
-        self.ops = _ops(device)
-        self._keeps_normed = device.type != "cpu"
-        self._angles = self._read_angles(int(config.max_position_embeddings), device)
+        self.embedding = model.get_submodule(names.embedding)
+        self.last_norm = _weight(model, names.last_norm)
+        self.ops = for_device(device)
+        self._keeps_normed = self.ops.facts.keeps_normed_inputs
+        self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
         """A pass that would keep more than this for its backward pass computes each layer again instead."""
 
     @staticmethod
-    def fits(model: nn.Module) -> bool:
-        config: Any = model.config
-        return (
-            type(model).__name__ in FAMILY
-            and config.hidden_act == "silu"
-            and _rope_type(config) in STATIC_ROPES
-            and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 2 == 0
-        )
+    def supports(sizes: ModelSizes) -> bool:
+        """Whether the fused kernels compute every part of the model's blocks."""
+        block = sizes.block
+        if block is None or sizes.head_size % 2:
+            return False
+        return all(getattr(block, part) in kinds for part, kinds in SUPPORTED.items())
 
     def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [P, D / 2] of every position, by the model's own rule."""
         like = torch.empty(0, dtype=torch.float32, device=device)
-        cos, sin = self._model.rotary_emb(like, torch.arange(num_positions, device=device)[None])
+        rotation = self._model.get_submodule(self.block.names.rotation)
+        cos, sin = rotation(like, torch.arange(num_positions, device=device)[None])
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def _read_layer(self, layer: Any, config: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        query_norm = getattr(attention, "q_norm", None)
-        key_norm = getattr(attention, "k_norm", None)
+    def _read_layer(self, layer: nn.Module) -> _Layer:
+        names, sizes = self.block.names, self.sizes
+        is_normed = self.block.head_norm == "rms"
         heads = Heads(
-            num_query=config.num_attention_heads,
-            num_kv=config.num_key_value_heads,
-            size=attention.head_dim,
-            query_norm=None if query_norm is None else query_norm.weight.detach(),
-            key_norm=None if key_norm is None else key_norm.weight.detach(),
+            num_query=sizes.num_heads,
+            num_kv=sizes.num_kv_heads,
+            size=sizes.head_size,
+            query_norm=_weight(layer, names.query_norm) if is_normed else None,
+            key_norm=_weight(layer, names.key_norm) if is_normed else None,
             eps=self.eps,
         )
         return _Layer(
-            input_norm=layer.input_layernorm.weight.detach(),
-            qkv=LinearGroup.join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            input_norm=_weight(layer, names.input_norm),
+            qkv=_join(layer, names.query, names.key, names.value),
             heads=heads,
-            out=LinearGroup.join([attention.o_proj]),
-            inner_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=LinearGroup.join([mlp.gate_proj, mlp.up_proj]),
-            down=LinearGroup.join([mlp.down_proj]),
+            out=_join(layer, names.out),
+            inner_norm=_weight(layer, names.inner_norm),
+            gate_up=_join(layer, names.gate, names.up),
+            down=_join(layer, names.down),
         )
 
     def hidden(
@@ -173,7 +192,7 @@ class FusedBody:
         """
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
-        embedded = self._model.embed_tokens(input_ids)
+        embedded = self.embedding(input_ids)
         rotation = Rotation(*self._angles, position_ids)
         spans = read_spans(route, embedded.dtype)
         wanted = None if rows is None else _Wanted(rows, spans_of_rows(spans, rows, len(input_ids)))
@@ -189,7 +208,7 @@ class FusedBody:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, on_cpu=embedded.is_cpu)
+        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
         return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
@@ -221,7 +240,7 @@ class FusedBody:
             if saved is not None and index >= first_saved:
                 saved.append(kept if keeps_all else before)
             del before, kept  # what nobody keeps is freed before the next layer runs
-        h, x, rstd = self.ops.add_norm(h, delta, self._model.norm.weight.detach(), self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, self.last_norm, self.eps)
         return x, h, rstd
 
     def _forward_layer(
@@ -236,7 +255,7 @@ class FusedBody:
         room: _Room | None = None,
     ) -> tuple[Tensor, Tensor, _LayerSaved]:
         """The residual stream, what the MLP adds to it, and what backward needs."""
-        ops, layer = self.ops, self.layers[index]
+        ops, layer = self.ops.layers, self.layers[index]
         h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
         qkv, low_qkv = project(layer.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
@@ -259,23 +278,22 @@ class FusedBody:
         self, h: Tensor, delta: Tensor | None, weight: Tensor, room: _Room | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if room is None:
-            return self.ops.add_norm(h, delta, weight, self.eps)
-        h, x, rstd = self.ops.add_norm(h, delta, weight, self.eps, room=room.normed)
+            return self.ops.layers.add_norm(h, delta, weight, self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=room.normed)
         room.normed = x
         return h, x, rstd
 
     def _swiglu(self, gate_up: Tensor, room: _Room | None) -> Tensor:
         if room is None:
-            return self.ops.swiglu(gate_up)
-        act = self.ops.swiglu(gate_up, room=room.act)
+            return self.ops.layers.swiglu(gate_up)
+        act = self.ops.layers.swiglu(gate_up, room=room.act)
         room.act = act
         return act
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
         if isinstance(plan, TreePlan):
-            kernels = attention_kernels(query)
-            return Saved(query, key, value, *kernels.tree_forward(query, key, value, plan, self.scale))
+            return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, self.scale))
         assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
 
@@ -290,7 +308,7 @@ class FusedBody:
         wanted: _Wanted | None,
     ) -> None:
         """From the gradient of the residual stream after the last layer, at the wanted rows, down to layer `first`."""
-        ops = self.ops
+        ops = self.ops.layers
         for index in range(len(self.layers) - 1, first - 1, -1):
             layer, kept = self.layers[index], saved.pop()
             if isinstance(kept, _LayerInput):
@@ -310,9 +328,9 @@ class FusedBody:
             add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
             if only is not None:
                 dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
-            grads = attention_kernels(dh).tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
-            turned = tuple(grad[0].transpose(0, 1) for grad in grads)
-            dqkv = ops.rotate_backward(turned, kept.qkv, layer.heads, rotation)
+            grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+            dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+            dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, layer.heads, rotation)
             dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
             normed = NormedInput(kept.h, kept.rstd, layer.input_norm)
             add_a_gradients(layer.qkv, normed if kept.x is None else kept.x, dlow, spans)
@@ -329,13 +347,14 @@ class _Stack(torch.autograd.Function):
         keeps_all = body.keeps_all(embedded, spans)
         x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, wanted, saved, first, keeps_all)
         ctx.kept = (body, rotation, plan, spans, first, wanted, saved, h, rstd)
+        ctx.kept_blocks = saved
         return x
 
     @staticmethod
     def backward(ctx, dx):
         body, rotation, plan, spans, first, wanted, saved, h, rstd = ctx.kept
-        ctx.kept = None
-        dh = body.ops.norm_backward(dx.contiguous(), h, rstd, body._model.norm.weight.detach(), None)
+        ctx.kept = ctx.kept_blocks = None
+        dh = body.ops.layers.norm_backward(dx.contiguous(), h, rstd, body.last_norm, None)
         body._backward(dh, rotation, plan, spans, saved, first, wanted)
         return (torch.zeros(1, device=dx.device),) + (None,) * 7
 
@@ -345,22 +364,9 @@ def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
 
 
-def _ops(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from turnwise.engine.attention.cuda import has_triton
-
-        if has_triton():
-            from turnwise.engine.ops import triton_layers
-
-            return triton_layers
-    if device.type == "cpu":
-        from turnwise.engine.ops import cpu_layers
-
-        if cpu_layers.is_built():
-            return cpu_layers
-    return layer_ops
+def _weight(module: nn.Module, name: str) -> Tensor:
+    return module.get_parameter(f"{name}.weight").detach()
 
 
-def _rope_type(config: Any) -> str:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(parameters.get("rope_type", "default"))
+def _join(layer: nn.Module, *names: str) -> LinearGroup:
+    return LinearGroup.join([cast(LoraLinear, layer.get_submodule(name)) for name in names])

@@ -14,10 +14,11 @@ from transformers.utils import logging as transformers_logging
 from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ModelError
+from turnwise.models.facts import ModelSizes
 from turnwise.models.families import check_supported
-from turnwise.models.sizes import ModelSizes
 
 
 class CausalModel:
@@ -30,6 +31,7 @@ class CausalModel:
         self.config = config
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
+        self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
         self.linears = _wrap_linears(model, self.holder)
@@ -39,8 +41,8 @@ class CausalModel:
         self.head = head
         self.body: nn.Module = model.base_model
         self.vocab_size = int(self.head.out_features)
-        self.sizes = _sizes(config, self.vocab_size)
-        self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.fits(self.body) else None
+        self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
+        self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         self.kv_shape = KvShape(
@@ -79,19 +81,6 @@ def _read_config(directory: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as cause:
         raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
-
-
-def _sizes(config: PretrainedConfig, vocab_size: int) -> ModelSizes:
-    heads = config.num_attention_heads
-    return ModelSizes(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        inner_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=vocab_size,
-    )
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.model.linear import frozen_linear
+from turnwise.engine.ops import for_device
 from turnwise.models.linears import Shape, adapted_linears, check_kinds
 from turnwise.types import LoraConfig
 
@@ -112,10 +112,10 @@ class BankRoute:
 
     def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
         """y += scale (x A') B', every row with its own adapter."""
-        from turnwise.engine.ops.triton_lora import add_low_rank
-
         bank = self.banks.get(group)
         if bank is not None:  # else no adapter lies on these linears
+            add_low_rank = for_device(x_NI.device).add_low_rank
+            assert add_low_rank is not None, "there are banks only where a kernel reads them"
             add_low_rank(x_NI, bank.a, bank.b, bank.members, self.tiles, y_NO)
 
 
@@ -155,10 +155,11 @@ class LoraLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
+        linear = for_device(x_NI.device).products.linear
         if route.merged is not None:
-            return frozen_linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
+            return linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
         if route.bank is not None:
-            y = frozen_linear(x_NI, self.weight, self.bias)
+            y = linear(x_NI, self.weight, self.bias)
             route.bank.add(self.name, x_NI, y)
             return y
         spans = [span for span in route.spans if self.name in span.weights.pairs]
@@ -168,7 +169,7 @@ class LoraLinear(nn.Module):
             return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)
         if torch.is_grad_enabled():
             return nn.functional.linear(x_NI, self.weight, self.bias)
-        y = frozen_linear(x_NI, self.weight, self.bias)
+        y = linear(x_NI, self.weight, self.bias)
         for span in spans:
             a, b = span.weights.pairs[self.name]
             low = x_NI[span.start : span.stop] @ a.to(x_NI.dtype).t()
@@ -218,7 +219,7 @@ class _LoraMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_NI, weight, bias, bounds, *pairs):
-        y = frozen_linear(x_NI, weight, bias)
+        y = for_device(x_NI.device).products.linear(x_NI, weight, bias)
         lows = []
         for (start, stop, scale), a, b in zip(bounds, pairs[::2], pairs[1::2], strict=True):
             low = x_NI[start:stop] @ a.to(x_NI.dtype).t()

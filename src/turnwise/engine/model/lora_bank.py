@@ -1,4 +1,4 @@
-"""Published adapters side by side on a GPU, so that one launch serves rows of many (`kernels/triton_lora.py`).
+"""Published adapters side by side on a GPU, so that one launch serves rows of many (`ops/triton_lora.py`).
 
 A policy takes a slot when it is first sampled from without being merged; the one that was not used for longest gives
 its slot up. Ranks are padded to the bank's, which grows when a larger one comes. Rows of the base model have no tile.
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.cuda import has_triton
-from turnwise.engine.attention.plans import upload
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import BankRoute, LinearGroup, Policy
+from turnwise.engine.ops import for_device
 
 FIRST_SLOTS = 4
 MIN_RANK = 16
@@ -95,7 +94,7 @@ class LoraBank:
             self.banks[group.name] = GroupBank(
                 a=self._zeros(self._num_slots, len(group.names), rank, num_in),
                 b=self._zeros(self._num_slots, num_out, rank),
-                members=upload(owners, self._device),
+                members=for_device(self._device).transfer.upload(owners),
             )
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -135,7 +134,7 @@ def bank_route(bank: LoraBank, lengths: Sequence[tuple[Policy, int]], device: to
     """The route of packed rows, given as neighbouring runs of (policy, rows)."""
     runs = _runs(bank.slots([policy for policy, _ in lengths]), lengths)
     tiles = make_tiles(runs, max(1, count_tiles([count for _, count, _ in runs])))
-    return BankRoute(bank.banks, bank.generation, runs, upload(tiles, device))
+    return BankRoute(bank.banks, bank.generation, runs, for_device(device).transfer.upload(tiles))
 
 
 def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> list[tuple[int, int, int]]:
@@ -154,8 +153,8 @@ def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> li
 
 
 def make_bank(model: CausalModel) -> LoraBank | None:
-    """A bank for the model's linears; None on a CPU, without Triton, or where the linears do not fit its tiles."""
+    """A bank for the model's linears; None where no kernel reads one, or where the linears do not fit its tiles."""
     groups = [*model.groups, LinearGroup.join([model.head])]
-    if model.device.type != "cuda" or not has_triton() or model.fused is None or not LoraBank.fits(groups):
+    if model.ops.add_low_rank is None or model.fused is None or not LoraBank.fits(groups):
         return None
     return LoraBank(groups, model.dtype, model.device)

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.engine.model.linear import (
-    adds_low_rank,
-    empty_rows,
-    frozen_linear,
-    low_rank_gradients,
-    multiply,
-    multiply_with_low_rank,
-)
 from turnwise.engine.model.lora import LinearGroup, Route
+from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Ops, ProductOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class NormedInput:
     def times(self, u_Nr: Tensor, rows: slice) -> Tensor:
         """u' x [r, I] of some rows, without forming x: (rstd * u)' h, its columns times `weight`."""
         scaled = u_Nr * self.rstd[rows, None].to(u_Nr.dtype)
-        return multiply(scaled.t(), self.h[rows]).mul_(self.weight)
+        return for_device(u_Nr.device).products.multiply(scaled.t(), self.h[rows]).mul_(self.weight)
 
 
 def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
@@ -84,11 +78,13 @@ def project(
     group: LinearGroup, x_NI: Tensor, route: Route, spans: Sequence[SpanWeights]
 ) -> tuple[Tensor, list[Tensor]]:
     """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
-    whole = _whole_span(group, x_NI, spans)
+    ops = for_device(x_NI.device)
+    whole = _whole_span(group, x_NI, spans, ops)
     if whole is not None:
-        return _project_joined(group, x_NI, whole) if x_NI.is_cuda else _project_whole(group, x_NI, whole)
+        project_one = _project_joined if ops.facts.prefers_few_launches else _project_whole
+        return project_one(group, x_NI, whole, ops.products)
     weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
-    y_NO = frozen_linear(x_NI, weight, group.bias)
+    y_NO = ops.products.linear(x_NI, weight, group.bias)
     if route.bank is not None:
         route.bank.add(group.name, x_NI, y_NO)
         return y_NO, []
@@ -96,52 +92,62 @@ def project(
     for span in spans:
         if not group.members(span.pairs):
             continue
-        low = multiply(x_NI[span.start : span.stop], span.stacked(group).t())
-        _write_parts(group, low, span, y_NO[span.start : span.stop], is_added=True)
+        low = ops.products.multiply(x_NI[span.start : span.stop], span.stacked(group).t())
+        _write_parts(group, low, span, y_NO[span.start : span.stop], ops.products, is_added=True)
         lows.append(low)
     return y_NO, lows
 
 
-def _write_parts(group: LinearGroup, low: Tensor, span: SpanWeights, y_nO: Tensor, *, is_added: bool) -> None:
+def _write_parts(
+    group: LinearGroup, low: Tensor, span: SpanWeights, y_nO: Tensor, products: ProductOps, *, is_added: bool
+) -> None:
     """scale low B' of every member, to its outputs or added to them."""
     first = 0
     for bounds, (_, b) in group.members(span.pairs):
         stop = first + b.shape[1]
-        multiply(low[:, first:stop], b.t(), out=y_nO[:, bounds], alpha=span.scale, is_added=is_added)
+        products.multiply(low[:, first:stop], b.t(), out=y_nO[:, bounds], alpha=span.scale, is_added=is_added)
         first = stop
 
 
-def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights]) -> SpanWeights | None:
+def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights], ops: Ops) -> SpanWeights | None:
     """The span of all rows, where products take its low-rank part along."""
-    if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)) or not adds_low_rank(x_NI):
+    if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)):
+        return None
+    if not ops.products.takes_low_rank_along(x_NI):
         return None
     num_adapted = sum(name in spans[0].pairs for name in group.names)
-    is_taken = num_adapted == len(group.names) and group.bias is None if x_NI.is_cuda else num_adapted > 0
+    # One product for the whole group needs a low-rank part below each of its outputs.
+    is_joined = num_adapted == len(group.names) and group.bias is None
+    is_taken = is_joined if ops.facts.prefers_few_launches else num_adapted > 0
     return spans[0] if is_taken else None
 
 
-def _project_joined(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tuple[Tensor, list[Tensor]]:
+def _project_joined(
+    group: LinearGroup, x_NI: Tensor, span: SpanWeights, products: ProductOps
+) -> tuple[Tensor, list[Tensor]]:
     """`project` with one adapter on every linear of the group: one product adds to what the low-rank parts began."""
     y_NO = x_NI.new_empty(len(x_NI), len(group.weight))
-    low = multiply(x_NI, span.stacked(group).t())
-    _write_parts(group, low, span, y_NO, is_added=False)
-    return multiply(x_NI, group.weight.t(), out=y_NO, is_added=True), [low]
+    low = products.multiply(x_NI, span.stacked(group).t())
+    _write_parts(group, low, span, y_NO, products, is_added=False)
+    return products.multiply(x_NI, group.weight.t(), out=y_NO, is_added=True), [low]
 
 
-def _project_whole(group: LinearGroup, x_NI: Tensor, span: SpanWeights) -> tuple[Tensor, list[Tensor]]:
+def _project_whole(
+    group: LinearGroup, x_NI: Tensor, span: SpanWeights, products: ProductOps
+) -> tuple[Tensor, list[Tensor]]:
     """`project` with one adapter: each linear's outputs are written once, its low-rank part included."""
-    y_NO = empty_rows(x_NI, len(x_NI), len(group.weight))
-    low = multiply(x_NI, span.stacked(group).t())
+    y_NO = products.empty_rows(x_NI, len(x_NI), len(group.weight))
+    low = products.multiply(x_NI, span.stacked(group).t())
     first = 0
     for name in group.names:
         bounds = group.bounds[name]
         weight, own = group.weight[bounds].t(), y_NO[:, bounds]
         if name not in span.pairs:
-            multiply(x_NI, weight, out=own)
+            products.multiply(x_NI, weight, out=own)
             continue
         b = span.pairs[name][1]
         stop = first + b.shape[1]
-        multiply_with_low_rank(x_NI, weight, low[:, first:stop], b.t(), out=own, scale=span.scale)
+        products.multiply_with_low_rank(x_NI, weight, low[:, first:stop], b.t(), out=own, scale=span.scale)
         first = stop
     if group.bias is not None:
         y_NO.add_(group.bias)
@@ -157,22 +163,23 @@ def input_gradient(
     need_input: bool = True,
 ) -> tuple[Any, list[Tensor]]:
     """d loss / d x [N, I] (None when nobody needs it) and, per span, d loss / d (x A'); dB += scale dy' low."""
+    ops = for_device(dy_NO.device)
     dlows: list[Tensor] = []
     present = [span for span in spans if group.members(span.pairs)]
     for span, low in zip(present, lows, strict=True):
-        dlows.append(_low_gradient(group, dy_NO[span.start : span.stop], low, span))
+        dlows.append(_low_gradient(group, dy_NO[span.start : span.stop], low, span, ops.products))
     if not need_input:
         return None, dlows
-    whole = _whole_span(group, dy_NO, spans)
+    whole = _whole_span(group, dy_NO, spans, ops)
     if whole is not None:
-        return multiply_with_low_rank(dy_NO, group.weight, dlows[0], whole.stacked(group)), dlows
-    dx_NI = multiply(dy_NO, group.weight)
+        return ops.products.multiply_with_low_rank(dy_NO, group.weight, dlows[0], whole.stacked(group)), dlows
+    dx_NI = ops.products.multiply(dy_NO, group.weight)
     for span, dlow in zip(present, dlows, strict=True):
-        multiply(dlow, span.stacked(group), out=dx_NI[span.start : span.stop], is_added=True)
+        ops.products.multiply(dlow, span.stacked(group), out=dx_NI[span.start : span.stop], is_added=True)
     return dx_NI, dlows
 
 
-def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: SpanWeights) -> Tensor:
+def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: SpanWeights, products: ProductOps) -> Tensor:
     """d loss / d (x A') [n, members * r] of one span; adds to its dB what the same rows say."""
     rank = low.shape[1] // len(group.members(span.pairs))
     dlow = torch.empty_like(low)
@@ -180,9 +187,9 @@ def _low_gradient(group: LinearGroup, dy_NO: Tensor, low: Tensor, span: SpanWeig
         own = slice(i * rank, (i + 1) * rank)
         dy, b = dy_NO[:, group.bounds[name]], span.pairs[name][1]
         if span.grads is not None and name in span.grads:
-            low_rank_gradients(dy, low[:, own], b, span.grads[name][1], out=dlow[:, own], scale=span.scale)
+            products.low_rank_gradients(dy, low[:, own], b, span.grads[name][1], out=dlow[:, own], scale=span.scale)
         else:
-            multiply(dy, b, out=dlow[:, own], alpha=span.scale)
+            products.multiply(dy, b, out=dlow[:, own], alpha=span.scale)
     return dlow
 
 
@@ -197,11 +204,12 @@ def add_a_gradients(
         rows, names = slice(span.start, span.stop), [name for name in group.names if name in span.pairs]
         rank = dlow.shape[1] // len(names)
         owned = [(slice(i * rank, (i + 1) * rank), name) for i, name in enumerate(names) if name in span.grads]
-        if isinstance(x_NI, Tensor) and x_NI.is_cuda:  # as few launches as there are gradients
+        ops = for_device(dlow.device)
+        if isinstance(x_NI, Tensor) and ops.facts.prefers_few_launches:
             for own, name in owned:
-                multiply(dlow[:, own].t(), x_NI[rows], out=span.grads[name][0], is_added=True)
+                ops.products.multiply(dlow[:, own].t(), x_NI[rows], out=span.grads[name][0], is_added=True)
             continue
-        # A CPU reads x once for all members.
-        together = multiply(dlow.t(), x_NI[rows]) if isinstance(x_NI, Tensor) else x_NI.times(dlow, rows)
+        # Else x is read once for all members.
+        together = ops.products.multiply(dlow.t(), x_NI[rows]) if isinstance(x_NI, Tensor) else x_NI.times(dlow, rows)
         for own, name in owned:
             span.grads[name][0].add_(together[own])

@@ -1,25 +1,134 @@
-"""Attention over many queries in C (`cpu_attention.c`), forward and backward; float32 with heads of up to 256.
+"""Attention on a CPU: our C kernels (`cpu_attention.c`, `cpu.c`), or PyTorch's flash kernels where ours do not run.
 
-Sides are [batch, heads, tokens, D], strided but for the last axis; with fewer KV heads, query head h reads KV head
+`attend` and `attend_backward` call the C kernels: float32, heads of up to 256. Their sides are
+[batch, heads, tokens, D], strided but for the last axis; with fewer KV heads, query head h reads KV head
 h // (heads / KV heads). A causal call has as many queries as keys.
+
+The functions of the interface take heads-first tensors [1, heads, tokens, D] and return tokens-first
+[1, tokens, heads, D].
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from turnwise.engine.ops import build, waiting
+from turnwise.engine.ops import build, cpu, torch_attention, waiting
+from turnwise.engine.ops.interface import Saved
+from turnwise.engine.ops.torch_attention import merge
 from turnwise.errors import DataError
 
+if TYPE_CHECKING:
+    from turnwise.engine.attention.plans import PagedPlan, Run, TreePlan
+
 _MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest."""
+    _, num_heads, num_tokens, head_size = query.shape
+    out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
+    logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
+    if fits(query, key, value):
+        _attend_forest(Saved(query, key, value, out, logsumexp), plan, scale)
+        return out.transpose(1, 2), logsumexp
+    for run in plan.equal_runs():
+        part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
+        _rows(out, run).copy_(part[0])
+        _rows(logsumexp, run).copy_(part[1])
+    for q, k in plan.ancestors():
+        part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, False, scale=scale)
+        out[:, :, q], logsumexp[:, :, q] = merge(out[:, :, q], logsumexp[:, :, q], *part)
+    return out.transpose(1, 2), logsumexp
+
+
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
+    query, key, value, out, logsumexp = saved
+    grad_out, out = grad_out.contiguous().transpose(1, 2), out.transpose(1, 2)
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if fits(query, key, value):
+        _attend_forest_backward(grad_out, saved._replace(out=out), grads, plan, scale)
+        return grads
+    for run in plan.equal_runs():
+        sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
+        for grad, piece in zip(grads, _flash_backward(*sides, 0.0, True, scale=scale), strict=True):
+            _rows(grad, run).copy_(piece)
+    for q, k in plan.ancestors():
+        sides = (grad_out[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
+        parts = _flash_backward(*sides, 0.0, False, scale=scale)
+        for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
+            grad[:, :, where] += piece
+    return grads
+
+
+def _attend_forest(sides: Saved, plan: TreePlan, scale: float) -> None:
+    """Our kernel writes output and log-sum-exp in place, own node first, then adds each ancestor to the softmax."""
+    for run in plan.equal_runs():
+        attend(Saved(*(_rows(side, run) for side in sides)), scale, is_causal=True)
+    for rows, keys in plan.ancestors():
+        attend(_between(sides, rows, keys), scale, is_causal=False, is_added=True)
+
+
+def _attend_forest_backward(
+    grad_out: Tensor, sides: Saved, grads: tuple[Tensor, Tensor, Tensor], plan: TreePlan, scale: float
+) -> None:
+    for run in plan.equal_runs():
+        dq, dk, dv = (_rows(grad, run) for grad in grads)
+        own = Saved(*(_rows(side, run) for side in sides))
+        attend_backward(_rows(grad_out, run), own, (dq, dk, dv), scale, is_causal=True)
+    for rows, keys in plan.ancestors():
+        parts = grads[0][:, :, rows], grads[1][:, :, keys], grads[2][:, :, keys]
+        between = _between(sides, rows, keys)
+        attend_backward(grad_out[:, :, rows], between, parts, scale, is_causal=False, is_added=True)
+
+
+def _rows(side: Tensor, run: Run) -> Tensor:
+    """Neighbouring nodes of one length as a batch: [1, heads, tokens, ...] -> [count, heads, length, ...], a view."""
+    span = side[0, :, run.start : run.start + run.count * run.length]
+    return span.unflatten(1, (run.count, run.length)).transpose(0, 1)
+
+
+def _between(sides: Saved, rows: slice, keys: slice) -> Saved:
+    """The queries of some rows over the keys of others, all heads-first."""
+    query, key, value, out, logsumexp = sides
+    return Saved(query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows], logsumexp[:, :, rows])
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+    _, num_heads, num_tokens, head_size = query.shape
+    out = query.new_empty(1, num_tokens - plan.num_decode, num_heads, head_size)
+    for chunk in plan.chunks:
+        part = slice(chunk.start, chunk.stop)
+        own, logsumexp = _flash(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True, scale=scale)
+        if chunk.num_cached:
+            cached = plan.cache.read(layer, chunk.blocks, chunk.num_cached)
+            own, _ = merge(own, logsumexp, *_flash(query[:, :, part], *cached, 0.0, False, scale=scale))
+        out[:, chunk.start - plan.num_decode : chunk.stop - plan.num_decode] = own.transpose(1, 2)
+    return out
+
+
+def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    """One query row [H, D] per sequence over its blocks."""
+    kernels = cpu.load() if query.dtype is torch.float32 and query.shape[-1] % 8 == 0 else None
+    if kernels is None:
+        return torch_attention.paged_decode(query, layer, plan, scale)
+    return kernels.paged_decode(query.contiguous(), *layer, plan.block_table, plan.context_lens, scale)
+
+
+def can_capture_prefill(dtype: torch.dtype, head_size: int) -> bool:  # noqa: ARG001 - a CPU has no graphs
+    return False
 
 
 def fits(*sides: Tensor) -> bool:
-    """Whether these functions can run on such tensors here."""
+    """Whether the C kernels can run on such tensors here."""
     is_read = all(side.is_cpu and side.dtype is torch.float32 and side.stride(-1) == 1 for side in sides)
     return is_read and sides[0].shape[-1] <= _MAX_HEAD_SIZE and build.library() is not None
 
@@ -44,52 +153,38 @@ def _kernels() -> AttentionKernels:
     return AttentionKernels(library)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    *,
-    is_causal: bool,
-    is_added: bool = False,
-) -> None:
-    """Write softmax(scale query key') value and its log-sum-exp [batch, heads, tokens].
+def attend(sides: Saved, scale: float, *, is_causal: bool, is_added: bool = False) -> None:
+    """Write softmax(scale query key') value and its log-sum-exp [batch, heads, tokens]; all sides are heads-first.
 
     With `is_added`, `out` and `logsumexp` hold the attention of the same queries over other keys, and become those of
     one softmax over all of them.
     """
-    if query.numel() == 0:
+    if sides.query.numel() == 0:
         return
-    sides = [query, key, value, out, logsumexp]
-    failed = _kernels().forward(*_arguments(sides, is_causal), scale, is_causal, is_added, waiting.num_threads())
+    arguments = _arguments([*sides], is_causal)
+    failed = _kernels().forward(*arguments, scale, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 
 def attend_backward(
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
+    sides: Saved,
     grads: tuple[Tensor, Tensor, Tensor],
     scale: float,
     *,
     is_causal: bool,
     is_added: bool = False,
 ) -> None:
-    """Write the gradients of query, key and value to `grads`, or add them there.
+    """Write the gradients of query, key and value to `grads`, or add them there; all sides are heads-first.
 
     `out` and `logsumexp` are those of whole rows, also where these keys are only some of what the queries saw.
     """
-    if query.numel() == 0:
+    if sides.query.numel() == 0:
         for grad in () if is_added else grads:
             grad.zero_()
         return
-    sides = [query, key, value, out, logsumexp, grad_out, *grads]
-    failed = _kernels().backward(*_arguments(sides, is_causal), scale, is_causal, is_added, waiting.num_threads())
+    arguments = _arguments([*sides, grad_out, *grads], is_causal)
+    failed = _kernels().backward(*arguments, scale, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 

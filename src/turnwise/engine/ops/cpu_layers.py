@@ -1,7 +1,7 @@
-"""`layer_ops` as fused C kernels (`cpu_layers.c`): each reads its inputs once and writes its outputs once.
+"""The steps between matrix products as fused C kernels (`cpu_layers.c`).
 
-Float32 alone; tensors of another dtype, or laid out otherwise than the kernels read them, go through `layer_ops`.
-`body.py` takes this module where `is_built()`.
+Each kernel reads its inputs once and writes its outputs once. The kernels take float32; tensors of another dtype, or
+with a layout that the kernels cannot read, go to plain torch (`torch_layers.py`).
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size.
 """
@@ -14,14 +14,9 @@ import functools
 import torch
 from torch import Tensor
 
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
-from turnwise.engine.ops import build, waiting
+from turnwise.engine.ops import build, torch_layers, waiting
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 from turnwise.errors import DataError
-
-
-def is_built() -> bool:
-    return build.library() is not None
 
 
 class LayerKernels:
@@ -60,7 +55,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h + delta, its RMS norm times `weight`, written to `room` if it fits, and 1 / rms [N]."""
     if not _is_read(h, delta, weight):
-        return layer_ops.add_norm(h, delta, weight, eps)
+        return torch_layers.add_norm(h, delta, weight, eps)
     rows, size = h.shape
     _check_sizes(add_norm.__name__, h, (delta, (rows, size)), (weight, (size,)))
     out_h = h if delta is None else torch.empty_like(h)
@@ -76,7 +71,7 @@ def add_norm(
 def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tensor | None) -> Tensor:
     """Gradient of `add_norm` for its sum, added to `dh` in place."""
     if not _is_read(dx, h, rstd, weight, dh):
-        return layer_ops.norm_backward(dx, h, rstd, weight, dh)
+        return torch_layers.norm_backward(dx, h, rstd, weight, dh)
     rows, size = h.shape
     _check_sizes(norm_backward.__name__, h, (dx, (rows, size)), (rstd, (rows,)), (weight, (size,)), (dh, (rows, size)))
     out = torch.empty_like(h) if dh is None else dh
@@ -94,7 +89,7 @@ def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | No
     """
     stored = () if cache is None else (cache.keys, cache.values)
     if not _is_read(qkv, heads.query_norm, heads.key_norm, *stored) or not _is_turned(rotation, cache):
-        return layer_ops.rotate(qkv, heads, rotation, cache)
+        return torch_layers.rotate(qkv, heads, rotation, cache)
     rows = len(qkv)
     width = (heads.num_query + 2 * heads.num_kv) * heads.size
     sides = [(side, (len(side), heads.num_kv, heads.size)) for side in stored]
@@ -121,7 +116,7 @@ def rotate_backward(
     """Gradient of the joined projection [N, (Q + 2 K) D]; `qkv` is needed where heads are normed."""
     is_read = all(grad.dtype is torch.float32 and grad.is_cpu and grad.stride(2) == 1 for grad in grads)
     if not is_read or not _is_read(qkv, heads.query_norm, heads.key_norm) or not _is_turned(rotation, None):
-        return layer_ops.rotate_backward(grads, qkv, heads, rotation)
+        return torch_layers.rotate_backward(grads, qkv, heads, rotation)
     rows = len(grads[0])
     width = (heads.num_query + 2 * heads.num_kv) * heads.size
     expected = [(rows, num, heads.size) for num in (heads.num_query, heads.num_kv, heads.num_kv)]
@@ -140,7 +135,7 @@ def rotate_backward(
 def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
     """silu(gate) * up, from [N, 2 I], written to `room` if it fits."""
     if not _has_dense_rows(gate_up):
-        return layer_ops.swiglu(gate_up)
+        return torch_layers.swiglu(gate_up)
     rows, size = len(gate_up), gate_up.shape[1] // 2
     act = _take(room, rows, size)
     _kernels().swiglu(gate_up.data_ptr(), gate_up.stride(0), act.data_ptr(), rows, size, waiting.num_threads())
@@ -150,7 +145,7 @@ def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
 def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of `gate_up`, and the activation once more; both are written over the inputs."""
     if not _is_read(dact) or not _has_dense_rows(gate_up):
-        return layer_ops.swiglu_backward(dact, gate_up)
+        return torch_layers.swiglu_backward(dact, gate_up)
     rows, size = dact.shape
     _check_sizes(swiglu_backward.__name__, dact, (gate_up, (rows, 2 * size)))
     _kernels().swiglu_backward(

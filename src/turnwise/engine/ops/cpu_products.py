@@ -1,4 +1,9 @@
-"""Matrix products of training in C (`cpu_products.c`): large ones with frozen weights, and adapters' low-rank parts.
+"""Matrix products on a CPU, in C where that is faster than BLAS: most of the time of a sampler and of a training step.
+
+A decode step multiplies few rows with every weight of the model. The usual x @ W' then runs far below both the
+memory's and the cores' speed; `cpu.c` streams each weight row once past all x rows. Without a C compiler, W @ x' is
+the faster order of the two that BLAS offers for few rows. Products of many rows, forward and backward, and adapters'
+low-rank parts have a kernel of their own (`cpu_products.c`). Whatever is not float32 goes to plain torch.
 
 Shape legend: M rows and N columns of the result, K summed over.
 """
@@ -13,13 +18,15 @@ import threading
 import torch
 from torch import Tensor
 
-from turnwise.engine.ops import build, waiting
+from turnwise.engine.ops import build, cpu, cpu_low_rank, torch_products, waiting
 from turnwise.errors import DataError
 
+MAX_FEW_ROWS = 384
+"""Above this many rows the kernel for few rows brings nothing."""
+CACHE_LINE, SET_BYTES = 64, 4096
+"""Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
 _SCRATCH = 640 * (384 + 32)
 """MAX_DEPTH * (MAX_COLS + NR) of cpu_products.c: floats of a thread's packed block."""
-
-
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -83,7 +90,7 @@ def _kernel() -> ProductKernel:
     return ProductKernel(library)
 
 
-def multiply(
+def product(
     a_MK: Tensor,
     b_KN: Tensor,
     out_MN: Tensor,
@@ -92,10 +99,66 @@ def multiply(
     is_added: bool = False,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """out = alpha (a b + scale low_a low_b), or added to it."""
+    """The C kernel: out = alpha (a b + scale low_a low_b), or added to it; float32, any strides."""
     if low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
         # Packing the large operand in its own order beats turning it: the other one is copied a few rows at a time.
         _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
     else:
         _kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added, low_rank)
     return out_MN
+
+
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W' + b."""
+    if x_NI.dtype is not torch.float32:
+        return torch_products.linear(x_NI, weight_OI, bias_O)
+    if x_NI.shape[0] > MAX_FEW_ROWS:
+        y = multiply(x_NI, weight_OI.t())
+        return y if bias_O is None else y.add_(bias_O)
+    kernels = cpu.load()
+    if kernels is not None:
+        return kernels.linear_small(weight_OI, x_NI.contiguous(), bias=bias_O)
+    y = (weight_OI @ x_NI.t()).t().contiguous()
+    return y if bias_O is None else y.add_(bias_O)
+
+
+def multiply(
+    a_MK: Tensor, b_KN: Tensor, *, out: Tensor | None = None, alpha: float = 1.0, is_added: bool = False
+) -> Tensor:
+    """alpha a b, written to `out` or added to it where given."""
+    is_float32 = a_MK.dtype is b_KN.dtype is torch.float32 and (out is None or out.dtype is torch.float32)
+    if not is_float32 or not is_built():
+        return torch_products.multiply(a_MK, b_KN, out=out, alpha=alpha, is_added=is_added)
+    if out is None:
+        out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    return product(a_MK, b_KN, out, alpha=alpha, is_added=is_added)
+
+
+def takes_low_rank_along(x_NI: Tensor) -> bool:
+    """The kernel for many rows does."""
+    return x_NI.shape[0] > MAX_FEW_ROWS and x_NI.dtype is torch.float32 and is_built()
+
+
+def multiply_with_low_rank(
+    a_MK: Tensor, b_KN: Tensor, low_a: Tensor, low_b: Tensor, *, out: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """a b + scale low_a low_b, where `takes_low_rank_along`: the large product is written once."""
+    out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
+    return product(a_MK, b_KN, out, low_rank=(low_a, low_b, scale))
+
+
+def low_rank_gradients(
+    dy_NO: Tensor, low_Nr: Tensor, b_Or: Tensor, grad_b: Tensor, *, out: Tensor, scale: float
+) -> None:
+    """For y = scale low B': write d loss / d low to `out`, and add d loss / d B to `grad_b`."""
+    if cpu_low_rank.fits(dy_NO, low_Nr, b_Or, grad_b, out):
+        cpu_low_rank.gradients(dy_NO, low_Nr, grad_b, b_Or, out, scale)
+        return
+    multiply(dy_NO, b_Or, out=out, alpha=scale)
+    multiply(dy_NO.t(), low_Nr, out=grad_b, alpha=scale, is_added=True)
+
+
+def empty_rows(like: Tensor, rows: int, cols: int) -> Tensor:
+    """[rows, cols] with room between rows that would share one set of the cache."""
+    gap = CACHE_LINE if cols * like.itemsize % SET_BYTES == 0 else 0
+    return like.new_empty(rows, cols + gap // like.itemsize)[:, :cols]

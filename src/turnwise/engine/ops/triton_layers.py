@@ -1,4 +1,4 @@
-"""`layer_ops` as fused Triton kernels: each reads its inputs once and writes its outputs once.
+"""The steps between matrix products as fused Triton kernels: each reads its inputs once and writes its outputs once.
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8
@@ -179,7 +179,14 @@ def _swiglu_backward_kernel(dact, gate_up, SIZE: tl.constexpr, BLOCK: tl.constex
     tl.store(at_act, (silu * up).to(dtype), mask=inside)
 
 
-def add_norm(h: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm(
+    h: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    room: Tensor | None = None,  # noqa: ARG001 - the allocator finds room by itself
+) -> tuple[Tensor, Tensor, Tensor]:
     """h + delta, its RMS norm times `weight`, and 1 / rms [N]."""
     rows, size = h.shape
     out_h = h if delta is None else torch.empty_like(h)
@@ -233,7 +240,7 @@ def rotate_backward(
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:  # noqa: ARG001
     """silu(gate) * up, from [N, 2 I]."""
     rows, size = len(gate_up), gate_up.shape[1] // 2
     act = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from turnwise.engine.attention.plans import PagedPlan
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
 from turnwise.engine.model.lora_bank import count_tiles, make_tiles
-from turnwise.engine.sampling.draw import draw_whole, uniforms
+from turnwise.engine.ops.interface import Captured, DrawSettings, GraphRecorder
+from turnwise.engine.sampling.draw import uniforms
 from turnwise.engine.sampling.inputs import block_table
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.scheduler import Row
@@ -33,23 +33,16 @@ NUM_COLUMNS = 5
 _Weights = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A graph, what it reads and what it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    outputs: Tensor
-
-
 class Captures:
     """Graphs by what is built into them: the shape of their inputs, and where the weights lie."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
         self._captured: dict[tuple[Hashable, _Weights], Captured] = {}
-        self._pool: Any = None
         self._merged_key: _Weights | None = None
+
+    def __len__(self) -> int:
+        return len(self._captured)
 
     def weights_moved(self) -> None:
         """A policy was merged: its weights may lie where those before it did not."""
@@ -65,7 +58,7 @@ class Captures:
         weights = self.weights_key(route)
         if (shape, weights) not in self._captured:
             self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[1], weights)}
-            self._captured[shape, weights] = self._capture(make_inputs(), step)
+            self._captured[shape, weights] = self._recorder.capture(make_inputs(), step)
         return self._captured[shape, weights]
 
     def weights_key(self, route: Route) -> _Weights:
@@ -80,18 +73,6 @@ class Captures:
             self._merged_key = ("merged", *places)
         return self._merged_key
 
-    def _capture(self, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Captured:
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            step(inputs)  # what is set up at a first launch is not captured
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = step(inputs)
-        self._pool = self._pool or graph.pool()
-        return Captured(graph, inputs, outputs)
-
 
 class StepGraphs:
     """What the graphs of a sampler's steps read and write besides their inputs."""
@@ -102,12 +83,23 @@ class StepGraphs:
         self.scratch_slot = scratch_block * cache.block_size
         self.last_tokens = last_tokens
         """[lanes + 1] int64"""
-        self.captures = Captures(model.device)
+        assert model.ops.new_graph_recorder is not None, "asked for where steps can be captured"
+        self.captures = Captures(model.ops.new_graph_recorder())
 
     @property
     def scratch_lane(self) -> int:
         """Where the tokens of padding go."""
         return len(self.last_tokens) - 1
+
+    def draw_to_lanes(self, logits: Tensor, temperatures: Tensor, drawn: Tensor, lanes: Tensor) -> Tensor:
+        """[2, rows] float32: token ids, which go to the rows' lanes too, and logprobs.
+
+        Temperatures and random numbers come as the bits of a float32.
+        """
+        settings = DrawSettings(temperatures.view(torch.float32), drawn.view(torch.float32))
+        tokens, logprobs = self.model.ops.draw(logits, settings)
+        self.last_tokens.index_copy_(0, lanes, tokens)
+        return torch.stack([tokens.float(), logprobs])
 
 
 @dataclass(slots=True)
@@ -171,15 +163,15 @@ class DecodeGraphs(StepGraphs):
             batch = self._batch = _Batch.of(rows)
         captured = self._get(batch.bucket, batch.width, route)
         captured.inputs.copy_(self._pack(batch, route), non_blocking=True)
-        captured.graph.replay()
+        captured.replay()
         return captured.outputs[:, : len(rows)]
 
     def _pack(self, batch: _Batch, route: Route) -> Tensor:
         """The step's inputs in pinned memory."""
         size, count, bucket = self.cache.block_size, len(batch.rows), batch.bucket
         num_tiles = _num_tiles(route)
-        is_cuda = self.model.device.type == "cuda"
-        packed = torch.empty(_input_size(bucket, batch.width, num_tiles), dtype=torch.int32, pin_memory=is_cuda)
+        num_inputs = _input_size(bucket, batch.width, num_tiles)
+        packed = self.model.ops.transfer.host_buffer(num_inputs, torch.int32)
         array = packed.numpy()
         columns = array[: NUM_COLUMNS * bucket].reshape(NUM_COLUMNS, bucket)
         columns[:, count:] = np.array(self._padding(), dtype=np.int32)[:, None]
@@ -237,16 +229,7 @@ class DecodeGraphs(StepGraphs):
             chunks=(),
         )
         hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
-        return draw_to_lanes(
-            self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes, self.last_tokens
-        )
-
-
-def draw_to_lanes(logits: Tensor, temperatures: Tensor, drawn: Tensor, lanes: Tensor, last_tokens: Tensor) -> Tensor:
-    """[2, rows] float32: token ids, which go to the rows' lanes too, and logprobs; settings are bits of a float32."""
-    tokens, logprobs = draw_whole(logits, temperatures.view(torch.float32), drawn.view(torch.float32))
-    last_tokens.index_copy_(0, lanes, tokens)
-    return torch.stack([tokens.float(), logprobs])
+        return self.draw_to_lanes(self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes)
 
 
 def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:

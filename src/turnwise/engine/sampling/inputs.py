@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import Chunk, PagedPlan, make_spans, span_slots, upload_all
+from turnwise.engine.attention.plans import Chunk, PagedPlan, make_spans, span_slots
+from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.scheduler import Step
 
@@ -33,7 +34,7 @@ def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor
         np.array([row.lane for row in step.decode], dtype=np.int64),
         tokens.astype(np.int64),
     ]
-    spans, held, tables, contexts, lanes, input_ids = upload_all(arrays, last_tokens.device)
+    spans, held, tables, contexts, lanes, input_ids = for_device(last_tokens.device).transfer.upload_all(arrays)
     positions, slots = span_slots(spans, held, int(lengths.sum()), cache.block_size)
     plan = PagedPlan(
         cache=cache,

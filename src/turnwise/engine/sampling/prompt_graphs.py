@@ -22,8 +22,9 @@ from torch import Tensor
 from turnwise.engine.attention.plans import Chunk, PagedPlan, Varlen
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
+from turnwise.engine.ops.interface import Captured
 from turnwise.engine.sampling.draw import uniforms
-from turnwise.engine.sampling.graphs import Captured, StepGraphs, draw_to_lanes
+from turnwise.engine.sampling.graphs import StepGraphs
 from turnwise.engine.sampling.inputs import join
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.scheduler import Piece
@@ -121,7 +122,7 @@ class PromptGraphs(StepGraphs):
         With `draws`, every piece is the last of its row, and the row has its lane.
         """
         found.captured.inputs.copy_(self._pack(pieces, found.shape), non_blocking=True)
-        found.captured.graph.replay()
+        found.captured.replay()
         return found.captured.outputs
 
     def _get(self, shape: PromptShape, route: Route) -> Captured:
@@ -138,7 +139,7 @@ class PromptGraphs(StepGraphs):
     def _pack(self, pieces: Sequence[Piece], shape: PromptShape) -> Tensor:
         """The pass's inputs in pinned memory."""
         size, count = self.cache.block_size, len(pieces)
-        packed = torch.zeros(shape.input_size(size), dtype=torch.int64, pin_memory=self.model.device.type == "cuda")
+        packed = self.model.ops.transfer.host_buffer(shape.input_size(size), torch.int64).zero_()
         tokens, columns, blocks = shape.views(packed.numpy(), size)
         starts = np.array([piece.start for piece in pieces])
         stops = np.array([piece.stop for piece in pieces])
@@ -201,15 +202,7 @@ class PromptGraphs(StepGraphs):
             return hidden
         lasts = (q_bounds[1:] - 1).clamp_min(0)
         logits = self.model.head.apply_route(hidden[lasts], route)
-        return draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1], self.last_tokens)
-
-
-def fits(model: CausalModel) -> bool:
-    """Whether such a pass can be captured: our body, on the flash kernels."""
-    from turnwise.engine.attention.cuda import fits_flash, has_triton
-
-    is_cuda = model.device.type == "cuda" and model.fused is not None
-    return is_cuda and has_triton() and fits_flash(model.dtype, model.sizes.head_size)
+        return self.draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1])
 
 
 def _power(count: int, least: int, base: int) -> int:

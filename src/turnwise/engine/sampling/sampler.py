@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import upload, upload_all
 from turnwise.engine.budget import MemorySplit
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, Route, Span, merge_into
 from turnwise.engine.model.lora_bank import bank_route, make_bank
-from turnwise.engine.sampling import prompt_graphs
-from turnwise.engine.sampling.draw import DrawSettings, draw, uniforms
+from turnwise.engine.ops.interface import DrawSettings, Ops, PendingRead, TailCut
+from turnwise.engine.sampling.draw import uniforms
 from turnwise.engine.sampling.graphs import DecodeGraphs
 from turnwise.engine.sampling.inputs import step_inputs
 from turnwise.engine.sampling.kvcache import BlockPool, KvCache
@@ -33,7 +32,6 @@ from turnwise.engine.sampling.stops import StopFinder
 from turnwise.errors import DataError
 from turnwise.types import SampledSequence, SampleResponse, SamplingParams
 
-PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 PROMPT_ROWS = 128
 """Prompt positions whose logits are formed at once."""
 
@@ -41,9 +39,9 @@ PROMPT_ROWS = 128
 class _Flight:
     """A step that was launched: its rows, and the tokens and logprobs that are on their way to the host."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[Sequence[Row], Tensor]] = []
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._parts: list[tuple[Sequence[Row], PendingRead]] = []
 
     @property
     def has_rows(self) -> bool:
@@ -53,43 +51,37 @@ class _Flight:
         """`drawn` is [2, rows] float32: token ids, logprobs."""
         for row in rows:
             row.num_pending += 1
-        if drawn.device.type == "cuda":
-            host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-            drawn = host.copy_(drawn, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        self._parts.append((rows, drawn))
+        self._parts.append((rows, self._ops.transfer.read_later(drawn)))
 
     def wait(self) -> list[tuple[Sequence[Row], list[list[float]]]]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [(rows, drawn.tolist()) for rows, drawn in self._parts]
+        return [(rows, drawn.wait().tolist()) for rows, drawn in self._parts]
 
 
 class Sampler:
     def __init__(self, model: CausalModel, config: EngineConfig, memory: MemorySplit, tokenizer_dir: Path) -> None:
         self.model = model
+        self.ops = model.ops
         self.config = config
         num_blocks = memory.kv_tokens // config.block_size
         self.cache = KvCache(model.kv_shape, num_blocks, config.block_size, model.dtype, model.device)
-        self._is_async = model.device.type == "cuda"
         self._flight: _Flight | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
         """By lane: the token that each running row sampled last."""
-        self._graphs: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
-        if model.device.type == "cuda":
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
+        if self.ops.new_graph_recorder is not None:
             num_blocks -= 1  # the last is where padded rows of a captured graph write
-            self._graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
-            if prompt_graphs.fits(model):
-                self._prompts = PromptGraphs(model, self.cache, num_blocks, self._last_tokens)
+            self.decode_graphs = DecodeGraphs(model, self.cache, num_blocks, self._last_tokens)
+            can_capture = self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
+            if model.fused is not None and can_capture:
+                self.prompt_graphs = PromptGraphs(model, self.cache, num_blocks, self._last_tokens)
         self._bank = make_bank(model)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
             self.pool,
             self.cache.copy_block,
             max_num_seqs=config.max_num_seqs,
-            prefill_tokens=config.prefill_tokens or PREFILL_TOKENS[model.device.type],
+            prefill_tokens=config.prefill_tokens or self.ops.facts.prefill_tokens,
             prefix_cache=config.prefix_cache,
         )
         self.scheduler.settle = self._settle
@@ -154,7 +146,7 @@ class Sampler:
         """
         with torch.inference_mode():
             flight = self._launch()
-            if self._is_async:
+            if self.ops.facts.is_async:
                 flight, self._flight = self._flight, flight
             if flight is not None:
                 self._land(flight)
@@ -171,7 +163,7 @@ class Sampler:
 
         Running rows go first where a graph takes them: the card decodes while the host admits what waits.
         """
-        flight = _Flight()
+        flight = _Flight(self.ops)
         decode = self.scheduler.next_decode()
         if decode and self._replay(decode, flight):
             decode = []
@@ -182,13 +174,13 @@ class Sampler:
 
     def _replay(self, decode: Sequence[Row], flight: _Flight) -> bool:
         """Decode by a captured graph; False when there is none for these rows."""
-        if self._graphs is None:
+        if self.decode_graphs is None:
             return False
         route = self._route(Step(decode, []))
         if not self._may_replay(decode, route):
-            self._graphs.forget_rows()
+            self.decode_graphs.forget_rows()
             return False
-        drawn = self._graphs.decode(decode, route)
+        drawn = self.decode_graphs.decode(decode, route)
         self.scheduler.finish_decode(decode)
         flight.add(decode, drawn)
         return True
@@ -197,19 +189,19 @@ class Sampler:
         """One packed pass: prompts, and whatever no graph decodes."""
         route = self._route(step)
         hidden = None
-        if self._prompts is not None and (found := _find_graph(self._prompts, step, route)) is not None:
+        if self.prompt_graphs is not None and (found := _find_graph(self.prompt_graphs, step, route)) is not None:
             if found.shape.draws:
                 drawn_rows = [row for piece in step.prefill for row in self.scheduler.finish_piece(piece)]
-                flight.add(drawn_rows, self._prompts.replay(found, step.prefill)[:, : len(drawn_rows)])
+                flight.add(drawn_rows, self.prompt_graphs.replay(found, step.prefill)[:, : len(drawn_rows)])
                 return
-            hidden = self._prompts.replay(found, step.prefill)
+            hidden = self.prompt_graphs.replay(found, step.prefill)
         lasts = _sampled_after(step)
         # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
         # on what is sampled from.
         is_whole = hidden is not None or route.bank is not None or _scores_prompt(step)
         if hidden is None:
             input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
-            rows = None if is_whole else upload(np.array(lasts, dtype=np.int64), input_ids.device)
+            rows = None if is_whole else self.ops.transfer.upload(np.array(lasts, dtype=np.int64))
             hidden = self.model.hidden(input_ids, position_ids, plan, route, rows)
         place = {token: token if is_whole else row for row, token in enumerate(lasts)}
         self.scheduler.finish_decode(step.decode)
@@ -236,14 +228,14 @@ class Sampler:
         owners = {source: row.request.policy for source, row in zip(sources, ready, strict=True)}
         place = {source: i for i, source in enumerate(owners)}
         indices = [list(owners), [place[source] for source in sources], [row.lane for row in ready]]
-        index, places, lanes, *settings = upload_all(
-            [*(np.array(numbers, dtype=np.int64) for numbers in indices), *_draw_arrays(ready)], hidden.device
+        index, places, lanes, temperature, uniform, *tail = self.ops.transfer.upload_all(
+            [*(np.array(numbers, dtype=np.int64) for numbers in indices), *_draw_arrays(ready)]
         )
         logits = self._logits(hidden[index], list(owners.values()))
         if len(owners) < len(sources):
             logits = logits[places]
-        is_cut = any(cuts_tail(row.request.params) for row in ready)
-        tokens, logprobs = draw(logits, DrawSettings(*settings, is_cut=is_cut))
+        settings = DrawSettings(temperature, uniform, TailCut(*tail) if tail else None)
+        tokens, logprobs = self.ops.draw(logits, settings)
         self._last_tokens.index_copy_(0, lanes, tokens)
         return torch.stack([tokens.float(), logprobs])
 
@@ -299,19 +291,18 @@ class Sampler:
         Nobody has to: a graph that is missing is captured when a step first needs it. There are none on a CPU, and
         those of a policy that is not merged depend on who else samples.
         """
-        if self._graphs is None or (policy.has_adapter and not self._has_room_to_merge):
+        if self.decode_graphs is None or (policy.has_adapter and not self._has_room_to_merge):
             return 0
         num_blocks = -(-max_context // self.config.block_size)
-        wanted = self._graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
+        wanted = self.decode_graphs.missing(self.config.max_num_seqs, num_blocks, self._alone(policy))
         for bucket, width in wanted:
-            self._graphs.capture(bucket, width, self._alone(policy))
+            self.decode_graphs.capture(bucket, width, self._alone(policy))
             yield
         return len(wanted)
 
     def get_ready(self, policy: Policy) -> None:
         """Merge a policy before anybody samples from it, if nobody samples: the card has time, and later it has not."""
-        is_cuda = self.model.device.type == "cuda"
-        if is_cuda and policy.has_adapter and self._has_room_to_merge and not self.has_work:
+        if self.ops.facts.is_async and policy.has_adapter and self._has_room_to_merge and not self.has_work:
             with torch.inference_mode():
                 self._merge(policy)
 
@@ -336,7 +327,7 @@ class Sampler:
         if self._merged_version != policy.version:
             merge_into(self._merged, self.model.linears, self.model.groups, policy)
             self._merged_version = policy.version
-            for graphs in (self._graphs, self._prompts):
+            for graphs in (self.decode_graphs, self.prompt_graphs):
                 if graphs is not None:
                     graphs.captures.weights_moved()
         return Route(merged=self._merged)
@@ -365,7 +356,7 @@ class Sampler:
         spans = _spans([(owners[i], 1) for i in order])
         if order == list(range(len(owners))):
             return head.apply_route(hidden, Route(spans=spans))
-        index = upload(np.array(order), hidden.device)
+        index = self.ops.transfer.upload(np.array(order))
         logits = head.apply_route(hidden[index], Route(spans=spans))
         return torch.empty_like(logits).index_copy_(0, index, logits)
 
@@ -455,15 +446,20 @@ def cuts_tail(params: SamplingParams) -> bool:
 
 
 def _draw_arrays(rows: Sequence[Row]) -> list[np.ndarray]:
-    """The arrays of `DrawSettings`, in its order."""
+    """Temperatures and uniform numbers; and, where some row cuts its tail, the arrays of `TailCut`."""
     params = [row.request.params for row in rows]
     num_sampled = [row.num_sampled + row.num_pending for row in rows]
-    return [
+    arrays = [
         np.array([p.temperature for p in params], dtype=np.float32),
+        uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled),
+    ]
+    if not any(cuts_tail(p) for p in params):
+        return arrays
+    return [
+        *arrays,
         np.array([p.top_k for p in params], dtype=np.int64),
         np.array([p.top_p for p in params], dtype=np.float32),
         np.array([p.min_p for p in params], dtype=np.float32),
-        uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled),
     ]
 
 

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from turnwise.engine.training.losses import Loss, LossColumns, make_loss
 from turnwise.engine.training.preference_losses import PreferenceLoss
 from turnwise.errors import DataError
-from turnwise.losses.table import ClippedOptions, did_you_mean
+from turnwise.losses.table import ClippedOptions
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import Datum, ModelInput, TensorData
 
 AnyLoss = Loss | PreferenceLoss

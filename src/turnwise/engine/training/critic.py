@@ -33,8 +33,8 @@ from turnwise.engine.training.objective import LossSettings, Objective
 from turnwise.engine.training.pack import Entries
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, DataError
-from turnwise.losses.table import did_you_mean
 from turnwise.models.linears import Shape
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import Datum, LoraConfig, TensorData
 
 CRITIC_HINT = "a critic has forward and forward_backward with 'value'"
@@ -204,7 +204,7 @@ class StateValues:
 
     output_name = "values"
 
-    def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
+    def make_loss(self, name: object, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
         if name != VALUE_LOSS:
             raise ConfigError(f"loss {name!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
         given = dict(settings or {})

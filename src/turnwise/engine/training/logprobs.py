@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.cuda import has_triton
-from turnwise.engine.budget import LOGITS_CHUNK_BYTES
-from turnwise.engine.model.linear import frozen_linear, multiply
 from turnwise.engine.model.lora import LoraLinear, Route
+from turnwise.engine.ops import for_device
 from turnwise.engine.training.pack import Entries
 
 TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
@@ -56,23 +53,10 @@ class _Chunk:
 def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """(rows, entries) slices that cover everything."""
     num_rows = len(entries.row_tokens)
-    step = max(16, LOGITS_CHUNK_BYTES[device.type] // (vocab_size * 4))
+    step = max(16, for_device(device).facts.logits_chunk_bytes // (vocab_size * 4))
     bounds = np.searchsorted(entries.host_rows, np.arange(0, num_rows + step, step)).tolist()
     for i, start in enumerate(range(0, num_rows, step)):
         yield slice(start, min(start + step, num_rows)), slice(bounds[i], bounds[i + 1])
-
-
-def fused_head(weight: Tensor) -> Any:
-    """The module with fused softmax kernels for logits of this weight, or None where they do not run."""
-    if weight.is_cuda and has_triton():
-        from turnwise.engine.ops import triton_head
-
-        return triton_head
-    if weight.is_cpu and weight.dtype is torch.float32:
-        from turnwise.engine.ops import cpu_head
-
-        return cpu_head if cpu_head.is_built() else None
-    return None
 
 
 class TargetHead:
@@ -83,7 +67,8 @@ class TargetHead:
         self.entries = entries
         self.with_entropy = with_entropy
         self.spans = _row_spans(head, route, entries)
-        self._fused = fused_head(head.weight)
+        self.ops = for_device(head.weight.device)
+        self._fused = self.ops.softmax_for(head.weight.dtype)
 
     def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logprobs and entropies [E], no gradient."""
@@ -113,7 +98,7 @@ class TargetHead:
         return grad_hidden, _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:
-        logits = frozen_linear(hidden_RH, self.head.weight, self.head.bias)
+        logits = self.ops.products.linear(hidden_RH, self.head.weight, self.head.bias)
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
@@ -136,6 +121,7 @@ class TargetHead:
 
     def _forward_fused(self, logits: Tensor, rows: slice, picked: slice) -> _Chunk:
         temperatures_R = self.entries.row_temperatures[rows]
+        assert self._fused is not None, "asked for where it is there"
         logsumexps, means = self._fused.row_stats(logits, temperatures_R)
         local_E = self.entries.rows[picked] - rows.start
         targets_E = logits[local_E, self.entries.targets[picked]].float() / temperatures_R[local_E]
@@ -177,6 +163,7 @@ class TargetHead:
         entropy_R = None
         if grad_entropy_E is not None:
             entropy_R = torch.zeros_like(total_R).index_add_(0, local_E, grad_entropy_E)
+        assert self._fused is not None, "asked for where it is there"
         grad = self._fused.row_gradients(
             chunk.exps_RV, temperatures_R, chunk.sums_R, total_R, chunk.entropies_R, entropy_R
         )
@@ -186,7 +173,7 @@ class TargetHead:
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
         weight = self.head.weight
         hidden = hidden_RH[rows]
-        grad_hidden = multiply(grad_logits.to(weight.dtype), weight)
+        grad_hidden = self.ops.products.multiply(grad_logits.to(weight.dtype), weight)
         for span in self._spans_in(rows):
             own = slice(span.start, span.stop)
             grad_low = (grad_logits[own] @ span.b.to(grad_logits.dtype)).float().mul_(span.scale)

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.outside import LossFunction, outside_info
 from turnwise.losses.table import (
     ClippedOptions,
     DppoTvOptions,
@@ -76,6 +78,11 @@ class LossColumns:
     """Losses over pairs: +n on the chosen side of pair n, -n on the rejected one. None: datums in turn."""
     turn_weights_T: Tensor | None = None
     """Losses over pairs: the weight of each token's log-ratio within its dialogue. None: 1."""
+
+    @property
+    def anchor_logprobs_T(self) -> Tensor:  # noqa: N802 - the axis suffix of every column
+        """What a ratio is taken against: the old policy where it is given, else the sampler."""
+        return self.sampler_logprobs_T if self.old_logprobs_T is None else self.old_logprobs_T
 
     def __post_init__(self) -> None:
         for name, column in self._tensors().items():
@@ -186,6 +193,8 @@ class _Tokens:
     """log(trainer / sampler), a constant."""
     log_rho_T: Tensor | None
     """log(old / sampler), a constant; None in bypass."""
+    columns: LossColumns
+    """As they came, filler included."""
     clip_low_T: Tensor
     clip_high_T: Tensor
     sequence_mask_T: Tensor
@@ -253,6 +262,7 @@ def _mask_tokens(logprobs_T: Tensor, columns: LossColumns, config: LossOptions) 
         sequence_mask_T=columns.mask_T if sequence_mask_T is None else columns.mask_T & sequence_mask_T,
         datum_T=columns.datum_T,
         num_datums=columns.num_datums,
+        columns=columns,
     )
 
 
@@ -423,3 +433,31 @@ def make_loss(name: str, config: Settings | None = None) -> Loss:
     """The loss of that name with the given settings; the rest take that loss's defaults."""
     info = find_loss(name)
     return Loss(info=info, config=read_settings(info, config), policy=LOSS_FUNCTIONS[name])
+
+
+def make_outside_loss(function: LossFunction, config: Settings | None = None) -> Loss:
+    """A loss from outside the package (`losses/outside.py`) with the given settings."""
+    info = outside_info(function)
+    return Loss(info=info, config=read_settings(info, config), policy=partial(_outside, function, info))
+
+
+def _outside(function: LossFunction, info: LossInfo, tokens: _Tokens, config: LossOptions) -> _PolicyTerm:
+    columns, options = tokens.columns, {name: getattr(config, name) for name in info.own_options}
+    anchor_T = (tokens.logprobs_T - tokens.log_ratio_T).detach()
+    ref_T = columns.ref_logprobs_T
+    masked = replace(
+        columns,
+        advantages_T=tokens.advantages_T,
+        sampler_logprobs_T=torch.where(tokens.mask_T, columns.sampler_logprobs_T, 0.0),
+        old_logprobs_T=None if tokens.log_rho_T is None else anchor_T,
+        old_share_T=None,
+        ref_logprobs_T=None if ref_T is None else torch.where(tokens.mask_T, ref_T, 0.0),
+    )
+    loss_T = function(tokens.logprobs_T, masked, **options)
+    if not isinstance(loss_T, Tensor) or loss_T.shape != tokens.logprobs_T.shape:
+        came = tuple(loss_T.shape) if isinstance(loss_T, Tensor) else type(loss_T).__name__
+        raise DataError(
+            f"loss {info.name} returned {came} for {tuple(tokens.logprobs_T.shape)} tokens; expected one number for "
+            "each token, not their sum: the engine weighs and sums them"
+        )
+    return _PolicyTerm(loss_T=loss_T, ratio_T=_ratio(tokens.log_ratio_T), clipped={})

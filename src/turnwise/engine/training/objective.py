@@ -23,10 +23,11 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
 from turnwise.engine.training.columns import Asked, DatumColumns, collate_columns, datums_to_columns, with_weights
 from turnwise.engine.training.logprobs import TargetHead, TokenGradients
-from turnwise.engine.training.losses import make_loss
+from turnwise.engine.training.losses import make_loss, make_outside_loss
 from turnwise.engine.training.pack import Entries
 from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
 from turnwise.errors import DataError
+from turnwise.losses.outside import LossFunction
 from turnwise.losses.table import find_loss
 from turnwise.types import Datum
 
@@ -106,7 +107,7 @@ class Objective(Protocol):
         """The key of the numbers in `loss_fn_outputs`."""
         ...
 
-    def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> PassLoss: ...
+    def make_loss(self, name: str | LossFunction, settings: LossSettings, *, is_learning: bool) -> PassLoss: ...
 
     def read_datums(
         self, datums: Sequence[Datum], loss: Any, model: CausalModel, *, is_learning: bool
@@ -126,9 +127,11 @@ class TokenLogprobs:
 
     output_name = "logprobs"
 
-    def make_loss(self, name: str, settings: LossSettings, *, is_learning: bool) -> PassLoss:  # noqa: ARG002
+    def make_loss(self, name: str | LossFunction, settings: LossSettings, *, is_learning: bool) -> PassLoss:  # noqa: ARG002
         # The engine reads `kl_reference`; the loss sees the logprobs that come from it.
         own = {key: value for key, value in (settings or {}).items() if key != "kl_reference"}
+        if not isinstance(name, str):
+            return make_outside_loss(name, own)
         return make_preference_loss(name, own) if find_loss(name).needs_pairs else make_loss(name, own)
 
     def read_datums(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from turnwise.engine.attention.plans import Pair, TreePlan, upload_all
+from turnwise.engine.attention.plans import Pair, TreePlan
 from turnwise.engine.budget import PassLimit
+from turnwise.engine.ops import for_device
 
 MIN_SHARED = 16
 """Sharing fewer tokens than this is not worth a node of its own."""
@@ -269,7 +270,8 @@ def make_entries(tokens: Array, temperatures: Array, targets: Array, columns: Ar
     host_tokens = unique // len(levels)
     row_temperatures = levels[unique % len(levels)].astype(np.float32)
     own = targets[order].astype(np.int64), columns[order].astype(np.int64)
-    return Entries(host_tokens, host_rows, *upload_all([host_tokens, row_temperatures, host_rows, *own], device))
+    uploaded = for_device(device).transfer.upload_all([host_tokens, row_temperatures, host_rows, *own])
+    return Entries(host_tokens, host_rows, *uploaded)
 
 
 def _levels(temperatures: Array) -> tuple[Array, Array | int]:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import upload_all
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, Route, Span
@@ -199,7 +198,7 @@ class Trainer:
     def _hidden(self, work: _Pass) -> Tensor:
         """Hidden states [R, H] of the rows that the head reads."""
         batch = work.batch
-        input_ids, position_ids = upload_all([batch.input_ids, batch.position_ids], self.model.device)
+        input_ids, position_ids = self.model.ops.transfer.upload_all([batch.input_ids, batch.position_ids])
         return self.model.hidden(input_ids, position_ids, batch.plan, work.route, work.entries.row_tokens)
 
     def _head(self, work: _Pass, *, with_entropy: bool) -> PassHead:

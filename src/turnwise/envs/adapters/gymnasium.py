@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from turnwise.envs.adapters.peers import import_peer, numbers_of, seed_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
-from turnwise.envs.schema import did_you_mean
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import add_current_folder
 from turnwise.errors import ConfigError
+from turnwise.runtime.import_path import add_current_folder
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 DEFAULT_MAX_TURNS = 32

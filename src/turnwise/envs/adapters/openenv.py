@@ -192,7 +192,7 @@ class ServerError(DataError):
 
 
 def _explain(data: Mapping[str, Any]) -> str:
-    advice = {_FULL: "; allow more sessions on the server, or play fewer at once: generator.max_concurrency"}
+    advice = {_FULL: "; allow more sessions on the server, or play fewer at once: rollout.max_concurrency"}
     details = [
         f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
         for error in data.get("errors") or ()

@@ -23,11 +23,11 @@ from typing import Any
 
 from turnwise.envs.adapters.peers import import_peer
 from turnwise.envs.base import Env, EnvStep, Split, Task, system, user
-from turnwise.envs.schema import did_you_mean
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 RULES = "Give your final answer between <answer> and </answer>."

@@ -22,12 +22,12 @@ from turnwise.envs.adapters.base_environment import observation_to_messages
 from turnwise.envs.adapters.peers import import_peer, numbers_of, row_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task
 from turnwise.envs.library.gsm_problems import draw_problem
-from turnwise.envs.schema import did_you_mean
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, draw_tasks, random_for
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import load_attribute
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 GENERATED = ("gsm8k", "gsm8k_multi_turn")

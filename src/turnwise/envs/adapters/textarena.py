@@ -31,11 +31,11 @@ import numpy as np
 from turnwise.envs.adapters.peers import import_peer, seed_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task, assistant, user
 from turnwise.envs.game import SeatOutcome
-from turnwise.envs.schema import did_you_mean
 from turnwise.envs.splits import random_for
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import load_attribute
 from turnwise.errors import ConfigError
+from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 Opponent = Callable[[int, str, random.Random], str]

@@ -31,8 +31,8 @@ from turnwise.envs.adapters.peers import import_peer, numbers_of
 from turnwise.envs.base import Env, EnvStep, Split, Task
 from turnwise.envs.splits import draw, in_split, random_for
 from turnwise.envs.sync import as_env
-from turnwise.envs.targets import add_current_folder, load_attribute
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.import_path import add_current_folder, load_attribute
 from turnwise.trajectory import Message
 
 DEFAULT_MAX_TURNS = 10

@@ -31,10 +31,10 @@ from typing import Any, ClassVar, cast
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.library.dialogue_data import make_conversations
 from turnwise.envs.rows import Row, read_rows
-from turnwise.envs.schema import did_you_mean
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 _CONVERSATION_KEYS = ("id", "split", "system", "turns")

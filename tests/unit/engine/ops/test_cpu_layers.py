@@ -1,4 +1,4 @@
-"""The fused C kernels between matrix products against `layer_ops`."""
+"""The fused C kernels between matrix products against plain torch."""
 
 import dataclasses
 
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from cases import for_each
-from turnwise.engine.model import layer_ops
-from turnwise.engine.model.layer_ops import CacheSlots, Heads, Rotation
-from turnwise.engine.model.linear import empty_rows
-from turnwise.engine.ops import cpu_layers
+from turnwise.engine.ops import cpu_layers, torch_layers
+from turnwise.engine.ops.cpu_products import empty_rows
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -40,7 +39,7 @@ def test_add_norm_equals_the_plain_steps(rows: int, size: int, has_delta: bool) 
     h, weight = torch.randn(rows, size), torch.randn(size)
     delta = torch.randn(rows, size) if has_delta else None
     for actual, expected in zip(
-        cpu_layers.add_norm(h, delta, weight, 1e-5), layer_ops.add_norm(h, delta, weight, 1e-5), strict=True
+        cpu_layers.add_norm(h, delta, weight, 1e-5), torch_layers.add_norm(h, delta, weight, 1e-5), strict=True
     ):
         assert_close(actual, expected)
 
@@ -52,7 +51,7 @@ def test_norm_backward_equals_the_plain_steps(rows: int, size: int, has_residual
     h, dx, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
     rstd = torch.rand(rows) + 0.5
     dh = torch.randn(rows, size) if has_residual else None
-    expected = layer_ops.norm_backward(dx, h, rstd, weight, None if dh is None else dh.clone())
+    expected = torch_layers.norm_backward(dx, h, rstd, weight, None if dh is None else dh.clone())
     actual = cpu_layers.norm_backward(dx, h, rstd, weight, dh)
     assert_close(actual, expected)
     assert dh is None or actual is dh
@@ -66,7 +65,7 @@ def test_rotate_equals_the_plain_steps(rows: int, shape: tuple[int, int, int], h
     heads, rotation = make_heads(*shape, has_norm=has_norm), make_rotation(rows, shape[2])
     qkv = torch.randn(rows, (shape[0] + 2 * shape[1]) * shape[2])
     caches = []
-    for ops in (cpu_layers, layer_ops):
+    for ops in (cpu_layers, torch_layers):
         empty = torch.zeros(2, rows + 5, *shape[1:])
         caches.append(CacheSlots(empty[0], empty[1], torch.arange(rows).flip(0) + 3) if has_cache else None)
         result = ops.rotate(qkv.clone(), heads, rotation, caches[-1])
@@ -104,15 +103,15 @@ def test_rotate_backward_equals_the_plain_steps(
     else:
         dq, dk, dv = (torch.randn(rows, num, shape[2]) for num in nums)
     actual = cpu_layers.rotate_backward((dq, dk, dv), qkv, heads, rotation)
-    assert_close(actual, layer_ops.rotate_backward((dq, dk, dv), qkv, heads, rotation))
+    assert_close(actual, torch_layers.rotate_backward((dq, dk, dv), qkv, heads, rotation))
 
 
 @for_each("rows", ROWS)
 @for_each("size", [1, 16, 37, 300])
 def test_swiglu_equals_the_plain_steps_forward_and_backward(rows: int, size: int) -> None:
     gate_up, dact = torch.randn(rows, 2 * size) * 5, torch.randn(rows, size)
-    assert_close(cpu_layers.swiglu(gate_up), layer_ops.swiglu(gate_up))
-    expected = layer_ops.swiglu_backward(dact.clone(), gate_up.clone())
+    assert_close(cpu_layers.swiglu(gate_up), torch_layers.swiglu(gate_up))
+    expected = torch_layers.swiglu_backward(dact.clone(), gate_up.clone())
     for actual, wanted in zip(cpu_layers.swiglu_backward(dact, gate_up), expected, strict=True):
         assert_close(actual, wanted)
 
@@ -123,10 +122,10 @@ def test_results_take_the_room_they_are_given_where_it_fits() -> None:
     for room in (fitting, other):
         x = cpu_layers.add_norm(h, None, weight, 1e-5, room=room)[1]
         assert (x is room) is (room is fitting)
-        assert_close(x, layer_ops.add_norm(h, None, weight, 1e-5)[1])
+        assert_close(x, torch_layers.add_norm(h, None, weight, 1e-5)[1])
         act = cpu_layers.swiglu(gate_up, room=room)
         assert (act is room) is (room is fitting)
-        assert_close(act, layer_ops.swiglu(gate_up))
+        assert_close(act, torch_layers.swiglu(gate_up))
 
 
 def test_swiglu_reads_and_writes_rows_with_room_between_them() -> None:
@@ -134,9 +133,9 @@ def test_swiglu_reads_and_writes_rows_with_room_between_them() -> None:
     gate_up = empty_rows(plain, 133, 1024).copy_(plain)
     assert gate_up.stride(0) == 1040, "rows of 4 KiB get a cache line more"
     assert empty_rows(plain, 133, 1000).is_contiguous(), "others do not need it"
-    assert_close(cpu_layers.swiglu(gate_up), layer_ops.swiglu(plain))
+    assert_close(cpu_layers.swiglu(gate_up), torch_layers.swiglu(plain))
     dact = torch.randn(133, 512)
-    expected = layer_ops.swiglu_backward(dact.clone(), plain.clone())
+    expected = torch_layers.swiglu_backward(dact.clone(), plain.clone())
     for actual, wanted in zip(cpu_layers.swiglu_backward(dact, gate_up), expected, strict=True):
         assert_close(actual, wanted)
 
@@ -161,16 +160,18 @@ def test_other_dtypes_and_layouts_take_the_plain_steps() -> None:
     narrow = torch.randn(3, 20, dtype=torch.bfloat16)
     for actual, expected in zip(
         cpu_layers.add_norm(narrow, narrow, narrow[0], 1e-5),
-        layer_ops.add_norm(narrow, narrow, narrow[0], 1e-5),
+        torch_layers.add_norm(narrow, narrow, narrow[0], 1e-5),
         strict=True,
     ):
         assert torch.equal(actual, expected)
     turned = torch.randn(20, 3).t()
-    assert torch.equal(cpu_layers.swiglu(turned), layer_ops.swiglu(turned))
+    assert torch.equal(cpu_layers.swiglu(turned), torch_layers.swiglu(turned))
     heads, rotation = make_heads(2, 1, 4, has_norm=False), make_rotation(3, 4)
     short = dataclasses.replace(rotation, positions=rotation.positions.int())
     qkv = torch.randn(3, 16)
-    assert torch.equal(cpu_layers.rotate(qkv, heads, short, None)[0], layer_ops.rotate(qkv, heads, rotation, None)[0])
+    assert torch.equal(
+        cpu_layers.rotate(qkv, heads, short, None)[0], torch_layers.rotate(qkv, heads, rotation, None)[0]
+    )
 
 
 def test_sizes_that_do_not_agree_are_refused() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from cases import for_each
-from turnwise.engine.model.linear import multiply, multiply_with_low_rank
 from turnwise.engine.ops import cpu_products
+from turnwise.engine.ops.cpu_products import multiply, multiply_with_low_rank
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -113,7 +113,7 @@ def test_other_dtypes_take_torch() -> None:
 
 def test_sizes_that_do_not_agree_are_refused() -> None:
     with pytest.raises(DataError, match=r"product of 3 x 4 and 4 x 6; expected float32 \(4, 6\)"):
-        cpu_products.multiply(torch.ones(3, 4), torch.ones(5, 6), torch.ones(3, 6))
+        cpu_products.product(torch.ones(3, 4), torch.ones(5, 6), torch.ones(3, 6))
     low_rank = torch.ones(3, 2), torch.ones(1, 6), 1.0
     with pytest.raises(DataError, match=r"\(1, 6\) on cpu .* expected float32 \(2, 6\)"):
-        cpu_products.multiply(torch.ones(3, 4), torch.ones(4, 6), torch.ones(3, 6), low_rank=low_rank)
+        cpu_products.product(torch.ones(3, 4), torch.ones(4, 6), torch.ones(3, 6), low_rank=low_rank)

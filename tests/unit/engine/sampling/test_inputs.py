@@ -7,8 +7,9 @@ from array import array
 import numpy as np
 import torch
 
-from turnwise.engine.attention.plans import Chunk, PagedPlan, copy_packed
+from turnwise.engine.attention.plans import Chunk, PagedPlan
 from turnwise.engine.model.lora import base_policy
+from turnwise.engine.ops.transfer import PackedTransfer
 from turnwise.engine.sampling.inputs import block_table, step_inputs
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.engine.sampling.scheduler import Piece, Request, Row, Step
@@ -105,7 +106,7 @@ def test_one_copy_brings_every_array_as_it_was() -> None:
         np.array([0.5, -1.0], dtype=np.float32),
         np.arange(10, dtype=np.int64)[::3],
     ]
-    for array_, tensor in zip(arrays, copy_packed(arrays, CPU), strict=True):
+    for array_, tensor in zip(arrays, PackedTransfer(CPU).upload_all(arrays), strict=True):
         assert torch.equal(tensor, torch.from_numpy(array_.copy()))
         assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0, "kernels are compiled for the pointers' alignment"
 

@@ -6,32 +6,31 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention import cpu as attention_cpu
 from turnwise.engine.attention.plans import PagedPlan
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Route
-from turnwise.engine.sampling import draw, prompt_graphs
+from turnwise.engine.ops import cpu_attention
+from turnwise.engine.sampling import prompt_graphs
 from turnwise.engine.sampling.prompt_graphs import Found, PromptGraphs, PromptShape
 from turnwise.engine.sampling.scheduler import Piece
 from turnwise.types import SamplingParams
-from unit.engine.sampling.test_graphs import Eager, make, play, with_graphs
+from unit.engine.sampling.test_graphs import make, play, with_graphs
 
 pytestmark = pytest.mark.model
 
 
-class EagerPrompts(Eager, PromptGraphs):
+class WatchedPrompts(PromptGraphs):
     """Notes what it took."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.taken: list[PromptShape] = []
-        self.num_left = 0
+    taken: list[PromptShape]
+    num_left = 0
 
     def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> Found | None:
         found = super().find(pieces, route, draws=draws)
@@ -40,13 +39,13 @@ class EagerPrompts(Eager, PromptGraphs):
 
     def replay(self, found: Found, pieces: Sequence[Piece]) -> Tensor:
         self.taken.append(found.shape)
-        return super().replay(found, pieces).clone()
+        return super().replay(found, pieces)
 
 
 def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """What the flash kernels compute from the bounds and the index, one run after the other."""
     if plan.varlen is None:
-        return plain_prefill(query, key, value, plan, layer, scale)
+        return cpu_attention.prefill(query, key, value, plan, layer, scale)
     varlen = plan.varlen
     assert varlen.k_index is not None
     keys, values = (side.flatten(0, 1)[varlen.k_index].transpose(0, 1) for side in plan.cache.layer(layer))
@@ -63,23 +62,27 @@ def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, l
     return out[None]
 
 
-plain_prefill = attention_cpu.prefill
-
-
-@pytest.fixture(autouse=True)
-def _flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "has_triton", lambda: False)  # it may be installed where there is no GPU
-    monkeypatch.setattr(attention_cpu, "prefill", varlen_prefill)
-
-
-def with_prompts(engine: Engine) -> EagerPrompts:
-    with_graphs(engine)  # decode rows run by themselves
-    prompts = engine.sampler._prompts = EagerPrompts(engine)
+def with_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> WatchedPrompts:
+    monkeypatch.setattr("turnwise.engine.sampling.sampler.PromptGraphs", WatchedPrompts)
+    attention = SimpleNamespace(
+        tree_forward=cpu_attention.tree_forward,
+        paged_decode=cpu_attention.paged_decode,
+        prefill=varlen_prefill,
+        can_capture_prefill=lambda *_: True,
+    )
+    with_graphs(engine, attention=attention)
+    # A plan looks its attention up by device.
+    monkeypatch.setattr("turnwise.engine.attention.plans.for_device", lambda _: engine.model.ops)
+    prompts = engine.sampler.prompt_graphs
+    assert isinstance(prompts, WatchedPrompts)
+    prompts.taken = []
     return prompts
 
 
 @pytest.mark.parametrize(("num_policies", "num_rows"), [(1, 16), (1, 6), (1, 3), (2, 16)])
-def test_padded_prompts_change_no_token(tiny_dir: Path, num_policies: int, num_rows: int) -> None:
+def test_padded_prompts_change_no_token(
+    tiny_dir: Path, num_policies: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dialogues of several turns: fresh prompts, prompts that go on from the cache, and prompts read in pieces.
 
     Also with every lane taken: what pads a pass, and a capture itself, draws to nobody's.
@@ -87,20 +90,20 @@ def test_padded_prompts_change_no_token(tiny_dir: Path, num_policies: int, num_r
     options = {"max_num_seqs": num_rows, "merge_adapter": "always"}
     want = play(make(tiny_dir, **options), num_policies=num_policies)
     engine = make(tiny_dir, **options)
-    prompts = with_prompts(engine)
+    prompts = with_prompts(engine, monkeypatch)
     assert play(engine, num_policies=num_policies) == want
     assert any(shape.draws for shape in prompts.taken) == (num_policies == 1), "two at once are not merged"
-    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks - 2, "all but the scratch blocks"
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
 
 
 @pytest.mark.parametrize("settings", [{"num_samples": 3}, {"top_k": 5}, {"max_tokens": 1}, {"temperature": 0.0}])
 def test_several_samples_and_cut_tails_are_drawn_from_the_same_prompts(
-    tiny_dir: Path, settings: dict[str, Any]
+    tiny_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = []
     for has_graphs in (False, True):
         engine = make(tiny_dir, max_num_seqs=16)
-        prompts = with_prompts(engine) if has_graphs else None
+        prompts = with_prompts(engine, monkeypatch) if has_graphs else None
         replies += [sample(engine, attempt, **settings) for attempt in range(3)]
         if prompts is not None:
             is_drawn = "num_samples" not in settings and "top_k" not in settings
@@ -121,17 +124,17 @@ def sample(engine: Engine, attempt: int, num_samples: int = 1, **settings: Any) 
     return [[list(sequence.tokens) for sequence in done[index].sequences] for index in range(4)]
 
 
-def test_a_shape_is_captured_when_it_comes_again(tiny_dir: Path) -> None:
+def test_a_shape_is_captured_when_it_comes_again(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(tiny_dir)
-    prompts = with_prompts(engine)
+    prompts = with_prompts(engine, monkeypatch)
     play(engine, num_turns=1)
-    assert prompts.num_left >= len(prompts.captures._captured) > 0
+    assert prompts.num_left >= len(prompts.captures) > 0
 
 
 def test_a_pass_that_keeps_the_card_busy_is_not_captured(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_graphs, "MOST_OPERATIONS", 1e3)
     engine = make(tiny_dir)
-    prompts = with_prompts(engine)
+    prompts = with_prompts(engine, monkeypatch)
     play(engine)
     assert not prompts.taken
 
@@ -141,12 +144,12 @@ def test_where_no_memory_is_left_prompts_are_read_without_graphs(
 ) -> None:
     want = play(make(tiny_dir))
     engine = make(tiny_dir)
-    prompts = with_prompts(engine)
+    prompts = with_prompts(engine, monkeypatch)
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(prompts.captures, "_capture", fail)
+    monkeypatch.setattr(prompts.captures, "get", fail)
     assert play(engine) == want
     assert not prompts.taken
     assert [record.message for record in caplog.records if "no memory is left" in record.message]

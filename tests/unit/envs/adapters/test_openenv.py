@@ -111,7 +111,7 @@ async def test_a_server_without_room_is_asked_again_and_then_says_what_to_do(add
     envs = [world.make_env(task, 0) for task in world.tasks("train", 3, 0)]
     for env in envs[:2]:
         await env.start()
-    with pytest.raises(ServerError, match=r"play fewer at once: generator\.max_concurrency"):
+    with pytest.raises(ServerError, match=r"play fewer at once: rollout\.max_concurrency"):
         await envs[2].start()
     patient = get_world(f"openenv:{address}").make_env(world.tasks("train", 1, 0)[0], 0)
     waiting = asyncio.create_task(patient.start())

@@ -1,4 +1,4 @@
-"""What `module:Name` and `path/to/file.py:Name` stand for."""
+"""What `module:Name` and `path/to/file.py:Name` stand for: worlds, methods and losses from outside the package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from turnwise.envs.schema import did_you_mean
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 
 
 def load_attribute(target: str) -> Any:
@@ -22,6 +22,17 @@ def load_attribute(target: str) -> Any:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigError(f"{path} has no {attribute!r}{did_you_mean(attribute, own)}")
     return getattr(module, attribute)
+
+
+def import_path(value: Any) -> str:
+    """`module:Name` of a class or function."""
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def is_importable(path: str) -> bool:
+    """Another process would find it: it was not defined in a function, a notebook or the script itself."""
+    module, _, name = path.rpartition(":")
+    return "<locals>" not in name and module not in ("__main__", "")
 
 
 def add_current_folder() -> str:

@@ -1,58 +1,17 @@
 """The small steps between a decoder layer's matrix products, in plain torch: norm, rotation, gate.
 
-`kernels/triton_layers.py` has the same functions as fused kernels for a GPU; `body.py` calls one or the other. Sums
-and products run in float32, results are stored in the activations' dtype. Norm weights are frozen: no gradient. A
-`room` is a tensor nobody reads any more, which a kernel for the CPU may write its result to.
+`cpu_layers.py` and `triton_layers.py` have the same functions as fused kernels. Sums and products run in float32,
+results are stored in the activations' dtype.
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How the joined projection [N, (Q + 2 K) D] divides, and the norms that some models lay on its heads."""
-
-    num_query: int
-    num_kv: int
-    size: int
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    eps: float
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views [N, heads, D] of query, key and value."""
-        heads = qkv.view(len(qkv), -1, self.size)
-        return heads[:, : self.num_query], heads[:, self.num_query : -self.num_kv], heads[:, -self.num_kv :]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSlots:
-    """Where rotated keys and values go: `keys` and `values` are [slots, K, D]."""
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    """[N]"""
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary position: cos and sin of every position [P, D / 2] float32, and the position of each packed token [N]."""
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor
-
-    def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, D / 2]."""
-        return self.cos[self.positions][:, None], self.sin[self.positions][:, None]
+from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 
 
 def add_norm(

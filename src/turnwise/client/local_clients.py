@@ -1,4 +1,4 @@
-"""The in-process training client: one adapter, its operations in the order of the calls."""
+"""The in-process clients: one trains an adapter, one samples from a published version of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from turnwise.client.base import CustomLossFn, LossFnConfig, one_optim_params
+from turnwise.client.base import (
+    CustomLossFn,
+    LossFnConfig,
+    SamplingClient,
+    TrainingClient,
+    one_optim_params,
+    prompt_tokens,
+)
 from turnwise.client.checkpoints import Checkpoint, CheckpointInfo, CheckpointPath, CheckpointStore, Kind, expiry
 from turnwise.client.engines import LoadedModel
-from turnwise.client.futures import ApiFuture, Submission
-from turnwise.client.sampling import SamplingClient
+from turnwise.client.futures import ApiFuture, awaited, in_thread, waited
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, DataError
+from turnwise.losses.outside import find_function, is_outside
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -27,18 +34,71 @@ from turnwise.types import (
     ModelData,
     ModelInput,
     OptimStepResponse,
+    SampleRequest,
+    SampleResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
+    from turnwise.engine.model.lora import Policy
     from turnwise.engine.training.trainable import Trainable
 
 T = TypeVar("T")
 
 
-class TrainingClient:
+class LocalSamplingClient(SamplingClient):
+    """Draws tokens from one published version of the weights; training goes on without changing it.
+
+    >>> client.sample(types.ModelInput.from_ints(ids), 8, types.SamplingParams(max_tokens=64)).result().sequences
+    """
+
+    def __init__(self, model: LoadedModel, policy: Policy) -> None:
+        """Clients create these: `save_weights_and_get_sampling_client`, `create_sampling_client`."""
+        self._model = model
+        self._policy = policy
+
+    @property
+    def policy_version(self) -> int:
+        """Names the weights that this client samples from; every `SampleResponse` carries it."""
+        return self._policy.version
+
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        """Begin to sample; `sample` with its arguments as one value."""
+        future = self._model.worker.sample(request, self._policy)
+        what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens on {self._model.name}"
+        return ApiFuture(future, what, on_abandoned=future.cancel)
+
+    def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
+        """Compute the logprob of each prompt token; None for the first, which nothing predicts."""
+        tokens = prompt_tokens(prompt)
+        future = self._model.worker.compute_logprobs(tokens, self._policy)
+        what = f"compute_logprobs of a prompt of {len(tokens)} tokens on {self._model.name}"
+        return ApiFuture(future, what, on_abandoned=future.cancel)
+
+    def warm_up(self, max_context: int = 4096) -> ApiFuture[int]:
+        """Make the first requests as fast as the later ones, for dialogues of up to `max_context` tokens.
+
+        On a GPU this captures the graphs that decoding replays, a few seconds that can be waited for or not; without
+        it, each is captured when it is first needed. The result is how many were captured: 0 on a CPU.
+        """
+        if max_context < 1:
+            raise DataError(f"max_context={max_context}; expected at least 1 token")
+        future = self._model.worker.run_steps("warm-up", lambda engine: engine.warm_up(self._policy, max_context))
+        return ApiFuture(future, f"warm_up of {self._model.name}", on_abandoned=future.cancel)
+
+    warm_up_async = awaited(warm_up)
+
+    def get_tokenizer(self) -> Any:
+        """Return the base model's transformers tokenizer."""
+        return self._model.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        return self._model.name
+
+
+class LocalTrainingClient(TrainingClient):
     """Trains one LoRA adapter. Operations run in the order of the calls, waited for or not.
 
     >>> client.forward_backward(datums, "importance_sampling")
@@ -65,7 +125,7 @@ class TrainingClient:
 
     @property
     def model_id(self) -> str:
-        """Names the adapter in checkpoint paths; unique across processes."""
+        """The adapter's name in checkpoint paths; unique across processes."""
         return self._model_id
 
     def forward(
@@ -73,33 +133,25 @@ class TrainingClient:
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and its logprobs, and no gradient."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
+        loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
-            self._model_id, lambda engine: engine.forward(adapter, datums, loss_fn, config)
+            self._model_id, lambda engine: engine.forward(adapter, datums, loss, config)
         )
         return self._api_future(future, f"forward of {len(datums)} datums")
-
-    def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward(data, loss_fn, loss_fn_config))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
         """Compute a loss and add its gradient to what earlier calls left; `optim_step` uses the sum and clears it."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
+        loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
-            self._model_id, lambda engine: engine.forward_backward(adapter, datums, loss_fn, config)
+            self._model_id, lambda engine: engine.forward_backward(adapter, datums, loss, config)
         )
         return self._api_future(future, f"forward_backward of {len(datums)} datums")
 
-    def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward(data, loss_fn, loss_fn_config))
-
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
-        """`forward_backward` with a loss of your own, `(datums, logprobs) -> (loss, metrics)` on torch tensors.
+        """Compute `forward_backward` with a loss of your own, `(datums, logprobs) -> (loss, metrics)` on torch tensors.
 
         It runs on the engine's thread: what it needs from this engine is computed before and passed in.
         """
@@ -109,23 +161,13 @@ class TrainingClient:
         )
         return self._api_future(future, f"forward_backward_custom of {len(datums)} datums")
 
-    def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> Submission[ForwardBackwardOutput]:
-        return Submission(self.forward_backward_custom(data, loss_fn))
-
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> ApiFuture[OptimStepResponse]:
-        """One AdamW step on the gradients collected so far. The two names are Tinker's newer and older spelling."""
+        """Take one AdamW step on the gradients collected so far. Tinker spells the argument in two ways."""
         params = one_optim_params(optim_params, adam_params)
         adapter = self._adapter
         return self._run(lambda engine: OptimStepResponse(metrics=engine.optim_step(adapter, params)), "optim_step")
-
-    def optim_step_async(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> Submission[OptimStepResponse]:
-        return Submission(self.optim_step(optim_params, adam_params=adam_params))
 
     def save_state(
         self,
@@ -145,28 +187,13 @@ class TrainingClient:
         )
         return self._run(lambda engine: SaveWeightsResponse(path=save(engine)), f"save_state {name}")
 
-    def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> Submission[SaveWeightsResponse]:
-        return Submission(self.save_state(name, ttl_seconds, overwrite, user_metadata))
-
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         """Take over a checkpoint's weights and start with a fresh optimizer."""
         return self._load(path, with_optimizer=False)
 
-    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state(path))
-
     def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
         """Take over a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
         return self._load(path, with_optimizer=True)
-
-    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state_with_optimizer(path))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
@@ -183,16 +210,11 @@ class TrainingClient:
             lambda engine: SaveWeightsForSamplerResponse(path=save(engine)), f"save_weights_for_sampler {name}"
         )
 
-    def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
-    ) -> Submission[SaveWeightsForSamplerResponse]:
-        return Submission(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
-
     def save_weights_and_get_sampling_client_submit(
         self,
         name: str | None = None,
         retry_config: object = None,  # noqa: ARG002
-    ) -> ApiFuture[SamplingClient]:
+    ) -> ApiFuture[LocalSamplingClient]:
         """Publish the weights as they are when the operations before are done.
 
         The client samples from a copy in memory. With a `name` the copy is also written as sampler weights, over
@@ -203,37 +225,26 @@ class TrainingClient:
         place = CheckpointPath(self._model_id, "sampler_weights", name) if name is not None else None
         store = self._store
 
-        def publish(engine: Engine) -> SamplingClient:
+        def publish(engine: Engine) -> LocalSamplingClient:
             policy = engine.publish(adapter)
             if place is not None:
                 store.save(place, info, lambda directory: engine.save_policy(policy, directory), overwrite=True)
-            return SamplingClient(model, policy)
+            return LocalSamplingClient(model, policy)
 
         return self._run(publish, "save_weights_and_get_sampling_client")
 
-    def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: object = None
-    ) -> SamplingClient:
-        """`save_weights_and_get_sampling_client_submit`, waited for."""
-        return self.save_weights_and_get_sampling_client_submit(name, retry_config).result()
+    # Once more than in the base class: these return the local client, which has more to offer.
+    save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client_submit)
 
-    async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: object = None
-    ) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client_submit(name, retry_config)
-
-    def create_sampling_client(self, model_path: str, retry_config: object = None) -> SamplingClient:  # noqa: ARG002
-        """A client for saved weights of the same base model."""
+    def create_sampling_client(self, model_path: str, retry_config: object = None) -> LocalSamplingClient:  # noqa: ARG002
+        """Create a client for saved weights of the same base model."""
         return self._sampling_from(model_path).result()
 
-    async def create_sampling_client_async(
-        self,
-        model_path: str,
-        retry_config: object = None,  # noqa: ARG002
-    ) -> SamplingClient:
-        return await self._sampling_from(model_path)
+    create_sampling_client_async = in_thread(create_sampling_client)
 
     def get_info(self) -> GetInfoResponse:
+        """Return the base model's name and the adapter's rank."""
         return GetInfoResponse(
             model_data=ModelData(
                 arch=self._model.worker.engine.arch,
@@ -246,11 +257,8 @@ class TrainingClient:
             model_name=self._model.name,
         )
 
-    async def get_info_async(self) -> GetInfoResponse:
-        return self.get_info()
-
     def get_tokenizer(self) -> Any:
-        """The base model's transformers tokenizer."""
+        """Return the base model's transformers tokenizer."""
         return self._model.get_tokenizer()
 
     def _api_future(self, future: Future[T], what: str) -> ApiFuture[T]:
@@ -301,13 +309,13 @@ class TrainingClient:
 
         return self._run(load, f"load of {path}")
 
-    def _sampling_from(self, path: str) -> ApiFuture[SamplingClient]:
+    def _sampling_from(self, path: str) -> ApiFuture[LocalSamplingClient]:
         store, model = self._store, self._model
 
-        def load(engine: Engine) -> SamplingClient:
+        def load(engine: Engine) -> LocalSamplingClient:
             checkpoint = store.find(path)
             check_loadable(checkpoint, model, with_optimizer=False)
-            return SamplingClient(model, engine.load_policy(checkpoint.directory))
+            return LocalSamplingClient(model, engine.load_policy(checkpoint.directory))
 
         return self._run(load, f"create_sampling_client {path}")
 

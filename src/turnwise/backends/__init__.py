@@ -1,0 +1,65 @@
+"""Who samples: one file per backend, found by its name.
+
+`generator.backend=NAME` loads `turnwise/backends/NAME.py` and takes the `Publisher` that the file defines. So a new
+backend is one new file here, and nothing else changes. A backend of your own needs no place in the package:
+`generator.backend=my_module:MyPublisher` or `path/to/file.py:MyPublisher`. Either way the class is created without
+arguments, once per run, and closed at the run's end.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from turnwise.client.publish import Publisher
+from turnwise.errors import ConfigError
+from turnwise.runtime.import_path import load_attribute
+from turnwise.runtime.suggest import did_you_mean
+
+PLANNED = ("sglang", "vllm")
+"""Names that configurations may hold already; each is refused until its file exists."""
+
+
+def backend_names() -> list[str]:
+    """Return the names of the shipped backends."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find_publisher(backend: str) -> type[Publisher]:
+    """Return the publisher that `generator.backend` names; refuse one that does not exist, before anything is spent."""
+    names = backend_names()
+    if ":" in backend:
+        found = load_attribute(backend)
+    elif backend in names:
+        found = _publisher_of(f"{__name__}.{backend}")
+    elif backend in PLANNED:
+        raise ConfigError(
+            f"generator.backend={backend} is not there yet in this release; what is there is the engine in "
+            "this process: generator.backend=local (the other generator options mean the same with it)"
+        )
+    else:
+        near = did_you_mean(backend, names)
+        raise ConfigError(
+            f"generator.backend={backend!r} is no backend{near}; expected one of {', '.join(names)}, or your own as "
+            "module:Class or path/to/file.py:Class"
+        )
+    if not (isinstance(found, type) and issubclass(found, Publisher)):
+        raise ConfigError(
+            f"generator.backend={backend} is a {type(found).__name__}; expected a class that inherits from "
+            "turnwise.client.publish.Publisher and has deliver(trainer, version)"
+        )
+    return found
+
+
+def make_publisher(backend: str) -> Publisher:
+    """Create the publisher that `generator.backend` names."""
+    return find_publisher(backend)()
+
+
+def _publisher_of(module_name: str) -> object:
+    """Return the one publisher that a file of this folder defines."""
+    module = import_module(module_name)
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module_name]
+    found = [value for value in own if isinstance(value, type) and issubclass(value, Publisher)]
+    assert len(found) == 1, f"{module_name} defines {len(found)} publishers; a backend is one"
+    return found[0]

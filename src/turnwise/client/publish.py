@@ -1,0 +1,87 @@
+"""How new weights reach whoever samples from them.
+
+The loop trains; a `Publisher` brings the trainer's weights to a sampler and returns a client for them:
+
+    sampler = await publisher.publish(trainer, version)
+
+`version` counts the updates of the run: it means the same after the run was resumed, which an engine's own numbers do
+not. It is written on every response here, and nowhere else. A publisher that samples elsewhere (a server, a fleet) is
+one file: `turnwise/backends/__init__.py` says how it is found.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.client.base import SamplingClient, TrainingClient
+from turnwise.client.futures import ApiFuture
+from turnwise.types import ModelInput, SampleRequest, SampleResponse
+
+
+class VersionedSampler(SamplingClient):
+    """A `SamplingClient` whose responses carry the run's version of the weights."""
+
+    def __init__(self, client: SamplingClient, version: int) -> None:
+        """`Publisher.publish` creates these."""
+        self.client = client
+        self.version = version
+
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        version = self.version  # of the weights that are asked now, whatever is published meanwhile
+        return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
+
+    def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
+        return self.client.compute_logprobs(prompt)
+
+    def get_tokenizer(self) -> Any:
+        return self.client.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        return self.client.get_base_model()
+
+
+class NewestSampler(VersionedSampler):
+    """Samples from whatever version is newest at the time of a request.
+
+    A dialogue that goes on over an update draws its next turn with the new weights; each turn carries the version of
+    the weights that drew it.
+    """
+
+    def follow(self, sampler: VersionedSampler) -> None:
+        """Sample from these weights from now on."""
+        self.client, self.version = sampler.client, sampler.version
+
+    def pinned(self) -> VersionedSampler:
+        """Return the newest version as it is now, for a dialogue that keeps it to its end."""
+        return VersionedSampler(self.client, self.version)
+
+
+class Publisher(ABC):
+    """Brings a trainer's weights to a sampler.
+
+    Attempts that are under way when new weights are published keep their client; a client must stay usable until the
+    publisher is closed, or for as long as somebody holds it.
+    """
+
+    async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
+        """Bring over the trainer's weights as they are now, and return a client that samples from them."""
+        return VersionedSampler(await self.deliver(trainer, version), version)
+
+    @abstractmethod
+    async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
+        """Bring over the weights; `publish` stamps the client that this returns. The one method of a backend."""
+
+    async def close(self) -> None:
+        """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,65 @@
+"""`turnwise train`: print the plan, train, print the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from turnwise.config.files import left_out
+from turnwise.errors import ConfigError
+from turnwise.runtime.exit_codes import ExitCode
+from turnwise.training.run import Run
+from turnwise.training.session import ENGINE_PARTIES
+from turnwise.training.setup import Setup, check_free, read_config, set_up_new, set_up_resume
+from turnwise.watch.terminal import format_duration, open_view
+from turnwise.watch.watchdog import StalledError
+
+
+def run_train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> ExitCode:
+    """Run the command."""
+    setup = _set_up(name, overrides) if resume is None else set_up_resume(Path(resume), overrides, report=say)
+    print("\n".join(setup.plan_lines()), flush=True)
+    if only_plan:
+        return ExitCode.OK
+    check_free(setup)
+    started_s = time.monotonic()
+    try:
+        run = Run.start(setup, observer=open_view(setup.config.train.steps), on_stuck=end_process)
+    except StalledError as error:
+        if error.party in ENGINE_PARTIES:  # its thread would keep the process from ending
+            end_process(error)
+        raise
+    if run.state == "stopped":
+        return ExitCode.INTERRUPTED
+    print(f"done in {format_duration(time.monotonic() - started_s)}")
+    print(run.report())
+    return ExitCode.OK
+
+
+def _set_up(name: str | None, overrides: Sequence[str]) -> Setup:
+    name = name or _named_world(overrides)
+    if name is None:
+        raise ConfigError("nothing to train; expected turnwise train NAME|FILE, env=WORLD, or --resume RUN")
+    return set_up_new(read_config(name, overrides), notes=left_out(name, overrides), report=say)
+
+
+def _named_world(overrides: Sequence[str]) -> str | None:
+    """The world that `env=NAME` names, where no preset, file or world was given."""
+    pairs = [text.partition("=") for text in overrides]
+    return next((value for key, _, value in reversed(pairs) if key in ("env", "env.name") and value), None)
+
+
+def end_process(error: StalledError) -> NoReturn:
+    """End this process without asking anybody: what does not answer would not let itself be closed either."""
+    say(f"turnwise: {error}")
+    sys.stdout.flush()
+    os._exit(ExitCode.STALLED)
+
+
+def say(line: str) -> None:
+    """Tell a person on stderr: stdout is for results that a script may read."""
+    print(line, file=sys.stderr, flush=True)

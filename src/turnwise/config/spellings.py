@@ -1,0 +1,102 @@
+"""Other spellings of options: SkyRL's, and options that this project had in another section.
+
+A spelling in this table means the same as the option it stands for, in a YAML file, on the command line and in Python.
+Nothing else in the code knows it. Where one source says both, they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from turnwise.errors import ConfigError
+
+SPELLINGS: Mapping[str, str] = {
+    "generator.n_samples_per_prompt": "rollout.group_size",
+    "generator.sampling_params.max_generate_length": "rollout.max_tokens_per_turn",
+    "generator.sampling_params.temperature": "rollout.temperature",
+    "generator.max_num_seqs": "engine.max_num_seqs",
+    "generator.gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "model.device": "engine.device",
+    "model.dtype": "engine.dtype",
+    "train.micro_batch_tokens": "engine.micro_batch_tokens",
+}
+"""Spelling to option. SkyRL's section `generator` is `rollout` for every option that is not listed."""
+ONLY_OFF: Mapping[str, tuple[float, ...]] = {
+    "generator.sampling_params.top_p": (1,),
+    "generator.sampling_params.top_k": (-1, 0),
+}
+"""SkyRL's options that may only be off here, and the values that mean off."""
+SKYRL_SECTION, SKYRL_SAMPLING = "generator", "generator.sampling_params"
+SECTION = "rollout"
+
+Tree = dict[str, Any]
+
+
+def canonical_option(path: str) -> str:
+    """The option that a dotted path stands for; a path in no table is returned as it came.
+
+    >>> canonical_option("generator.n_samples_per_prompt"), canonical_option("generator.max_turns")
+    ('rollout.group_size', 'rollout.max_turns')
+    """
+    if path in SPELLINGS:
+        return SPELLINGS[path]
+    section, dot, key = path.partition(".")
+    return f"{SECTION}.{key}" if dot and section == SKYRL_SECTION and "." not in key else path
+
+
+def check_only_off(path: str, value: Any) -> bool:
+    """Whether `path` is an option that must be off; refuses a value that is not."""
+    if path not in ONLY_OFF:
+        return False
+    if value not in ONLY_OFF[path]:
+        name = path.rpartition(".")[2]
+        raise ConfigError(
+            f"{path}={value} would draw from a cut distribution, whose logprobs the loss does not have; leave {name} "
+            "out, and use rollout.temperature to sharpen"
+        )
+    return True
+
+
+def check_agreement(path: str, other: str, values: tuple[Any, Any]) -> None:
+    """Refuse two spellings of one option that say different things."""
+    if path != other and values[0] != values[1]:
+        raise ConfigError(
+            f"{path}={values[0]} and {other}={values[1]} are two spellings of {canonical_option(path)}; "
+            "expected one of them"
+        )
+
+
+def to_canonical(tree: Mapping[str, Any]) -> Tree:
+    """A config as YAML holds it, with every spelling replaced by its option."""
+    result: Tree = {name: value for name, value in tree.items() if name != SKYRL_SECTION}
+    for path, value in _other_spellings(tree):
+        if check_only_off(path, value):
+            continue
+        section, _, key = canonical_option(path).partition(".")
+        if key in (held := result.get(section) or {}):
+            check_agreement(path, f"{section}.{key}", (value, held[key]))
+        result[section] = {**held, key: value}
+        written, _, gone = path.partition(".")
+        if written in result and written != section:
+            result[written] = {name: kept for name, kept in result[written].items() if name != gone}
+    return result
+
+
+def _other_spellings(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything in the tree that has another name here."""
+    for path in SPELLINGS:
+        section, _, key = path.partition(".")
+        held = tree.get(section)
+        if section != SKYRL_SECTION and isinstance(held, Mapping) and key in held:
+            yield path, held[key]
+    skyrl = tree.get(SKYRL_SECTION)
+    if skyrl is not None and not isinstance(skyrl, Mapping):
+        raise ConfigError(f"{SKYRL_SECTION} holds {skyrl!r}; expected the options of {SECTION}")
+    for key, value in (skyrl or {}).items():
+        path = f"{SKYRL_SECTION}.{key}"
+        if path == SKYRL_SAMPLING and isinstance(value, Mapping):
+            for inner, held in value.items():
+                yield f"{path}.{inner}", held
+        else:
+            yield path, value

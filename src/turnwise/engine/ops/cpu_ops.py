@@ -1,0 +1,37 @@
+"""The ops of a CPU: C kernels where a compiler built them, else plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnwise.engine.ops import build, cpu, cpu_attention, cpu_head, cpu_layers, cpu_products, torch_draw, torch_layers
+from turnwise.engine.ops.facts import facts_of
+from turnwise.engine.ops.interface import DrawSettings, Ops, SoftmaxOps
+from turnwise.engine.ops.transfer import HostTransfer
+from turnwise.engine.threads import use_allowed_threads
+
+
+def make_ops(device: torch.device) -> Ops:
+    return Ops(
+        device=device,
+        facts=facts_of(device.type),
+        layers=torch_layers if build.library() is None else cpu_layers,
+        products=cpu_products,
+        attention=cpu_attention,
+        softmax_for=_softmax_for,
+        draw=_draw,
+        transfer=HostTransfer(),
+        prepare_process=use_allowed_threads,
+    )
+
+
+def _softmax_for(dtype: torch.dtype) -> SoftmaxOps | None:
+    return cpu_head if dtype is torch.float32 and build.library() is not None else None
+
+
+def _draw(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
+    kernels = cpu.load() if settings.cut is None and logits_BV.dtype is torch.float32 else None
+    if kernels is None:
+        return torch_draw.draw(logits_BV, settings)
+    return kernels.sample_rows(logits_BV, settings.temperature, settings.uniform)

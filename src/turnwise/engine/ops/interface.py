@@ -1,0 +1,296 @@
+"""The interface of `engine/ops`: what a device computes for the engine, and the values that its functions take.
+
+`Ops` has one field per subject. A field holds a module or an object that has the functions of its protocol, so an
+implementation is a table of modules (`torch_ops.py`, `cpu_ops.py`, `cuda_ops.py`).
+
+Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size,
+B rows to draw for, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.engine.ops.facts import DeviceFacts
+
+if TYPE_CHECKING:
+    from turnwise.engine.attention.plans import PagedPlan, TreePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the joined projection [N, (Q + 2 K) D] divides, and the norms that some models lay on its heads."""
+
+    num_query: int
+    num_kv: int
+    size: int
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views [N, heads, D] of query, key and value."""
+        heads = qkv.view(len(qkv), -1, self.size)
+        return heads[:, : self.num_query], heads[:, self.num_query : -self.num_kv], heads[:, -self.num_kv :]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSlots:
+    """Where rotated keys and values go: `keys` and `values` are [slots, K, D]."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    """[N] the slot of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary position: cos and sin of every position [P, D / 2] float32, and the position of each packed token [N]."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, D / 2]."""
+        return self.cos[self.positions][:, None], self.sin[self.positions][:, None]
+
+
+class Saved(NamedTuple):
+    """What the backward pass of attention reads: heads-first query, key and value; tokens-first output."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TailCut:
+    """What is left out of the vocabulary before a draw, [B] each."""
+
+    top_k: Tensor
+    """Number of the most likely tokens that stay; 0 or less: all of them."""
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSettings:
+    """How the next tokens are drawn, [B] each."""
+
+    temperature: Tensor
+    """0 takes the most likely token."""
+    uniform: Tensor
+    """The random number in [0, 1) of each row."""
+    cut: TailCut | None = None
+    """None where every row draws from the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A step that was captured as a graph: `replay` runs it on whatever `inputs` holds, and writes to `outputs`."""
+
+    replay: Callable[[], object]
+    inputs: Tensor
+    outputs: Tensor
+
+
+class LayerOps(Protocol):
+    """The small steps between a decoder layer's matrix products; sums run in float32, norm weights get no gradient.
+
+    A `room` is a tensor that nobody reads any more; an implementation may write its result there.
+    """
+
+    def add_norm(
+        self, h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, room: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """h + delta, its RMS norm times `weight`, and 1 / rms [N]."""
+        ...
+
+    def norm_backward(self, dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tensor | None) -> Tensor:
+        """Gradient of `add_norm` for its sum, added to `dh` (the gradient that goes round the norm)."""
+        ...
+
+    def rotate(
+        self, qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Head norms and rotary position: query [N, Q, D], key and value [N, K, D], also written to the cache."""
+        ...
+
+    def rotate_backward(
+        self, grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor | None, heads: Heads, rotation: Rotation
+    ) -> Tensor:
+        """Gradient of the joined projection [N, (Q + 2 K) D]; `qkv` is needed where heads are normed."""
+        ...
+
+    def swiglu(self, gate_up: Tensor, *, room: Tensor | None = None) -> Tensor:
+        """silu(gate) * up, from [N, 2 I]."""
+        ...
+
+    def swiglu_backward(self, dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient of `gate_up`, and the activation once more; both inputs may be overwritten."""
+        ...
+
+
+class ProductOps(Protocol):
+    """Matrix products with frozen weights, and adapters' low-rank parts; none of them records a gradient."""
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x W' + b."""
+        ...
+
+    def multiply(
+        self, a_MK: Tensor, b_KN: Tensor, *, out: Tensor | None = None, alpha: float = 1.0, is_added: bool = False
+    ) -> Tensor:
+        """alpha a b, written to `out` or added to it where given."""
+        ...
+
+    def takes_low_rank_along(self, x_NI: Tensor) -> bool:
+        """Whether a product with these rows is faster when it adds its adapter's part itself."""
+        ...
+
+    def multiply_with_low_rank(
+        self, a_MK: Tensor, b_KN: Tensor, low_a: Tensor, low_b: Tensor, *, out: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """a b + scale low_a low_b; the large product is written once, its low-rank part included."""
+        ...
+
+    def low_rank_gradients(
+        self, dy_NO: Tensor, low_Nr: Tensor, b_Or: Tensor, grad_b: Tensor, *, out: Tensor, scale: float
+    ) -> None:
+        """For y = scale low B': write d loss / d low to `out`, and add d loss / d B to `grad_b`."""
+        ...
+
+    def empty_rows(self, like: Tensor, rows: int, cols: int) -> Tensor:
+        """[rows, cols] for a product to write and others to read, laid out as this device reads it fastest."""
+        ...
+
+
+class AttentionOps(Protocol):
+    """Attention over the plans of `engine/attention`.
+
+    Tensors come heads-first [1, heads, tokens, D] and results go tokens-first [1, tokens, heads, D].
+    """
+
+    def tree_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp [1, heads, tokens] of a packed forest."""
+        ...
+
+    def tree_backward(
+        self, grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        ...
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+        """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+        ...
+
+    def paged_decode(self, query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+        """One query row [heads, D] per sequence attends to the blocks of its sequence."""
+        ...
+
+    def can_capture_prefill(self, dtype: torch.dtype, head_size: int) -> bool:
+        """Whether a pass over prompts can be captured as a graph."""
+        ...
+
+
+class SoftmaxOps(Protocol):
+    """The softmax over the vocabulary in training, fused."""
+
+    def row_stats(self, logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp and mean of logits / temperature under their softmax, [R] each; entropy is the difference."""
+        ...
+
+    def row_gradients(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        logsumexps_R: Tensor,
+        grads_R: Tensor,
+        entropies_R: Tensor | None,
+        grad_entropies_R: Tensor | None,
+    ) -> Tensor:
+        """Write d loss / d logit, without the target's own part, over the logits."""
+        ...
+
+
+class PendingRead(Protocol):
+    """A tensor on its way from the device to the host."""
+
+    def wait(self) -> Tensor:
+        """The tensor on the host, once it is there."""
+        ...
+
+
+class TransferOps(Protocol):
+    """Copies between the host and the device."""
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """The array on the device; the host does not wait for the copy."""
+        ...
+
+    def upload_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays on the device, all in one copy."""
+        ...
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """[size] of the host's memory, its content undefined, that the device can copy from by itself."""
+        ...
+
+    def read_later(self, tensor: Tensor) -> PendingRead:
+        """Start to copy a tensor to the host."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the device has done all that was launched."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Captures steps as graphs whose memory is shared: no two of them may run at once."""
+
+    def capture(self, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Captured:
+        """Run `step` on `inputs` and keep what it launched."""
+        ...
+
+
+class AddLowRank(Protocol):
+    """y += (x A') B' of every row's own adapter, in place (`triton_lora.add_low_rank`)."""
+
+    def __call__(
+        self, x_NI: Tensor, bank_a: Tensor, bank_b: Tensor, members: Tensor, tiles: Tensor, y_NO: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """Everything that the engine computes on one device."""
+
+    device: torch.device
+    facts: DeviceFacts
+    layers: LayerOps
+    products: ProductOps
+    attention: AttentionOps
+    softmax_for: Callable[[torch.dtype], SoftmaxOps | None]
+    """The fused softmax for logits of a dtype; None where plain torch is all there is."""
+    draw: Callable[[Tensor, DrawSettings], tuple[Tensor, Tensor]]
+    """Logits [B, V] -> tokens [B] int64 and logprobs [B] float32; logits that are not finite give token -1 or NaN."""
+    transfer: TransferOps
+    add_low_rank: AddLowRank | None = None
+    """Serves rows of many adapters in one launch; None where there is no such kernel."""
+    new_graph_recorder: Callable[[], GraphRecorder] | None = None
+    """None where steps cannot be captured."""
+    prepare_process: Callable[[], None] = lambda: None
+    """What a process does once before its engine uses the device."""

@@ -1,0 +1,41 @@
+"""The section `model` of a run's config."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from turnwise.runtime.section import Section
+
+
+class ModelConfig(Section):
+    """The base model and the adapter that is trained on it."""
+
+    name: str = Field(
+        default="smollm2", min_length=1, description="A model directory, a .gguf file, or a name: store or hub."
+    )
+    alias: str = Field(
+        default="", description="A model that is used in place of `name`; the plan says so. Empty: none."
+    )
+    base_url: str = Field(
+        default="",
+        description="A service that trains and samples: `turnwise serve`, Tinker or MinT. Empty: this process does.",
+    )
+    rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
+    train_attn: bool = Field(default=True, description="Adapt the attention projections.")
+    train_mlp: bool = Field(default=True, description="Adapt the MLP projections.")
+    train_unembed: bool = Field(default=True, description="Adapt the output head.")
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ValueError("train_attn, train_mlp and train_unembed are all false; nothing would be trained")
+        return self
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address(cls, base_url: str) -> str:
+        if base_url and not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"{base_url!r}; expected http://HOST:PORT or https://HOST")
+        return base_url.rstrip("/")

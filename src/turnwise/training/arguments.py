@@ -1,0 +1,99 @@
+"""What a caller of `turnwise.train` passed, as a config and Python objects.
+
+Keywords mean what the command line means: `train={"seed": 1}` is `train.seed=1`, `model="tiny"` is `model=tiny`. They
+are turned into such overrides, so that one parser checks both and a wrong name gets the same answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from turnwise.config.config import Config
+from turnwise.config.files import SHORTHANDS, left_out, override_config
+from turnwise.config.spellings import SKYRL_SECTION
+from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
+from turnwise.training.objects import NO_OBJECTS, PythonObjects, object_name
+from turnwise.training.setup import read_config
+
+Target = str | Path | Config | Any
+"""What to train on: a preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object."""
+KEYWORDS = ("model", "method", "steps", "env", "directory")
+"""Keywords of `turnwise.train` that are no sections, or may be more than a section."""
+
+
+def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
+    """Keyword sections as `section.key=value`; None means "not given"."""
+    known = list(Config.model_fields)
+    overrides: list[str] = []
+    for name, value in keywords.items():
+        if value is None:
+            continue
+        if name == "steps":
+            overrides.append(f"train.steps={_to_text(value)}")
+        elif name == "directory":
+            overrides.append(f"run.dir={_to_text(value)}")
+        elif name not in (*known, SKYRL_SECTION):
+            near = did_you_mean(name, [*known, *KEYWORDS])
+            raise ConfigError(f"{name} is no keyword of turnwise.train{near}; sections are {', '.join(known)}")
+        elif name in SHORTHANDS and isinstance(value, str):
+            overrides.append(f"{name}={value}")
+        else:
+            overrides += _section_overrides(name, value)
+    return overrides
+
+
+def _section_overrides(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(value, Mapping):
+        names = ", ".join(list(_fields(name))[:3])
+        raise ConfigError(f"{name}={value!r}: {name} is a section; expected a dict of its options, such as {names}")
+    for key, inner in value.items():
+        if isinstance(inner, Mapping | BaseModel) and inner:
+            yield from _section_overrides(f"{name}.{key}", inner)
+        else:
+            yield f"{name}.{key}={_to_text(inner)}"
+
+
+def _fields(path: str) -> Iterator[str]:
+    section = Config.model_fields.get(path.partition(".")[0])
+    if section is not None and isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
+        yield from section.annotation.model_fields
+
+
+def _to_text(value: Any) -> str:
+    """A value as the command line would write it; JSON is YAML."""
+    if isinstance(value, Path):
+        value = str(value)
+    try:
+        return json.dumps(list(value) if isinstance(value, tuple | set) else value, ensure_ascii=False)
+    except TypeError as cause:
+        raise ConfigError(f"{value!r} cannot be written into a config; expected text, numbers or lists") from cause
+
+
+def read_arguments(
+    target: Target, keywords: Mapping[str, Any], overrides: Sequence[str], objects: PythonObjects = NO_OBJECTS
+) -> tuple[Config, PythonObjects, list[str]]:
+    """The config, the objects, and notes about what the overrides left out of a file.
+
+    Args:
+        objects: What is known of them already; the target and the keywords env and reward join it where they are some.
+    """
+    keywords, env, reward = dict(keywords), keywords.get("env"), keywords.get("reward")
+    if callable(reward):
+        objects, keywords["reward"] = replace(objects, reward=reward), None
+    if not isinstance(target, str | Path | Config):
+        objects, target = replace(objects, env=target), object_name(target)
+    elif env is not None and not isinstance(env, str | Mapping | BaseModel):
+        objects, keywords["env"] = replace(objects, env=env), object_name(env)
+    chosen = [*to_overrides(keywords), *overrides]
+    start = target if isinstance(target, Config) else str(target)
+    config = override_config(start, chosen) if isinstance(start, Config) else read_config(start, chosen)
+    return config, objects, left_out(start, chosen)

@@ -1,0 +1,83 @@
+"""Worlds, rewards and loggers that a run was given as Python objects, not by name.
+
+A run directory cannot hold them. It records which ones there were (`meta["objects"]`), and whoever resumes the run or
+evaluates it passes them again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.envs.base import World
+from turnwise.envs.config import EnvConfig
+from turnwise.envs.registry import PYTHON_PREFIX, load_target
+from turnwise.envs.rewarded import RewardedWorld, RewardFunction
+from turnwise.envs.worlds import as_world, world_parameters
+from turnwise.errors import ConfigError
+from turnwise.runlog.reader import RunReader
+from turnwise.watch.loggers import MetricLogger
+
+META_KEY = "objects"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonObjects:
+    """What a caller passed as objects; None where the config names it."""
+
+    env: Any = None
+    """A world, a class or function that makes one, or an env class (`turnwise.envs.worlds.as_world`)."""
+    reward: RewardFunction | None = None
+    loggers: Sequence[MetricLogger] = ()
+
+    def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
+        """The world of a run, with its own reward where there is one.
+
+        Args:
+            max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
+        """
+        target = load_target(env.name) if self.env is None else self.env
+        options = dict(env.options)
+        if max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ()):
+            options.setdefault("max_turns", max_turns)
+        world = as_world(target, options, label=env.name)
+        return world if self.reward is None else RewardedWorld(world, self.reward)
+
+    def to_json(self) -> str:
+        """The names of what a run directory cannot hold, by parameter."""
+        names: dict[str, str] = {}
+        if self.env is not None and object_name(self.env).startswith(PYTHON_PREFIX):
+            names["env"] = _short_name(self.env)
+        if self.reward is not None:
+            names["reward"] = _short_name(self.reward)
+        return json.dumps(names)
+
+
+NO_OBJECTS = PythonObjects()
+
+
+def object_name(target: Any) -> str:
+    """What `env.name` says of an object: `module:Class` where that can be imported again, else `python:Class`."""
+    name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", "")
+    is_importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is target
+    return f"{module}:{name}" if name and is_importable else f"{PYTHON_PREFIX}{_short_name(target)}"
+
+
+def check_objects(run: RunReader, given: PythonObjects) -> None:
+    """Refuse to go on with a run without the objects that it was started with."""
+    missing = {
+        name: label for name, label in json.loads(run.meta(META_KEY) or "{}").items() if getattr(given, name) is None
+    }
+    if missing:
+        listed = ", ".join(f"{name}={label}" for name, label in missing.items())
+        raise ConfigError(
+            f"{run.directory} was started from Python with {listed}, which a run directory cannot hold; pass the same "
+            f"objects again: turnwise.Run.resume({str(run.directory)!r}, {listed})"
+        )
+
+
+def _short_name(target: Any) -> str:
+    return str(getattr(target, "__name__", "") or getattr(target, "name", "") or type(target).__name__)

@@ -1,0 +1,212 @@
+"""A policy to talk to and to measure: a checkpoint of a run, a checkpoint anywhere, or a model as it is.
+
+policy = find_policy("runs/a")                  # the best checkpoint; step="last" or a number takes another
+policy.sample("What is 2 + 2?")                 # text in, text out
+policy.evaluate().row.success                   # held-out tasks of its world
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.client.base import SamplingClient
+from turnwise.client.checkpoints import INFO_FILE, SCHEMES
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml, override_config
+from turnwise.envs.base import user
+from turnwise.errors import CheckpointError, ConfigError
+from turnwise.judges import attach_judge
+from turnwise.models import store as model_store
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.group import Rollout
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runtime.blocking import run_to_end
+from turnwise.training.assemble import assemble, make_renderer
+from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
+from turnwise.training.evaluate import Evaluation, evaluate
+from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.setup import (
+    AnyService,
+    Report,
+    find_facts,
+    find_model,
+    make_service,
+    read_config,
+    report_nothing,
+)
+from turnwise.trajectory import Message
+from turnwise.types import ModelInput, SamplingParams
+
+ADAPTER_FILE = "adapter_config.json"
+DEFAULT_WORLD = "guess_number"
+"""Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
+Prompt = str | Sequence[Message | Mapping[str, str]]
+"""What a user says, or a conversation so far as messages or dicts with role and content."""
+
+
+class PolicySampler:
+    """Weights that answer. Its model is loaded at the first question; `close`, or a with statement, frees it.
+
+    >>> import turnwise as tw
+    >>> with tw.train("guess_number", model="tiny", steps=1, eval={"tasks": 0}, observer=tw.Observer()) as run:
+    ...     reply = run.last.sample("Guess a number.", max_tokens=4, seed=0)
+    >>> isinstance(reply, str)
+    True
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        data_dir: Path | None = None,
+        checkpoint: str | None = None,
+        step: int = 0,
+        why: str = "",
+        objects: PythonObjects = NO_OBJECTS,
+    ) -> None:
+        self.config = config
+        self.data_dir = data_dir
+        """Where its service keeps checkpoints; None: in the model store's home."""
+        self.checkpoint = checkpoint
+        """None: the base model as it is."""
+        self.step = step
+        self.why = why
+        """For a checkpoint of a run: which one this is, and why."""
+        self._objects = objects
+        self._service: AnyService | None = None
+        self._sampler: SamplingClient | None = None
+
+    @property
+    def files(self) -> Path | None:
+        """The checkpoint's directory; None where there is none here."""
+        if self.checkpoint is None:
+            return None
+        if self.checkpoint.startswith(SCHEMES):
+            return checkpoint_directory(self.data_dir or model_store.home(), self.checkpoint)
+        return Path(self.checkpoint).expanduser()
+
+    @property
+    def service(self) -> AnyService:
+        """The service that holds the policy's model."""
+        if self._service is None:
+            self._service = make_service(self.config, self.data_dir)
+            weakref.finalize(self, self._service.close)
+        return self._service
+
+    @property
+    def sampler(self) -> SamplingClient:
+        """The sampling client of these weights, for calls with token ids."""
+        if self._sampler is None:
+            if self.checkpoint is not None:
+                self._sampler = self.service.create_sampling_client(model_path=self.checkpoint)
+            else:
+                self._sampler = self.service.create_sampling_client(base_model=self.config.model.name)
+        return self._sampler
+
+    @property
+    def renderer(self) -> Renderer:
+        """Turns messages into token ids, as in training."""
+        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
+
+    def sample(
+        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, seed: int | None = None
+    ) -> str:
+        """The policy's reply to a user's text, or to a conversation that ends with somebody else's message."""
+        renderer = self.renderer
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
+        )
+        request = ModelInput.from_ints(renderer.start(_to_messages(prompt)))
+        sequence = self.sampler.sample(request, 1, params).result().sequences[0]
+        return renderer.parse(list(sequence.tokens)).content
+
+    def evaluate(self, *, label: str = "eval") -> Evaluation:
+        """Play the held-out tasks of its config's world, as an evaluation of a run does."""
+        config = self.config
+        config.rollout.check_backend()
+        parts = assemble(config, find_facts(config), self._objects)
+        if not parts.held_out:
+            raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
+        attach_judge(parts.world, self.service)
+        work = evaluate(
+            Rollout(parts.world, self.sampler, self.renderer, parts.eval_rollout),
+            parts.held_out,
+            seed=config.train.seed,
+            label=label,
+            step=self.step,
+        )
+        return run_to_end(work)
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._service is not None:
+            self._service.close()
+            self._service = self._sampler = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PolicySampler({self.checkpoint or self.config.model.name}, step {self.step})"
+
+
+def find_policy(
+    target: str,
+    env: Any = None,
+    step: str | int | None = None,
+    overrides: Sequence[str] = (),
+    report: Report = report_nothing,
+) -> PolicySampler:
+    """What a target means: a run directory, a checkpoint (a directory or a `tinker://` path), or a model.
+
+    Args:
+        env: The world to play, by name or as an object; default: the run's own.
+        step: best, last or a number; for run directories only.
+    """
+    objects = NO_OBJECTS if env is None or isinstance(env, str) else PythonObjects(env=env)
+    named = env if isinstance(env, str) else None
+    chosen = [f"env={named}", *overrides] if named is not None else list(overrides)
+    path = Path(target).expanduser()
+    if is_run(path):
+        with RunReader(path) as run:
+            config = config_from_yaml(run.config_yaml, str(run.directory))
+            if named is not None and named != config.env.name:
+                config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
+            found = choose_checkpoint(run, str(step) if step is not None else "best")
+        config = override_config(config, chosen)
+        row = found.row
+        return PolicySampler(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
+    if step is not None:
+        raise ConfigError(f"--step is for run directories; {target} is none")
+    if target.startswith(SCHEMES):
+        path = checkpoint_directory(model_store.home(), target)
+    if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
+        config = read_config(named or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
+        return PolicySampler(config, checkpoint=target, objects=objects)
+    config = read_config(named or DEFAULT_WORLD, [f"model={target}", *overrides])
+    find_model(config, report)  # a name that is neither is refused with what was tried
+    return PolicySampler(config, objects=objects)
+
+
+def _base_model(checkpoint: Path) -> str:
+    """The model directory that an adapter belongs to."""
+    for file, key in ((INFO_FILE, "model_directory"), (ADAPTER_FILE, "base_model_name_or_path")):
+        if (checkpoint / file).is_file():
+            return str(json.loads((checkpoint / file).read_text(encoding="utf-8"))[key])
+    raise CheckpointError(f"no checkpoint in {checkpoint}")
+
+
+def _to_messages(prompt: Prompt) -> list[Message]:
+    if isinstance(prompt, str):
+        return [user(prompt)]
+    return [one if isinstance(one, Message) else Message(**one) for one in prompt]  # pyright: ignore[reportArgumentType]

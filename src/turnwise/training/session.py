@@ -1,0 +1,234 @@
+"""One process's part of a run: from the lock on its directory to the last row in it.
+
+`TrainingSession.run` makes what writes, watches and trains, hands it to the loop, and closes everything at the end,
+however the loop ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+from turnwise.backends import make_publisher
+from turnwise.client.base import TrainingClient
+from turnwise.config.config import Config
+from turnwise.config.files import config_to_tree, config_to_yaml
+from turnwise.errors import TurnwiseError
+from turnwise.judges import attach_judge
+from turnwise.methods.ppo import make_gae
+from turnwise.renderers.base import Renderer
+from turnwise.rollout.seeds import derive_seed
+from turnwise.runlog.writer import RunWriter
+from turnwise.runtime.process import settled_process
+from turnwise.training.assemble import critic_rate, make_optim, make_renderer
+from turnwise.training.checkpoint import Checkpoints, remove_orphans, saved_critic
+from turnwise.training.critic import Critic
+from turnwise.training.loop import Loop
+from turnwise.training.objects import META_KEY
+from turnwise.training.record import Recorder
+from turnwise.training.setup import AnyService, Setup, check_free, delete_checkpoint, make_service
+from turnwise.watch.heartbeat import Heartbeat
+from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.loggers import LoggerObserver, open_loggers
+from turnwise.watch.observer import Observer
+from turnwise.watch.status import run_lock
+from turnwise.watch.steer import Steering
+from turnwise.watch.watchdog import StalledError, Watchdog
+
+K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+ENGINE_PARTIES = ("trainer", "critic")
+"""Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
+Outcome = Literal["finished", "stopped"]
+
+
+class TrainingSession:
+    """Trains one run in this process. `interrupt` and `steering` may be used from any thread while it does."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        observers: Sequence[Observer] = (),
+        service: AnyService | None = None,
+        on_stuck: Callable[[StalledError], None] = lambda _: None,
+    ) -> None:
+        """Args:
+        service: Makes the clients, and stays open; default: one that the config describes, for this session.
+        on_stuck: Called in another thread when the event loop is blocked for so long that the session cannot end.
+        """
+        self.setup = setup
+        self.interrupt = Interrupt()
+        self.steering = Steering()
+        self._observers = list(observers)
+        self._service = service
+        self._on_stuck = on_stuck
+
+    def run(self) -> Outcome:
+        """Train to the end, or until somebody stops it; saves in both cases. Runs its own event loop."""
+        check_free(self.setup)
+        with run_lock(self.setup.directory):
+            recorder = self._open_recorder()
+            recorder.observers.on_error = self.interrupt.stop_with
+            for note in self.setup.notes:
+                recorder.observers.message(f"note: {note}")
+            try:
+                return self._train(recorder)
+            except TurnwiseError as error:
+                recorder.writer.event(self.setup.start.done.step, "failed", error=str(error))
+                raise
+            finally:
+                recorder.close()
+
+    def _train(self, recorder: Recorder) -> Outcome:
+        try:
+            with self._open_service() as service:
+                attach_judge(self.setup.parts.world, service)
+                asyncio.run(self._run_loop(service, recorder))
+        except Interrupted:
+            recorder.observers.message(f"saved; go on with: turnwise train --resume {self.setup.directory}")
+            return "stopped"
+        except asyncio.CancelledError:  # a hard stop of a session that has no signals to be stopped by
+            return "stopped"
+        if recorder.observers.error is not None:
+            raise recorder.observers.error
+        return "finished"
+
+    @contextlib.contextmanager
+    def _open_service(self) -> Iterator[AnyService]:
+        if self._service is not None:
+            yield self._service
+            return
+        service = make_service(self.setup.config, self.setup.directory)
+        try:
+            yield service
+        except StalledError as error:
+            if error.party not in ENGINE_PARTIES:
+                service.close()
+            raise
+        except BaseException:
+            service.close()
+            raise
+        service.close()
+
+    def _open_recorder(self) -> Recorder:
+        setup, config, directory = self.setup, self.setup.config, self.setup.directory
+        # first of all, because a logger that fails must not leave a run behind
+        loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
+        loggers += [LoggerObserver(logger) for logger in setup.objects.loggers]
+        if setup.start.is_new:
+            writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
+            writer.set_meta(META_KEY, setup.objects.to_json())
+        else:
+            writer = RunWriter.reopen(directory, max_size_mb=config.run.max_size_mb)
+            done = setup.start.done
+            writer.set_meta("config", config_to_yaml(config))
+            writer.forget_after(done.step, warmup_steps=done.warmup_steps, critic_batches=setup.start.critic_batches)
+            writer.event(done.step, "resumed", path=done.path)
+            writer.commit(done.step)
+            remove_orphans(directory, setup.start.checkpoints)
+        return Recorder(writer, [*self._observers, *loggers], num_steps=config.train.steps)
+
+    async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:
+        setup, config, start = self.setup, self.setup.config, self.setup.start
+        with self.interrupt.attached(recorder.observers.message):
+            recorder.phase("loading the model")
+            trainer = await self._make_trainer(service)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
+            checkpoints = Checkpoints(
+                trainer,
+                recorder.writer,
+                list(start.checkpoints),
+                max_kept=config.train.keep_checkpoints,
+                critic=critic,
+                delete=partial(delete_checkpoint, service),
+                best=start.best,
+            )
+            watchdog = Watchdog(
+                call_deadline_s=config.train.call_deadline_s, stall_deadline_s=config.train.stall_deadline_s
+            )
+            publisher = make_publisher(config.rollout.backend)
+            loop = Loop(
+                setup.parts,
+                trainer,
+                renderer,
+                recorder,
+                checkpoints,
+                self.interrupt,
+                publisher=publisher,
+                critic=critic,
+                k2_tolerance=K2_TOLERANCE[_dtype_name(config)],
+                watchdog=watchdog,
+                steering=self.steering,
+            )
+            heartbeat = Heartbeat(
+                setup.directory,
+                loop,
+                recorder,
+                self.interrupt,
+                watchdog,
+                self.steering,
+                block_deadline_s=config.train.call_deadline_s,
+                on_stuck=self._on_stuck,
+            )
+            with settled_process():
+                async with publisher, heartbeat:
+                    await loop.run(
+                        start.done,
+                        set(start.evaluated),
+                        start.num_drawn,
+                        start.state,
+                        num_drawn_before=start.num_drawn_before,
+                    )
+
+    async def _make_trainer(self, service: AnyService) -> TrainingClient:
+        """A new adapter, or the one that was saved."""
+        config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
+        if done.path:
+            return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        return await service.create_lora_training_client_async(
+            model.name,
+            rank=model.rank,
+            seed=derive_seed(config.train.seed, "adapter"),
+            train_mlp=model.train_mlp,
+            train_attn=model.train_attn,
+            train_unembed=model.train_unembed,
+        )
+
+    async def _make_critic(self, service: AnyService, renderer: Renderer) -> Critic:
+        """A new critic, or the one that was saved with the policy."""
+        config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
+        saved = saved_critic(self.setup.directory, done) if done.path else None
+        if saved is not None:
+            client = await service.create_training_client_from_state_with_optimizer_async(saved.path)
+        else:
+            client = await service.create_critic_training_client_async(
+                model.name,
+                rank=config.critic.rank or model.rank,
+                seed=derive_seed(config.train.seed, "critic"),
+                train_mlp=model.train_mlp or not model.train_attn,
+                train_attn=model.train_attn,
+            )
+        critic = Critic(
+            client,
+            config.critic,
+            make_gae(config.method),
+            make_optim(config, critic_rate(config)),
+            renderer,
+            max_tokens=self.setup.parts.rollout.max_trajectory_tokens,
+            num_pretrained=saved.num_pretrained if saved is not None else 0,
+        )
+        if saved is not None and saved.plateau is not None:
+            critic.plateau.restore(saved.plateau)
+        return critic
+
+
+def _dtype_name(config: Config) -> str:
+    if config.model.base_url:  # it does not say; most train in bfloat16
+        return "bfloat16" if config.engine.dtype == "auto" else config.engine.dtype
+    from turnwise.engine.engine import choose_device  # torch, which is loaded by now
+
+    _, dtype = choose_device(config.engine)
+    return str(dtype).removeprefix("torch.")

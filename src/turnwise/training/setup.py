@@ -1,0 +1,244 @@
+"""From a config, or a run directory, to everything that a run needs before its first client is made.
+
+    config or directory -> Start (where the run begins) -> facts of the model -> Parts (world, tasks, method) -> Setup
+
+Nothing here is spent: no weights are loaded, and no file is written. A mistake is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.client.local import ServiceClient
+from turnwise.client.remote import RemoteServiceClient
+from turnwise.config.config import Config
+from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
+from turnwise.engine.device_info import find_device
+from turnwise.errors import ConfigError, ServiceError
+from turnwise.models import store as model_store
+from turnwise.models.facts import ModelFacts, read_facts
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.schema import CheckpointRow, EvaluationRow
+from turnwise.training.assemble import Parts, assemble
+from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation, last_checkpoint, saved_critic
+from turnwise.training.critic_config import CRITIC_METHODS
+from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
+from turnwise.training.plan import make_plan, plan_lines
+from turnwise.training.run_state import RunState, read_state
+from turnwise.training.stored import check_stored_data
+from turnwise.training.tokens import num_taken_tokens
+from turnwise.watch.loggers import check_loggers
+
+AnyService = ServiceClient | RemoteServiceClient
+Report = Callable[[str], None]
+"""Takes one line about what goes on, such as a download."""
+
+FIXED_SECTIONS = ("model", "env", "warmup")
+"""A resumed run keeps them: its weights and its tasks depend on them."""
+FIXED_OPTIONS = ("engine.device", "engine.dtype")
+"""A resumed run keeps these too: its numbers depend on them."""
+
+
+def report_nothing(line: str) -> None:
+    """The `Report` of a caller who wants to hear nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    done: CheckpointRow = NOTHING_DONE
+    evaluated: frozenset[tuple[str, int]] = frozenset()
+    """(label, step) of the evaluations that are on record already."""
+    checkpoints: tuple[CheckpointRow, ...] = ()
+    is_new: bool = True
+    num_drawn: int = 0
+    """Tokens that the steps and the critic's pre-training took so far."""
+    num_drawn_before: int = 0
+    """Tokens that the critic's pre-training took."""
+    critic_batches: int = 0
+    """Batches of the critic's pre-training that the checkpoint includes."""
+    state: RunState | None = None
+    """Where the parts of the loop stood."""
+    best: EvaluationRow | None = None
+    """The evaluation whose checkpoint is kept beside the latest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A run that can begin."""
+
+    config: Config
+    directory: Path
+    start: Start
+    facts: ModelFacts
+    parts: Parts
+    objects: PythonObjects = NO_OBJECTS
+    notes: Sequence[str] = field(default_factory=tuple[str, ...])
+    """What the overrides left no reader for, in words."""
+
+    def plan_lines(self) -> list[str]:
+        """What the run will do and cost, for a person."""
+        engine, rollout = self.config.engine_in_use, self.parts.rollout
+        plan = make_plan(
+            self.config,
+            self.facts,
+            rollout,
+            engine=engine,
+            device=None if self.config.model.base_url else find_device(engine),
+            num_train_tasks=len(self.parts.tasks),
+            num_test_tasks=len(self.parts.held_out),
+        )
+        lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
+        lines += [f"note         {note}" for note in self.notes]
+        if self.start.is_new:
+            return lines
+        done, state = self.start.done, self.start.state
+        warmup = f" and {done.warmup_steps} warm-up steps" if done.warmup_steps else ""
+        num_waiting = len(state.pool) if state is not None else 0
+        pool = f", with {num_waiting} groups in the pool" if num_waiting else ""
+        return [*lines, f"resume       after {done.step} steps{warmup}{pool}"]
+
+
+def set_up_new(
+    config: Config,
+    objects: PythonObjects = NO_OBJECTS,
+    *,
+    notes: Sequence[str] = (),
+    report: Report = report_nothing,
+) -> Setup:
+    """A run from its first step on."""
+    run_name = config.run.name or _default_name(config)
+    directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
+    named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})
+    config = config.model_copy(update={"run": named})
+    return _set_up(config, directory, Start(), objects, notes, report)
+
+
+def set_up_resume(
+    directory: Path,
+    overrides: Sequence[str] = (),
+    objects: PythonObjects = NO_OBJECTS,
+    *,
+    report: Report = report_nothing,
+) -> Setup:
+    """A run from its latest checkpoint on."""
+    with RunReader(directory) as run:
+        check_objects(run, objects)
+        stored = config_from_yaml(run.config_yaml, str(run.directory))
+        check_overrides(stored, overrides)
+        config = override_config(stored, overrides)
+        done = last_checkpoint(run) if run.checkpoints() else NOTHING_DONE
+        critic = saved_critic(run.directory, done) if done.path else None
+        check_critic(stored, config, num_steps_done=done.step, has_critic=critic is not None)
+        critic_batches = critic.num_pretrained if critic is not None else 0
+        rows = [row for row in run.evaluations() if row.step <= done.step]
+        start = Start(
+            done=done,
+            evaluated=frozenset((row.label, row.step) for row in rows),
+            checkpoints=tuple(row for row in run.checkpoints() if row.step <= done.step),
+            is_new=False,
+            num_drawn=num_taken_tokens(run, done.step, critic_batches=critic_batches),
+            num_drawn_before=num_taken_tokens(run, 0, critic_batches=critic_batches),
+            critic_batches=critic_batches,
+            state=read_state(done, run.pool(done.step), tasks_per_step=config.train.tasks_per_step),
+            best=best_evaluation(run, done.step) if config.eval.keep_best else None,
+        )
+        directory = run.directory
+    return _set_up(config, directory, start, objects, left_out(stored, overrides), report)
+
+
+def _set_up(
+    config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
+) -> Setup:
+    config.rollout.check_backend()
+    check_loggers(config.run.loggers)
+    facts = find_facts(config, report)
+    parts = assemble(config, facts, objects)
+    check_stored_data(parts)
+    return Setup(
+        config=config, directory=directory, start=start, facts=facts, parts=parts, objects=objects, notes=tuple(notes)
+    )
+
+
+def check_free(setup: Setup) -> None:
+    """Refuse to begin a new run where one is."""
+    if setup.start.is_new and is_run(setup.directory):
+        raise ConfigError(
+            f"{setup.directory} holds a run already; go on with it: turnwise train --resume {setup.directory}, "
+            "or choose another run.dir"
+        )
+
+
+def _default_name(config: Config) -> str:
+    world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
+    return f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def check_overrides(stored: Config, overrides: Sequence[str]) -> None:
+    """Refuse another model, world, warm-up or method for a run that is resumed."""
+    for text in overrides:
+        key, _, value = (part.strip() for part in text.partition("="))
+        if SHORT_KEYS.get(key, key).partition(".")[0] in FIXED_SECTIONS or key in FIXED_OPTIONS:
+            raise ConfigError(f"{text}: a resumed run keeps its {', '.join(FIXED_SECTIONS)}; start a new one for that")
+        if key in ("method", "method.name") and value != stored.method.name:
+            raise ConfigError(
+                f"{text}: a resumed run keeps its method, {stored.method.name}: the steps on record, the optimizer's "
+                "state and a critic, which learns before the first step, belong to it; start a new run for another"
+            )
+
+
+def check_critic(stored: Config, config: Config, *, num_steps_done: int, has_critic: bool) -> None:
+    """Refuse options of the critic that would come too late to be read."""
+    for name in type(config.critic).model_fields:
+        if getattr(config.critic, name) == getattr(stored.critic, name):
+            continue
+        if name.startswith("pretrain_") and num_steps_done:
+            raise ConfigError(
+                f"critic.{name} is not read any more: the critic learned alone before the first of the "
+                f"{num_steps_done} steps that this run has done; leave it out, or start a new run"
+            )
+        if name == "rank" and has_critic:
+            raise ConfigError("critic.rank: the run's critic is there and keeps its rank; start a new run for another")
+
+
+def read_config(name: str, overrides: Sequence[str]) -> Config:
+    """`load_config`, with a pair of options that is not supported told like any other mistake."""
+    try:
+        return load_config(name, overrides)
+    except NotImplementedError as cause:
+        raise ConfigError(f"NotImplementedError: {cause}") from cause
+
+
+def find_model(config: Config, report: Report = report_nothing) -> Path:
+    """The directory of the model, or of the one that stands in for it; fetched or made where it is not there."""
+    return model_store.resolve_model(config.model.alias or config.model.name, report=report).directory
+
+
+def find_facts(config: Config, report: Report = report_nothing) -> ModelFacts:
+    """The model's sizes. A model that our engine cannot run is refused, unless a service elsewhere runs it."""
+    return read_facts(find_model(config, report), runs_here=not config.model.base_url)
+
+
+def make_service(config: Config, data_dir: Path | None) -> AnyService:
+    """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
+    if config.model.base_url:
+        return RemoteServiceClient(
+            config.model.base_url,
+            tokenizer=find_model(config),
+            user_metadata={"run": config.run.name},
+            needs_critics=config.method.name in CRITIC_METHODS,
+        )
+    aliases = {config.model.name: config.model.alias} if config.model.alias else {}
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
+
+
+def delete_checkpoint(service: AnyService, path: str) -> None:
+    """Delete a checkpoint that a service elsewhere keeps; one that stays costs room there, not the run."""
+    if isinstance(service, RemoteServiceClient):
+        with contextlib.suppress(ServiceError):
+            service.delete_checkpoint(path)

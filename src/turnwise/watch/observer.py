@@ -1,0 +1,134 @@
+"""Who is told what happens in a run: the terminal view, loggers, a notebook's progress, and your own code.
+
+    class PrintReward(Observer):
+        def step(self, step, num_steps, metrics):
+            print(step, metrics["rollout/reward_mean"])
+
+    turnwise.train("guess_number", model="tiny", observer=PrintReward())
+
+An observer that raises does not damage the run. It is told nothing more, the run stops at the next safe place as if
+somebody had asked it to stop, saves a checkpoint, and ends with an `ObserverError` that names the observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.errors import TurnwiseError
+from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, Phase
+
+
+class Observer:
+    """Is told what happens in a run, in order. Subclass it and override what you need; the rest does nothing.
+
+    All calls come from the thread that trains, one at a time, so a slow observer slows the run down.
+
+    >>> import turnwise as tw
+    >>> class Rewards(tw.Observer):
+    ...     def __init__(self):
+    ...         self.seen = []
+    ...     def step(self, step, num_steps, metrics):
+    ...         self.seen.append(metrics["rollout/reward_mean"])
+    >>> observer = Rewards()
+    >>> observer.step(1, 2, {"rollout/reward_mean": 0.5})
+    >>> observer.seen
+    [0.5]
+    """
+
+    def message(self, text: str) -> None:
+        """A line for a person, such as an alarm."""
+
+    def phase(self, name: str) -> None:
+        """What the run begins to do now: loading the model, evaluating, warming up, training."""
+
+    def waiting(self, text: str, seconds: float) -> None:
+        """What the run waits for at this moment, and for how long already; called about four times a second."""
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """A supervised step before training ended; `step` counts from 1."""
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        """A batch of the critic's pre-training ended; `batch` counts from 1."""
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """An optimizer step ended; `step` counts from 1."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step or of an evaluation, as a logger wants them. Comes once for each set of numbers."""
+
+    def attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
+        """An attempt was written down; `phase` is train or eval."""
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        """An evaluation on held-out tasks ended."""
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        """A checkpoint was saved."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+class ObserverError(TurnwiseError):
+    """An observer raised; the run stopped and was saved."""
+
+    def __init__(self, observer: Observer, callback: str, cause: Exception) -> None:
+        super().__init__(
+            f"observer {type(observer).__name__}.{callback} raised {type(cause).__name__}: {cause}. The run was "
+            "stopped and saved; mend the observer and resume the run"
+        )
+
+
+class Observers(Observer):
+    """Passes every call on to several observers, and keeps the error of the first one that raises."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self.error: ObserverError | None = None
+        self.on_error: Callable[[ObserverError], None] = lambda _: None
+        """Called once for each observer that raises."""
+
+    def message(self, text: str) -> None:
+        self._tell("message", text)
+
+    def phase(self, name: str) -> None:
+        self._tell("phase", name)
+
+    def waiting(self, text: str, seconds: float) -> None:
+        self._tell("waiting", text, seconds)
+
+    def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._tell("warmup", step, num_steps, metrics)
+
+    def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
+        self._tell("critic", batch, num_batches, metrics)
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._tell("step", step, num_steps, metrics)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._tell("metrics", step, values)
+
+    def attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
+        self._tell("attempt", step, phase, attempt)
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        self._tell("evaluation", row)
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self._tell("checkpoint", row)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, callback: str, *values: Any) -> None:
+        for observer in tuple(self._observers):
+            try:
+                getattr(observer, callback)(*values)
+            except Exception as cause:  # noqa: BLE001 - somebody else's code: whatever it raises must not cost the run
+                self._observers.remove(observer)
+                error = ObserverError(observer, callback, cause)
+                error.__cause__ = cause
+                self.error = self.error or error
+                self.on_error(error)
