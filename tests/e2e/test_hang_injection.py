@@ -42,7 +42,7 @@ from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -162,7 +162,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     parts = Parts(
         config=config,
         world=world,
-        tasks=Deck(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
+        tasks=ShuffledItems(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
         held_out=(),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),

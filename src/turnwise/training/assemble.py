@@ -23,7 +23,7 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.critic_config import CRITIC_METHODS, CriticConfig
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams
 
 
@@ -33,7 +33,7 @@ class Parts:
 
     config: Config
     world: World
-    tasks: Deck[Task]
+    tasks: ShuffledItems[Task]
     """Train tasks, in batches."""
     held_out: tuple[Task, ...]
     rollout: RolloutConfig
@@ -62,7 +62,9 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     return Parts(
         config=config,
         world=world,
-        tasks=Deck(distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed),
+        tasks=ShuffledItems(
+            distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed
+        ),
         held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from turnwise.errors import TurnwiseError
 from turnwise.runtime.section import Section
-from turnwise.training.entropy import ENTROPY, WHOLE, entropy_place
+from turnwise.watch.entropy import ENTROPY, WHOLE, entropy_place
 
 BASELINE_STEPS = 3
 """The entropy of so many steps is what later ones are held against."""

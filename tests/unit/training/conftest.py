@@ -21,7 +21,7 @@ from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
@@ -88,7 +88,7 @@ class Rig:
         return Parts(
             config=config,
             world=self.world,
-            tasks=Deck(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
+            tasks=ShuffledItems(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
