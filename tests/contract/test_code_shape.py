@@ -25,13 +25,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "CheckpointRow": TO_DO,
-    "Checkpoints": TO_DO,
     "Captures": TO_DO,
     "Failure": TO_DO,
-    "_Job": TO_DO,
     "Run": TO_DO,
-    "Sampler": TO_DO,
 }
 
 KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
@@ -57,7 +53,6 @@ MANY_PARAMETERS = {
 SPLATS = {
     "client/remote.py": ROOM,
     "service/openai/": ROOM,
-    "training/": ROOM,
 }
 
 DEVICE_CHECKS = {

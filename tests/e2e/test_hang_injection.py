@@ -36,7 +36,7 @@ from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
-from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
+from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
@@ -170,7 +170,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
-    checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
+    checkpoints = RunCheckpoints(trainer, writer, [], max_kept=2)
     loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
 

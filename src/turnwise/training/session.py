@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal
 
 from turnwise.backends import make_publisher
@@ -24,12 +23,12 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
-from turnwise.training.checkpoint import Checkpoints, remove_orphans, saved_critic
+from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
 from turnwise.training.critic import Critic
 from turnwise.training.loop import Loop
 from turnwise.training.objects import META_KEY
 from turnwise.training.record import Recorder
-from turnwise.training.setup import AnyService, Setup, check_free, delete_checkpoint, make_service
+from turnwise.training.setup import AnyService, Setup, check_free, make_service
 from turnwise.watch.heartbeat import Heartbeat
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
@@ -137,13 +136,13 @@ class TrainingSession:
             trainer = await self._make_trainer(service)
             renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
-            checkpoints = Checkpoints(
+            checkpoints = RunCheckpoints(
                 trainer,
                 recorder.writer,
                 list(start.checkpoints),
                 max_kept=config.train.keep_checkpoints,
                 critic=critic,
-                delete=partial(delete_checkpoint, service),
+                delete=service.delete_checkpoint,
                 best=start.best,
             )
             watchdog = Watchdog(

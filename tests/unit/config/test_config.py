@@ -106,13 +106,6 @@ def test_sglang_without_multi_turn_raises_the_error_that_the_guide_quotes() -> N
     assert str(caught.value) == "`use_conversation_multi_turn=False` is not supported for SGLang backend"
 
 
-@pytest.mark.parametrize("backend", ["sglang", "vllm"])
-def test_backends_that_are_not_there_are_refused_by_name_with_what_to_do(backend: str) -> None:
-    config = load_config("guess_number", [f"generator.backend={backend}"])
-    with pytest.raises(ConfigError, match=rf"rollout\.backend={backend} .*rollout\.backend=local"):
-        config.rollout.check_backend()
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_every_shipped_preset_is_parsed(name: str) -> None:
     assert load_config(name).env.name in world_names()
