@@ -29,8 +29,8 @@ from turnwise.training.assemble import split_evenly
 from turnwise.training.intervals import mean_interval, success_interval, wilson
 from turnwise.training.plan import evaluation_steps
 from turnwise.training.progress import NothingToLearnError, Progress
-from turnwise.training.sources import Batch
-from turnwise.training.task_order import Deck
+from turnwise.training.supply import Batch
+from turnwise.training.task_order import ShuffledItems
 from turnwise.watch.curve import curve_svg, runs_svg
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import check_loggers, open_loggers
@@ -54,7 +54,7 @@ def _row(step: int, label: str = "step", success: float = 0.5) -> EvaluationRow:
 
 
 def test_a_deck_deals_every_item_once_before_any_comes_again() -> None:
-    deck = Deck(range(10), batch_size=4, seed=1)
+    deck = ShuffledItems(range(10), batch_size=4, seed=1)
     dealt = [item for index in range(5) for item in deck.batch(index)]
     assert Counter(dealt[:10]) == Counter(range(10))
     assert Counter(dealt[10:]) == Counter(range(10))
@@ -62,13 +62,13 @@ def test_a_deck_deals_every_item_once_before_any_comes_again() -> None:
 
 
 def test_a_batch_depends_on_its_number_and_the_seed_alone() -> None:
-    assert Deck(range(10), 4, 1).batch(7) == Deck(range(10), 4, 1).batch(7)
-    assert Deck(range(10), 4, 1).batch(7) != Deck(range(10), 4, 2).batch(7)
+    assert ShuffledItems(range(10), 4, 1).batch(7) == ShuffledItems(range(10), 4, 1).batch(7)
+    assert ShuffledItems(range(10), 4, 1).batch(7) != ShuffledItems(range(10), 4, 2).batch(7)
 
 
 def test_an_empty_deck_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
-        Deck([], 1, 0)
+        ShuffledItems([], 1, 0)
 
 
 def test_shares_differ_by_at_most_one_and_lose_nothing() -> None:
