@@ -18,8 +18,11 @@ DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 class RolloutConfig(RolloutLimits):
     """How attempts are played."""
 
-    backend: Literal["local", "sglang", "vllm"] = Field(
-        default="local", description="Who samples. `local` is the engine in this process; the others are not there yet."
+    backend: str = Field(
+        default="local",
+        min_length=1,
+        description="Who samples: `local` is the engine in this process; a backend of your own is `module:Class` or "
+        "`path/to/file.py:Class` (docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
         default=True, description="One message per turn; false keeps all turns of an attempt in one assistant message."
@@ -127,14 +130,6 @@ class RolloutConfig(RolloutLimits):
         for name in ("max_turns", "max_tokens_per_turn", "max_trajectory_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}=0 is for the world to fill in; set it, or play config.for_world(world)")
-
-    def check_backend(self) -> None:
-        """Refuse a backend that this release does not have, before anything is spent."""
-        if self.backend != "local":
-            raise ConfigError(
-                f"rollout.backend={self.backend} is not there yet in this release; what is there is the engine in "
-                "this process: rollout.backend=local (the other rollout options mean the same with it)"
-            )
 
     @property
     def smallest_group(self) -> int:

@@ -23,7 +23,7 @@ from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.learner import Learner
@@ -54,7 +54,7 @@ class Loop:
         trainer: TrainingClient,
         renderer: Renderer,
         recorder: Recorder,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         interrupt: Interrupt,
         *,
         publisher: Publisher,

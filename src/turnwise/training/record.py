@@ -66,7 +66,7 @@ class Recorder:
         self.observers.evaluation(row)
 
     def checkpoint(self, row: CheckpointRow) -> None:
-        """A checkpoint is on record; `Checkpoints.save` wrote it."""
+        """A checkpoint is on record; `RunCheckpoints.save` wrote it."""
         self.observers.checkpoint(row)
 
     def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal
 
 from turnwise.backends import make_publisher
@@ -18,18 +17,17 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
-from turnwise.methods.ppo import make_gae
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
-from turnwise.training.checkpoint import Checkpoints, remove_orphans, saved_critic
+from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
 from turnwise.training.critic import Critic
 from turnwise.training.loop import Loop
 from turnwise.training.objects import META_KEY
 from turnwise.training.record import Recorder
-from turnwise.training.setup import AnyService, Setup, check_free, delete_checkpoint, make_service
+from turnwise.training.setup import AnyService, Setup, check_free, make_service
 from turnwise.watch.heartbeat import Heartbeat
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
@@ -137,13 +135,13 @@ class TrainingSession:
             trainer = await self._make_trainer(service)
             renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
-            checkpoints = Checkpoints(
+            checkpoints = RunCheckpoints(
                 trainer,
                 recorder.writer,
                 list(start.checkpoints),
                 max_kept=config.train.keep_checkpoints,
                 critic=critic,
-                delete=partial(delete_checkpoint, service),
+                delete=service.delete_checkpoint,
                 best=start.best,
             )
             watchdog = Watchdog(
@@ -214,7 +212,7 @@ class TrainingSession:
         critic = Critic(
             client,
             config.critic,
-            make_gae(config.method),
+            config.method.make_gae(),
             make_optim(config, critic_rate(config)),
             renderer,
             max_tokens=self.setup.parts.rollout.max_trajectory_tokens,

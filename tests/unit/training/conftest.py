@@ -18,7 +18,7 @@ from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
 from turnwise.training.task_order import ShuffledItems
@@ -78,7 +78,7 @@ class Rig:
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
         recorder = Recorder(self.writer, [LineView()], num_steps=self.config.train.steps)
-        checkpoints = Checkpoints(self.trainer, self.writer, [], max_kept=2)
+        checkpoints = RunCheckpoints(self.trainer, self.writer, [], max_kept=2)
         parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
         return Loop(*parts, publisher=LocalPublisher())
 
