@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from turnwise.methods.lookup import methods_that
+from turnwise.methods.options import MethodOptions
 from turnwise.runtime.section import Section
-
-CRITIC_METHODS = ("ppo",)
 
 
 class CriticConfig(Section):
@@ -35,12 +35,14 @@ class CriticConfig(Section):
         default=5, ge=1, description="It ends when neither explained variance nor loss got better for so many batches."
     )
 
-    def check(self, method: str) -> None:
+    def check(self, method: MethodOptions) -> None:
         """Refuse what the method does not read."""
         changed = [name for name, field in CriticConfig.model_fields.items() if getattr(self, name) != field.default]
-        if changed and method not in CRITIC_METHODS:
-            readers = ", ".join(CRITIC_METHODS)
-            raise ValueError(f"critic.{changed[0]} is not read by method={method}, only by {readers}; leave it out")
+        if changed and not method.needs_critic:
+            readers = ", ".join(methods_that(lambda options: options.needs_critic))
+            raise ValueError(
+                f"critic.{changed[0]} is not read by method={method.name}, only by {readers}; leave it out"
+            )
         unread = [name for name in changed if name.startswith("pretrain_") and name != "pretrain_steps"]
         if unread and not self.pretrain_steps:
             raise ValueError(f"critic.{unread[0]} is not read while critic.pretrain_steps is 0; leave it out")

@@ -17,7 +17,6 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
-from turnwise.methods.ppo import make_gae
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
@@ -213,7 +212,7 @@ class TrainingSession:
         critic = Critic(
             client,
             config.critic,
-            make_gae(config.method),
+            config.method.make_gae(),
             make_optim(config, critic_rate(config)),
             renderer,
             max_tokens=self.setup.parts.rollout.max_trajectory_tokens,
