@@ -24,12 +24,12 @@ FLAGS = {
 
 _SERVE_EXAMPLES = """\
 examples:
-  turnwise serve --model smollm2                     on http://127.0.0.1:8000, for this machine alone
-  turnwise keys create alice                         prints a key; from then on every caller needs one
-  turnwise serve --model smollm2 --host 0.0.0.0      for others, with keys
+  turnwise serve --model smollm2                     serve on http://127.0.0.1:8000, for this machine only
+  turnwise keys create alice                         print a new key; from now on every caller needs a key
+  turnwise serve --model smollm2 --host 0.0.0.0      serve other machines too; this needs keys
   turnwise serve --model smollm2 engine.block_size=32 gap_s=120
 
-KEY is any field of turnwise.service.config.ServeConfig; docs/config.md lists those of its section `engine`.
+KEY is any field of turnwise.service.config.ServeConfig; docs/config.md lists the fields of the section `engine`.
 """
 
 
@@ -37,33 +37,46 @@ def add_commands(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve models to the Tinker and MinT SDKs",
-        description="Serve models over HTTP to the Tinker and MinT SDKs, and whatever is built on them.",
+        description="Serve models over HTTP to the Tinker and MinT SDKs, and to programs that use them.",
         epilog=_SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("--model", action="append", required=True, metavar="MODEL", help="base model; may be repeated")
+    serve.add_argument("--model", action="append", required=True, metavar="MODEL", help="a base model; may be repeated")
     serve.add_argument("options", nargs="*", metavar="KEY=VALUE", help="any other option, such as engine.block_size=32")
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port to listen on (default 8000; 0 for any free one)")
+    serve.add_argument("--port", type=int, help="port to listen on (default 8000; 0 takes any free port)")
     _add_data_dir(serve)
-    autosave = "optimizer steps between snapshots; a restarted server goes on from there (default 10; 0: off)"
+    autosave = "optimizer steps between snapshots; a restarted server continues from them (default 10; 0 is off)"
     serve.add_argument("--autosave", type=int, metavar="N", help=autosave)
     serve.add_argument("--device", help="auto, cpu, cuda or cuda:N (default auto)")
     serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of the frozen weights")
-    serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: chosen)")
-    serve.add_argument("--max-adapters", type=int, metavar="N", help="training adapters on the device")
-    serve.add_argument("--max-policies", type=int, metavar="N", help="published weights on the device")
-    resident = "device memory of the adapters, and again of the published weights (default 8)"
+    serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: automatic)")
+    serve.add_argument(
+        "--max-adapters", type=int, metavar="N", help="most training adapters on the device (default 32)"
+    )
+    serve.add_argument(
+        "--max-policies", type=int, metavar="N", help="most published weights on the device (default 64)"
+    )
+    resident = "device memory for adapters, and the same again for published weights (default 8)"
     serve.add_argument("--max-resident-gib", type=float, metavar="GIB", help=resident)
 
-    keys = commands.add_parser("keys", help="make, list and revoke the service's API keys")
+    keys = commands.add_parser(
+        "keys",
+        help="make, list and revoke the service's API keys",
+        description="Make, list and revoke the API keys of `turnwise serve`.",
+    )
     keys.set_defaults(parser=keys)
     actions = keys.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    create = actions.add_parser("create", help="print a new key")
-    create.add_argument("name", help="whose key it is, for the list")
-    create.add_argument("--style", choices=("tml", "sk"), default="tml", help="tml (any SDK) or sk (MinT's habit)")
+    create = actions.add_parser("create", help="make a key and print it")
+    create.add_argument("name", help="a name for the key, shown by `turnwise keys list`")
+    create.add_argument(
+        "--style",
+        choices=("tml", "sk"),
+        default="tml",
+        help="prefix of the key: tml works with any SDK, sk is MinT's form (default tml)",
+    )
     listed = actions.add_parser("list", help="show the keys' numbers and names")
-    revoke = actions.add_parser("revoke", help="make a key useless, at once")
+    revoke = actions.add_parser("revoke", help="revoke a key; it stops working at once")
     revoke.add_argument("key_id", type=int, metavar="ID", help="the number that `turnwise keys list` shows")
     for parser in (create, listed, revoke):
         _add_data_dir(parser)
@@ -71,12 +84,16 @@ def add_commands(commands: Any) -> None:
 
 def _add_data_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--data-dir", type=Path, default=None, metavar="DIR", help="default: `service` in the model store's home"
+        "--data-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="directory for the service's data (default: `service` in $TURNWISE_HOME)",
     )
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run what was parsed; returns the exit code."""
+    """Run the parsed command and return the exit code."""
     from turnwise.models.store import home
     from turnwise.service import commands
 
