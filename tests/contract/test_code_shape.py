@@ -35,8 +35,6 @@ WORLD_OPTIONS = "each parameter is an option of the world (`env.options.NAME`) a
 ROOM = "its owner replaces it by a value object"
 MANY_PARAMETERS = {
     "engine/ops/": KERNELS,
-    "engine/model/body.py": KERNELS,
-    "engine/training/logprobs.py": KERNELS,
     "client/local.py:create_lora_training_client": TINKERS_SIGNATURE,
     "client/remote.py:create_lora_training_client": TINKERS_SIGNATURE,
     "client/remote.py:__init__": TINKERS_SIGNATURE,
@@ -62,7 +60,6 @@ PRIVATE_NAMES_IN_TESTS = {
     "contract/sdk/load_client.py": ENDS_A_PROCESS,
     "contract/sdk/runner.py": ENDS_A_PROCESS,
     "contract/sdk/remote_mint_checks.py": ROOM,
-    "numerics/": ROOM,
     "unit/client/": ROOM,
     "unit/engine/": ROOM,
 }

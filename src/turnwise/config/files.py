@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config.config import Config, options_of
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
 from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
@@ -25,7 +26,6 @@ from turnwise.losses.outside import is_outside
 from turnwise.methods.lookup import DEFAULT_METHOD, SHIPPED, choices_left_behind, every_option, find_options
 from turnwise.runtime.section import Section, explain
 from turnwise.runtime.suggest import did_you_mean, nearest
-from turnwise.training.critic_config import CriticConfig
 
 AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
