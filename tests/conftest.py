@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,23 @@ def _threads_end_soon() -> None:
     from turnwise.envs import sync
 
     sync.IDLE_S = 0.05
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _every_metric_is_in_the_catalogue() -> Iterator[None]:
+    """Whatever a run of the tests writes down has a row in `watch/catalogue.py`."""
+    from turnwise.runlog.writer import RunWriter
+    from turnwise.watch.catalogue import check_names
+
+    write = RunWriter.metrics
+
+    def check_and_write(writer: RunWriter, step: int, values: Mapping[str, float]) -> None:
+        check_names(values)
+        write(writer, step, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunWriter, "metrics", check_and_write)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ import httpx2
 
 from campaigns.service_load import SDK, LoadReport, client_process, reports, run_alone, tell, wait_until_ready
 from service_process import ServerProcess, sdk_python
+from turnwise.client.checkpoints import verify
 from turnwise.errors import CheckpointError
-from turnwise.service.training.checkpoints import verify
 
 SETTLE_S = 5.0
 """How long clients go on after the last restart."""

@@ -25,24 +25,23 @@ from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.config.files import config_to_yaml
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
-from turnwise.methods.config import MethodConfig
-from turnwise.methods.ppo import make_gae
+from turnwise.methods.ppo import Ppo
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
-from turnwise.training.checkpoint import NOTHING_DONE, Checkpoints
+from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
 from turnwise.training.critic import Critic
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -162,7 +161,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     parts = Parts(
         config=config,
         world=world,
-        tasks=Deck(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
+        tasks=ShuffledItems(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
         held_out=(),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
@@ -170,7 +169,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
-    checkpoints = Checkpoints(trainer, writer, [], max_kept=2)
+    checkpoints = RunCheckpoints(trainer, writer, [], max_kept=2)
     loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
     return Running(loop, recorder, parts)
 
@@ -230,7 +229,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
 
     client: Any = Silent()
     parts = _run(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer))).parts
-    gae = make_gae(MethodConfig(name="ppo"))
+    gae = Ppo.Options().make_gae()
     critic = Critic(
         client, CriticConfig(pretrain_steps=1), gae, make_optim(parts.config, 1e-3), renderer, max_tokens=64
     )

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from campaigns.train_kills import expected_attempts, learned_attempts, run_killed, start
 from turnwise.cli import main
+from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.training.checkpoint import checkpoint_directory
 from turnwise.training.tokens import num_drawn_tokens
 
 NUM_KILLS = int(os.environ.get("TURNWISE_KILLS", "3"))
@@ -38,7 +38,7 @@ SMALL = (
 
 
 def _weights(run: RunReader) -> dict[str, np.ndarray]:
-    directory = checkpoint_directory(run.directory, run.checkpoints()[-1].path)
+    directory = CheckpointStore(run.directory).directory(run.checkpoints()[-1].path)
     return load_file(directory / "adapter_model.safetensors")
 
 
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_refused_with_what_to_do(tmp_path: Path, capsys:
     quick = ("env.options.median_s=1e-6", "env.options.p99_s=1e-5", "train.steps=1")
     assert main(["train", WORLD, *SMALL, *quick, f"run.dir={directory}"]) == 0
     with RunReader(directory) as run:
-        file = checkpoint_directory(directory, run.checkpoints()[-1].path) / "optimizer.safetensors"
+        file = CheckpointStore(directory).directory(run.checkpoints()[-1].path) / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

@@ -11,13 +11,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from turnwise.cli import main
+from turnwise.client.checkpoints import CheckpointStore
 from turnwise.client.local import ServiceClient
 from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import Parts, assemble, make_optim, make_renderer
-from turnwise.training.checkpoint import checkpoint_directory, saved_critic
+from turnwise.training.checkpoint import saved_critic
 from turnwise.training.critic import Critic
 from turnwise.training.pretrain import Batches, pretrain
 from turnwise.types import AdamParams, Datum, ModelInput, TensorData
@@ -55,7 +56,7 @@ def saved(run: RunReader) -> tuple[Path, Path]:
     row = run.checkpoints()[-1]
     critic = saved_critic(run.directory, row)
     assert critic is not None
-    return checkpoint_directory(run.directory, row.path), checkpoint_directory(run.directory, critic.path)
+    return CheckpointStore(run.directory).directory(row.path), CheckpointStore(run.directory).directory(critic.path)
 
 
 class Rig:
@@ -91,7 +92,7 @@ async def test_t13_the_policy_is_the_same_to_the_bit_after_the_critic_was_pretra
         metrics = await rig.pretrain()
         after = (await rig.trainer.save_state("after")).path, (await rig.client.save_state("after")).path
         assert len(metrics) == 4
-        digests = [[digest(checkpoint_directory(tmp_path, path)) for path in paths] for paths in (before, after)]
+        digests = [[digest(CheckpointStore(tmp_path).directory(path)) for path in paths] for paths in (before, after)]
         assert digests[0][0] == digests[1][0], "the policy"
         assert digests[0][1] != digests[1][1], "the critic"
 

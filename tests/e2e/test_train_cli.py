@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from turnwise.cli import main
+from turnwise.client.checkpoints import CheckpointStore
 from turnwise.envs.registry import world_names
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import Phase
-from turnwise.training.checkpoint import checkpoint_directory
 
 SMALL = (
     "model=tiny",
@@ -54,7 +54,7 @@ def _turnwise(*arguments: str, stdin: str = "", code: int = 0) -> str:
 
 def _weights(run: RunReader, step: int) -> dict[str, np.ndarray]:
     (path,) = [row.path for row in run.checkpoints() if row.step == step]
-    return load_file(checkpoint_directory(run.directory, path) / "adapter_model.safetensors")
+    return load_file(CheckpointStore(run.directory).directory(path) / "adapter_model.safetensors")
 
 
 @pytest.mark.usefixtures("tiny_dir")
@@ -122,7 +122,7 @@ def test_any_attempt_of_a_run_can_be_replayed(finished: Path, phase: Phase, caps
 def test_eval_measures_a_run_and_its_checkpoint_alike(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_run = json.loads(_in_process(capsys, "eval", str(finished), "eval.tasks=6", "--json"))
     with RunReader(finished) as run:
-        checkpoint = checkpoint_directory(finished, run.checkpoints()[-1].path)
+        checkpoint = CheckpointStore(finished).directory(run.checkpoints()[-1].path)
     single = "rollout.use_conversation_multi_turn=false"
     by_path = ("eval", str(checkpoint), "--env", "guess_number", "eval.tasks=6", single, "--json")
     of_checkpoint = json.loads(_in_process(capsys, *by_path))

@@ -15,9 +15,8 @@ import torch
 
 from naive import displaced_adapter, random_ids, relative_error, run
 from turnwise.engine.engine import Engine
-from turnwise.methods.base import MethodSetup, datums_of, with_old_logprobs
-from turnwise.methods.config import DataConfig, MethodConfig
-from turnwise.methods.registry import build_method
+from turnwise.methods.base import DataConfig, MethodSetup, datums_of, with_old_logprobs
+from turnwise.methods.lookup import read_method
 from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 METHODS = ("grpo", "rloo", "gspo", "reinforce_pp", "rebn", "gigpo", "mt_grpo")
@@ -55,9 +54,8 @@ OTHER = TrajectoryGroup(task_id="u", trajectories=(_attempt(8, [0.4]), _attempt(
 
 
 def _method(name: str, **options: Any) -> Any:
-    config = MethodConfig.model_validate({"name": name, **options})
-    setup = MethodSetup(config=config, data=DataConfig(), group_size=4, max_turns=4, max_tokens=32)
-    return build_method(setup)
+    setup = MethodSetup(data=DataConfig(), group_size=4, max_turns=4, max_tokens=32)
+    return read_method({"name": name, **options}).build(setup)
 
 
 def _gradient(engine: Engine, method: Any, groups: Sequence[TrajectoryGroup], **fields: Any) -> torch.Tensor:

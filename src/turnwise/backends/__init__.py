@@ -1,8 +1,8 @@
 """Who samples: one file per backend, found by its name.
 
-`generator.backend=NAME` loads `turnwise/backends/NAME.py` and takes the `Publisher` that the file defines. So a new
+`rollout.backend=NAME` loads `turnwise/backends/NAME.py` and takes the `Publisher` that the file defines. So a new
 backend is one new file here, and nothing else changes. A backend of your own needs no place in the package:
-`generator.backend=my_module:MyPublisher` or `path/to/file.py:MyPublisher`. Either way the class is created without
+`rollout.backend=my_module:MyPublisher` or `path/to/file.py:MyPublisher`. Either way the class is created without
 arguments, once per run, and closed at the run's end.
 """
 
@@ -26,7 +26,7 @@ def backend_names() -> list[str]:
 
 
 def find_publisher(backend: str) -> type[Publisher]:
-    """Return the publisher that `generator.backend` names; refuse one that does not exist, before anything is spent."""
+    """Return the publisher that `rollout.backend` names; refuse one that does not exist, before anything is spent."""
     names = backend_names()
     if ":" in backend:
         found = load_attribute(backend)
@@ -34,25 +34,25 @@ def find_publisher(backend: str) -> type[Publisher]:
         found = _publisher_of(f"{__name__}.{backend}")
     elif backend in PLANNED:
         raise ConfigError(
-            f"generator.backend={backend} is not there yet in this release; what is there is the engine in "
-            "this process: generator.backend=local (the other generator options mean the same with it)"
+            f"rollout.backend={backend} is not there yet in this release; what is there is the engine in "
+            "this process: rollout.backend=local (the other rollout options mean the same with it)"
         )
     else:
         near = did_you_mean(backend, names)
         raise ConfigError(
-            f"generator.backend={backend!r} is no backend{near}; expected one of {', '.join(names)}, or your own as "
+            f"rollout.backend={backend!r} is no backend{near}; expected one of {', '.join(names)}, or your own as "
             "module:Class or path/to/file.py:Class"
         )
     if not (isinstance(found, type) and issubclass(found, Publisher)):
         raise ConfigError(
-            f"generator.backend={backend} is a {type(found).__name__}; expected a class that inherits from "
+            f"rollout.backend={backend} is a {type(found).__name__}; expected a class that inherits from "
             "turnwise.client.publish.Publisher and has deliver(trainer, version)"
         )
     return found
 
 
 def make_publisher(backend: str) -> Publisher:
-    """Create the publisher that `generator.backend` names."""
+    """Create the publisher that `rollout.backend` names."""
     return find_publisher(backend)()
 
 

@@ -1,8 +1,13 @@
-"""Checkpoints on disk: `tinker://<model_id>/<kind>/<name>` is `<data_dir>/checkpoints/<model_id>/<kind>/<name>`.
+"""The one home of checkpoints: where their files are, how they are written, found, checked and removed.
 
-A checkpoint is a directory of PEFT files, with optimizer state in it when its kind is `weights`, and a
-`checkpoint.json` that says which base model it belongs to. It appears under its name complete or not at all: it is
-filled beside its place and renamed. Directories without that file, such as adapters that PEFT wrote, load by path.
+`tinker://<model_id>/<kind>/<name>` is `<data_dir>/checkpoints/<model_id>/<kind>/<name>`, with ':' in an id written as
+'-'. A checkpoint is a directory of PEFT files, with optimizer state in it when its kind is `weights`, and a
+`checkpoint.json` that says which base model it belongs to and what each file must hash to. Directories without that
+file, such as adapters that PEFT wrote, load by path.
+
+A directory appears under its name complete or not at all: it is filled beside its place, synced and renamed. The
+in-process client, the service and training runs all keep their checkpoints here. The service adds who may see them
+(rows in its database), a run adds which ones it keeps (rows in its log).
 """
 
 from __future__ import annotations
@@ -13,22 +18,26 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""To train on from; to sample from; to download."""
 
 SCHEMES = ("tinker://", "mint://", "turnwise://")
 INFO_FILE = "checkpoint.json"
-_KINDS = ("weights", "sampler_weights")
+CHECKSUMS_FILE = "checksums.json"
+"""Holds the checksums of a directory that has no `checkpoint.json`."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_MODEL_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")
 _NUM_SUGGESTIONS = 3
 
 
@@ -47,7 +56,7 @@ class CheckpointInfo:
     expires_at: str | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
-    """SHA-256 of each file, by name; empty where nobody wrote them down."""
+    """SHA-256 of each file, by name; empty in checkpoints of early versions."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -76,6 +85,17 @@ class CheckpointPath:
                 f"checkpoint name {self.name!r}; expected up to 200 letters, digits, '.', '_' and '-', not '.' first"
             )
 
+    @classmethod
+    def parse(cls, path: str) -> CheckpointPath:
+        """Read `tinker://<model_id>/<kind>/<name>`."""
+        scheme = next((scheme for scheme in SCHEMES if path.startswith(scheme)), None)
+        parts = path.removeprefix(scheme or "").split("/")
+        is_path = len(parts) == 3 and parts[1] in KINDS and _MODEL_ID.fullmatch(parts[0]) and _NAME.fullmatch(parts[2])
+        if scheme is None or not is_path:
+            expected = f"{scheme or SCHEMES[0]}<model_id>/{'|'.join(KINDS)}/<name>"
+            raise CheckpointError(f"{path[:200]} is no checkpoint path; expected {expected}")
+        return cls(parts[0], cast("Kind", parts[1]), parts[2])
+
     @property
     def uri(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
@@ -93,12 +113,12 @@ class Checkpoint:
 
 
 def new_model_id() -> str:
-    """A directory name that no other process comes up with, in the order of creation."""
+    """Make a directory name that no other process makes; names sort by their time of creation."""
     return f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:12]}"
 
 
 def expiry(ttl_seconds: int | None) -> str | None:
-    """When a checkpoint saved now with that time to live is deleted."""
+    """Return when a checkpoint saved now with that time to live is deleted."""
     if ttl_seconds is None:
         return None
     if ttl_seconds <= 0:
@@ -109,108 +129,178 @@ def expiry(ttl_seconds: int | None) -> str | None:
 class CheckpointStore:
     """The checkpoints of one data directory; several processes may share it."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, data_dir: Path) -> None:
+        self._root = data_dir / "checkpoints"
 
     def save(self, path: CheckpointPath, info: CheckpointInfo, fill: Callable[[Path], None], *, overwrite: bool) -> str:
         """Let `fill` write a checkpoint's files, put it in its place, and return its `tinker://` path."""
-        place = self._root / path.model_id / path.kind / path.name
+        place = self._place(path)
         if place.exists() and not overwrite:
             raise CheckpointError(f"{path.uri} exists; choose another name")
-        staged = place.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        staged.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            fill(staged)
-            staged.mkdir(exist_ok=True)
-            info = replace(info, checksums=_checksums(staged))
-            (staged / INFO_FILE).write_text(info.to_json(), encoding="utf-8")
-            sync_to_disk(staged)
-            if place.exists():
-                replaced = staged.with_name(f"{staged.name}.replaced")
-                place.rename(replaced)
-                staged.rename(place)
-                shutil.rmtree(replaced)
-            else:
-                staged.rename(place)
-            _sync(place.parent)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+
+        def seal(staged: Path) -> None:
+            text = replace(info, checksums=checksums_of(staged)).to_json()
+            (staged / INFO_FILE).write_text(text, encoding="utf-8")
+
+        write_directory(place, fill, seal)
         return path.uri
 
+    def directory(self, path: str) -> Path:
+        """Return where the files of a checkpoint are, or would be: of a `tinker://` path, or of a plain directory."""
+        if path.startswith(SCHEMES):
+            return self._place(CheckpointPath.parse(path))
+        if "://" in path:
+            raise CheckpointError(f"{path}: unknown scheme; expected {', '.join(SCHEMES)} or a directory")
+        return Path(path).expanduser().resolve()
+
+    def has(self, path: str) -> bool:
+        """Say whether a checkpoint's files are here."""
+        return self.directory(path).is_dir()
+
     def find(self, path: str) -> Checkpoint:
-        """The checkpoint at a `tinker://` path or in a plain directory."""
-        directory = self._directory(path)
+        """Find the checkpoint at a `tinker://` path or in a plain directory, and check that its files are whole."""
+        directory = self.directory(path)
         if not directory.is_dir():
             raise CheckpointError(f"no checkpoint {path}; {self._suggestions(path)}")
-        if (directory / INFO_FILE).is_file():
-            info = _read_info(directory)
+        info = read_info(directory)
+        if info is not None:
             if info.is_expired(datetime.now(UTC)):
                 raise CheckpointError(f"{path} expired at {info.expires_at}; {self._suggestions(path)}")
-            _check_files(directory, info)
-            return Checkpoint(path, directory, info)
-        if not (directory / "adapter_config.json").is_file():
+            verify(directory)
+        elif not (directory / "adapter_config.json").is_file():
             raise CheckpointError(f"{directory} holds neither {INFO_FILE} nor adapter_config.json: not a checkpoint")
-        return Checkpoint(path, directory, None)
+        return Checkpoint(path, directory, info)
+
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint; one that is gone already is fine."""
+        remove_directory(self._place(CheckpointPath.parse(path)))
 
     def remove_expired(self) -> None:
         """Delete what has outlived its `ttl_seconds`."""
-        for info_file in self._root.glob(f"*/*/*/{INFO_FILE}"):
+        for directory in self._directories():
             try:
-                is_expired = _read_info(info_file.parent).is_expired(datetime.now(UTC))
+                info = read_info(directory)
             except (FileNotFoundError, CheckpointError):
                 continue  # another process was quicker, or `find` will complain about it
-            if is_expired:
-                shutil.rmtree(info_file.parent, ignore_errors=True)
+            if info is not None and info.is_expired(datetime.now(UTC)):
+                remove_directory(directory)
 
-    def _directory(self, path: str) -> Path:
-        scheme = next((scheme for scheme in SCHEMES if path.startswith(scheme)), None)
-        if scheme is None:
-            if "://" in path:
-                raise CheckpointError(f"{path}: unknown scheme; expected {', '.join(SCHEMES)} or a directory")
-            return Path(path).expanduser().resolve()
-        parts = path.removeprefix(scheme).split("/")
-        if len(parts) != 3 or parts[1] not in _KINDS or not all(_NAME.fullmatch(part) for part in parts):
-            raise CheckpointError(
-                f"{path} is no checkpoint path; expected {scheme}<model_id>/{'|'.join(_KINDS)}/<name>"
-            )
-        return self._root.joinpath(*parts)
+    def keep_only(self, paths: Iterable[str], kinds: Iterable[Kind] = KINDS) -> None:
+        """Delete every other checkpoint of these kinds, and what a process that died left half done.
+
+        What an overwrite had set aside comes back where the new version never arrived.
+        """
+        paths, kinds = list(paths), set(kinds)
+        for aside in self._root.glob("*/*/.*.replaced"):
+            place = aside.with_name(aside.name[1:].rsplit(".", 2)[0])  # `.<name>.<8 hex>.replaced`
+            if not place.exists():
+                aside.rename(place)
+        known = {self.directory(path) for path in paths}
+        for directory in self._root.glob("*/*/*"):
+            if directory not in known and directory.parent.name in kinds:
+                remove_directory(directory)
+        for model in self._root.glob("*"):
+            if not any(model.glob("*/*")):
+                shutil.rmtree(model, ignore_errors=True)
+
+    def _place(self, path: CheckpointPath) -> Path:
+        return self._root / directory_name(path.model_id) / path.kind / path.name
+
+    def _directories(self) -> list[Path]:
+        return [place for kind in KINDS for place in self._root.glob(f"*/{kind}/*") if place.name[0] != "."]
 
     def _suggestions(self, path: str) -> str:
-        places = [place for kind in _KINDS for place in self._root.glob(f"*/{kind}/*") if place.name[0] != "."]
-        if not places:
+        newest_first = sorted(self._directories(), key=lambda place: place.stat().st_mtime, reverse=True)
+        if not newest_first:
             return f"there are none yet in {self._root}"
-        newest_first = sorted(places, key=lambda place: place.stat().st_mtime, reverse=True)
         known = ["tinker://" + "/".join(place.parts[-3:]) for place in newest_first]
         nearest = nearest_names(path, known, count=_NUM_SUGGESTIONS) or known[:_NUM_SUGGESTIONS]
         return f"nearest of {len(known)} in {self._root}: {', '.join(nearest)}"
 
 
-def _checksums(directory: Path) -> dict[str, str]:
-    return {file.name: _checksum(file) for file in sorted(directory.iterdir()) if file.is_file()}
+def directory_name(identity: str) -> str:
+    """Write an id as a directory name."""
+    return identity.replace(":", "-")
+
+
+def read_info(directory: Path) -> CheckpointInfo | None:
+    """Read `checkpoint.json`; None where there is none."""
+    file = directory / INFO_FILE
+    if not file.is_file():
+        return None
+    try:
+        return CheckpointInfo.from_json(file.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, KeyError) as cause:
+        raise CheckpointError(f"{file} is damaged ({cause!r}); save the checkpoint again") from cause
+
+
+def write_checksums(directory: Path) -> None:
+    """Write down what every file of a directory must hash to; the seal of a directory without `checkpoint.json`."""
+    (directory / CHECKSUMS_FILE).write_text(json.dumps(checksums_of(directory), indent=2), encoding="utf-8")
+
+
+def write_directory(place: Path, fill: Callable[[Path], None], seal: Callable[[Path], None] = write_checksums) -> None:
+    """Let `fill` write a directory and put it in its place, over one that is there; it appears whole or not at all."""
+    staged = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fill(staged)
+        staged.mkdir(exist_ok=True)
+        seal(staged)
+        for path in [*staged.iterdir(), staged]:
+            _sync(path)
+        if place.exists():
+            replaced = staged.with_name(f"{staged.name}.replaced")
+            place.rename(replaced)
+            staged.rename(place)
+            shutil.rmtree(replaced)
+        else:
+            staged.rename(place)
+        _sync(place.parent)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a directory so that a half-removed one cannot be taken for a whole one."""
+    if not directory.exists():
+        return
+    if not directory.name.startswith("."):
+        aside = directory.with_name(f".{directory.name}.removed")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
+        directory = aside
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def verify(directory: Path) -> None:
+    """Refuse a directory whose files are not those that were written."""
+    info = read_info(directory)
+    expected: Mapping[str, str] = info.checksums if info is not None else {}
+    if not expected:
+        try:
+            expected = cast("dict[str, str]", json.loads((directory / CHECKSUMS_FILE).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError) as cause:
+            if info is None:
+                raise CheckpointError(f"{directory} is damaged: its checksums are missing") from cause
+    advice = f"delete {directory} to go on from the checkpoint before it"
+    for name, digest in expected.items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {advice}")
+        if _checksum(file) != digest:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in its checksums; {advice}")
+
+
+def checksums_of(directory: Path) -> dict[str, str]:
+    """Hash every file of a directory but the two that hold checksums."""
+    files = [file for file in sorted(directory.iterdir()) if file.is_file()]
+    return {file.name: _checksum(file) for file in files if file.name not in (INFO_FILE, CHECKSUMS_FILE)}
 
 
 def _checksum(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _check_files(directory: Path, info: CheckpointInfo) -> None:
-    """Refuse files that are not those that were written."""
-    for name, expected in info.checksums.items():
-        file = directory / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; delete {directory} to go on from the checkpoint before it")
-        if _checksum(file) != expected:
-            raise CheckpointError(
-                f"{file} is damaged: its SHA-256 is not the one in {INFO_FILE}; delete {directory} to go on from the "
-                "checkpoint before it"
-            )
-
-
-def sync_to_disk(directory: Path) -> None:
-    """Wait until the files of a directory, and their names, are on the disk."""
-    for path in [*directory.iterdir(), directory]:
-        _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -219,11 +309,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read_info(directory: Path) -> CheckpointInfo:
-    text = (directory / INFO_FILE).read_text(encoding="utf-8")
-    try:
-        return CheckpointInfo.from_json(text)
-    except (ValueError, TypeError, KeyError) as cause:
-        raise CheckpointError(f"{directory / INFO_FILE} is damaged ({cause!r}); save the checkpoint again") from cause

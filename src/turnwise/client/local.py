@@ -65,7 +65,7 @@ class ServiceClient:
         self._aliases = dict(aliases or {})
         self._user_metadata = dict(user_metadata or {})
         root = Path(data_dir).expanduser().absolute() if data_dir is not None else model_store.home()
-        self._store = CheckpointStore(root / "checkpoints")
+        self._store = CheckpointStore(root)
         self._store.remove_expired()
         self._pool = engines.POOL
         self._lock = threading.Lock()
@@ -158,6 +158,10 @@ class ServiceClient:
         raise ConfigError("create_sampling_client needs model_path (saved weights) or base_model")
 
     create_sampling_client_async = in_thread(create_sampling_client)
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a `tinker://` checkpoint; one that is gone already is fine."""
+        self._store.delete(path)
 
     def close(self) -> None:
         """Leave the engines; one that no other service uses is closed, and its waiting requests fail."""

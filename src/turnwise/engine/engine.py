@@ -27,7 +27,7 @@ from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, LossSettings, PassLoss
 from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
-from turnwise.engine.training.trainer import Job, Trainer, make_output, outputs_by_datum
+from turnwise.engine.training.trainer import Trainer, TrainingJob, make_output, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
@@ -127,7 +127,7 @@ class Engine:
         if adapter.objective is not TOKEN_LOGPROBS:
             raise ConfigError(f"this client trains a critic: a custom loss reads logprobs; {CRITIC_HINT}")
         columns = TOKEN_LOGPROBS.read_datums(datums, CROSS_ENTROPY, self.model, is_learning=False)
-        job = Job(weights=adapter, datums=columns)
+        job = TrainingJob(weights=adapter, datums=columns)
         result = yield from self.trainer.read(job, only_trained=False)
         outputs = outputs_by_datum(job, result)
         leaves = [out["logprobs"].to_torch().requires_grad_(True) for out in outputs]
@@ -142,7 +142,7 @@ class Engine:
                 flat[int(start) + datum.target_start : int(stop)] = grad.to(self.device)
         if not torch.isfinite(flat).all():
             raise DataError("the custom loss has a gradient that is not finite")
-        everything = Job(weights=adapter, datums=[datum.with_all_trained() for datum in columns])
+        everything = TrainingJob(weights=adapter, datums=[datum.with_all_trained() for datum in columns])
         yield from self.trainer.backward_from(everything, flat)
         numbers = {key if ":" in key else f"{key}:mean": float(value) for key, value in metrics.items()}
         known = {"loss:sum": float(loss.detach()), "num_trained_tokens:sum": float(sum(len(leaf) for leaf in leaves))}
@@ -195,7 +195,7 @@ class Engine:
         settings: LossSettings,
         *,
         is_learning: bool,
-    ) -> tuple[PassLoss, list[Job]]:
+    ) -> tuple[PassLoss, list[TrainingJob]]:
         """The loss and the checked batches; passes are shared by trainables of one objective."""
         objective = batches[0][0].objective
         if any(adapter.objective is not objective for adapter, _ in batches):
@@ -204,10 +204,10 @@ class Engine:
         jobs = []
         for adapter, datums in batches:
             checked = objective.read_datums(datums, loss, self.model, is_learning=is_learning)
-            jobs.append(Job(weights=adapter, datums=checked, objective=objective))
+            jobs.append(TrainingJob(weights=adapter, datums=checked, objective=objective))
         return loss, jobs
 
-    def _reference_for(self, loss: PassLoss, jobs: Sequence[Job], config: LossSettings) -> Policy | None:
+    def _reference_for(self, loss: PassLoss, jobs: Sequence[TrainingJob], config: LossSettings) -> Policy | None:
         """The policy that a KL term is measured against; None where the loss or the datums need none."""
         if not loss.needs_reference or all(d.has_reference for job in jobs for d in job.datums):
             return None

@@ -231,7 +231,7 @@ class PoolRow:
     task_id: str
     admitted: int
     outcome: str | None
-    """JSON, for `train.pool_rows`; None: it is to be played again."""
+    """JSON, for `training.pool`; None: it is to be played again."""
     trajectories: bytes | None = None
     failed: bytes | None = None
 

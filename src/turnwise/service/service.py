@@ -18,8 +18,8 @@ from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.futures import KEEP_S, Promises
 from turnwise.service.sampling.interpolate import Interpolation
 from turnwise.service.sampling.sampling import Sampling
-from turnwise.service.store.store import CheckpointRow, SessionRow, Store
-from turnwise.service.training.checkpoints import Checkpoints
+from turnwise.service.store.store import OwnedCheckpointRow, SessionRow, Store
+from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.training import Training
 from turnwise.service.wire import schemas
 
@@ -41,7 +41,7 @@ class Service:
             max_kept_bytes=config.max_kept_result_bytes,
         )
         self.models = ServedModels(models, self.promises, gap_s=config.gap_s)
-        self.checkpoints = Checkpoints(store, config.data_dir)
+        self.checkpoints = OwnedCheckpoints(store, config.data_dir)
         self.sampling = Sampling(config, store, self.promises, self.models, self.checkpoints)
         self.training = Training(config, store, self.promises, self.models, self.checkpoints, self.sampling)
         self.interpolation = Interpolation(store, self.promises, self.models, self.checkpoints)
@@ -89,7 +89,7 @@ class Service:
             self.store.touch_session(session_id, seen)
         self._last_seen.clear()
 
-    async def copy_checkpoint(self, source: CheckpointRow, target: CheckpointRow) -> CheckpointRow:
+    async def copy_checkpoint(self, source: OwnedCheckpointRow, target: OwnedCheckpointRow) -> OwnedCheckpointRow:
         """Copy a checkpoint's files beside the event loop, and record it."""
         written = await asyncio.to_thread(self.checkpoints.copy, source, target)
         self.store.put(written)

@@ -10,19 +10,19 @@ A run with a critic saves it under the same name; the state beside the row says 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from turnwise.client.base import TrainingClient
-from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo
+from turnwise.client.checkpoints import CheckpointStore, read_info
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, ServiceError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.runlog.writer import RunWriter
@@ -35,7 +35,7 @@ CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
 NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves the latest few states of one run."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Checkpoints:
 
         Args:
             kept: the checkpoints of the run so far, oldest first.
-            delete: removes what is not in the run's directory.
+            delete: deletes a checkpoint by its path; default: from the run's directory.
             best: the evaluation whose checkpoint is kept beside the latest.
         """
         self._trainer = trainer
@@ -61,7 +61,7 @@ class Checkpoints:
         self._kept = list(kept)
         self._max_kept = max_kept
         self._critic = critic
-        self._delete = delete
+        self._delete = delete or CheckpointStore(writer.directory).delete
         self._best = best
 
     def has(self, step: int) -> bool:
@@ -113,9 +113,7 @@ class Checkpoints:
         """Give the trainer a fresh optimizer: its weights are written, read and forgotten again."""
         saved = await self._trainer.save_state("reload", overwrite=True)
         await self._trainer.load_state(saved.path)
-        shutil.rmtree(checkpoint_directory(self._writer.directory, saved.path), ignore_errors=True)
-        if self._delete is not None:
-            await asyncio.to_thread(self._delete, saved.path)
+        await self._remove(saved.path)
 
     async def _prune(self, step: int) -> None:
         """Let go of what is neither among the latest few nor the best."""
@@ -123,10 +121,11 @@ class Checkpoints:
         self._kept = [row for row in self._kept if row not in gone]
         for old in gone:
             critic = saved_critic(self._writer.directory, old)
-            self._remove(old, critic)
-            if self._delete is not None:
-                for path in (old.path,) if critic is None else (old.path, critic.path):
-                    await asyncio.to_thread(self._delete, path)
+            if critic is not None:
+                await self._remove(critic.path)
+            await self._remove(old.path)
+            if all(row.step != old.step for row in self._kept):
+                self._writer.forget_checkpoint(old.step)
         self._writer.commit(step)
 
     def _outdated(self) -> list[CheckpointRow]:
@@ -150,17 +149,9 @@ class Checkpoints:
         critic = self._critic
         return SavedCritic(path=saved.path, num_pretrained=critic.num_pretrained, plateau=critic.plateau.to_state())
 
-    def _remove(self, old: CheckpointRow, critic: SavedCritic | None) -> None:
-        if critic is not None:
-            shutil.rmtree(checkpoint_directory(self._writer.directory, critic.path), ignore_errors=True)
-        shutil.rmtree(checkpoint_directory(self._writer.directory, old.path), ignore_errors=True)
-        if all(row.step != old.step for row in self._kept):
-            self._writer.forget_checkpoint(old.step)
-
-
-def checkpoint_directory(data_dir: Path, path: str) -> Path:
-    """Where the files of a `tinker://` path are."""
-    return data_dir / "checkpoints" / path.partition("://")[2]
+    async def _remove(self, path: str) -> None:
+        with contextlib.suppress(ServiceError):  # one that stays costs a service elsewhere some room, not the run
+            await asyncio.to_thread(self._delete, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +174,8 @@ def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
             num_pretrained=int(state[CRITIC_BATCHES]),
             plateau=state.get("critic_plateau"),
         )
-    file = checkpoint_directory(data_dir, row.path) / INFO_FILE
-    if not file.is_file():
-        return None
-    known = CheckpointInfo.from_json(file.read_text(encoding="utf-8")).user_metadata
+    info = read_info(CheckpointStore(data_dir).directory(row.path))
+    known = {} if info is None else info.user_metadata
     if CRITIC_PATH not in known:
         return None
     return SavedCritic(path=known[CRITIC_PATH], num_pretrained=int(known[CRITIC_BATCHES]))
@@ -194,8 +183,8 @@ def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
 
 def _rows_with_files(run: RunReader, config: Config) -> list[CheckpointRow]:
     """The checkpoints whose files are there, oldest first; a service elsewhere keeps its own."""
-    is_elsewhere = bool(config.model.base_url)
-    return [row for row in run.checkpoints() if is_elsewhere or checkpoint_directory(run.directory, row.path).is_dir()]
+    is_elsewhere, store = bool(config.model.base_url), CheckpointStore(run.directory)
+    return [row for row in run.checkpoints() if is_elsewhere or store.has(row.path)]
 
 
 def last_checkpoint(run: RunReader) -> CheckpointRow:
@@ -204,22 +193,16 @@ def last_checkpoint(run: RunReader) -> CheckpointRow:
     if rows:
         return rows[-1]
     if run.checkpoints():
-        place = checkpoint_directory(run.directory, run.checkpoints()[-1].path)
+        place = CheckpointStore(run.directory).directory(run.checkpoints()[-1].path)
         raise CheckpointError(f"the files of this run's checkpoints are missing; expected {place}: copy them back")
     raise CheckpointError(f"{run.directory} has no checkpoint yet; turnwise train --resume begins it again")
 
 
 def remove_orphans(directory: Path, kept: Sequence[CheckpointRow]) -> None:
     """Delete checkpoints that no row knows: a process ended between writing the files and writing them down."""
-    known = {checkpoint_directory(directory, row.path) for row in kept}
     critics = [saved_critic(directory, row) for row in kept]
-    known |= {checkpoint_directory(directory, critic.path) for critic in critics if critic is not None}
-    for place in (directory / "checkpoints").glob("*/weights/*"):
-        if place not in known:
-            shutil.rmtree(place, ignore_errors=True)
-    for empty in (directory / "checkpoints").glob("*"):
-        if not any(empty.glob("*/*")):
-            shutil.rmtree(empty, ignore_errors=True)
+    paths = [saved.path for saved in (*kept, *critics) if saved is not None]
+    CheckpointStore(directory).keep_only(paths, kinds=("weights",))
 
 
 def evaluation_score(row: EvaluationRow) -> float:

@@ -3,7 +3,7 @@
     evaluate, warm up, then step by step:
         a batch of groups -> keep what can be learned from -> gradient -> optimizer -> publish -> log
 
-Groups are played in the background (`stream.py`); with `train.max_staleness` 0 that means: while the loop waits for
+Groups are played in the background (`supply.py`); with `train.max_staleness` 0 that means: while the loop waits for
 them, and synchronous training is this loop with lag 0. `rollout/sources.py` says where the data of a step comes from;
 the method says what is made of it. The loop talks to a `TrainingClient` and knows neither engine nor model. Ctrl-C ends
 the playing of attempts, but never a step that has begun to train; a checkpoint holds everything that a run needs to go
@@ -23,22 +23,22 @@ from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.assemble import Parts, critic_rate, make_optim
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.learner import Learner
+from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.training.pretrain import pretrain
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError
 from turnwise.training.record import Recorder
 from turnwise.training.run_state import RunState
 from turnwise.training.schedule import rate_factor
-from turnwise.training.sources import Batch, Supply
+from turnwise.training.steer import Steering
+from turnwise.training.supply import Batch, Supply
 from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
-from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.watch.observer import ObserverError
-from turnwise.watch.steer import Steering
 from turnwise.watch.watchdog import StalledError, Watchdog
 
 SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError)
@@ -54,7 +54,7 @@ class Loop:
         trainer: TrainingClient,
         renderer: Renderer,
         recorder: Recorder,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         interrupt: Interrupt,
         *,
         publisher: Publisher,

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
-from turnwise.client.checkpoints import INFO_FILE, SCHEMES
+from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import user
@@ -27,7 +28,7 @@ from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
 from turnwise.training.assemble import assemble, make_renderer
-from turnwise.training.checkpoint import checkpoint_directory, choose_checkpoint
+from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.setup import (
@@ -87,7 +88,7 @@ class PolicySampler:
         if self.checkpoint is None:
             return None
         if self.checkpoint.startswith(SCHEMES):
-            return checkpoint_directory(self.data_dir or model_store.home(), self.checkpoint)
+            return CheckpointStore(self.data_dir or model_store.home()).directory(self.checkpoint)
         return Path(self.checkpoint).expanduser()
 
     @property
@@ -128,7 +129,7 @@ class PolicySampler:
     def evaluate(self, *, label: str = "eval") -> Evaluation:
         """Play the held-out tasks of its config's world, as an evaluation of a run does."""
         config = self.config
-        config.rollout.check_backend()
+        find_publisher(config.rollout.backend)
         parts = assemble(config, find_facts(config), self._objects)
         if not parts.held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
@@ -189,7 +190,7 @@ def find_policy(
     if step is not None:
         raise ConfigError(f"--step is for run directories; {target} is none")
     if target.startswith(SCHEMES):
-        path = checkpoint_directory(model_store.home(), target)
+        path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
         config = read_config(named or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
         return PolicySampler(config, checkpoint=target, objects=objects)

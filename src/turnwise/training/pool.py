@@ -14,20 +14,24 @@ that is synchronous training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from turnwise.envs.base import Task
 from turnwise.rollout.group import DroppedGroup
 from turnwise.rollout.stats import RolloutStats
+from turnwise.runlog.groups import pack_trajectories, unpack_trajectories
+from turnwise.runlog.schema import PoolRow
 from turnwise.trajectory import TrajectoryGroup
 
 Outcome = TrajectoryGroup | DroppedGroup
 
 
-class State(StrEnum):
-    """Of a group, and of the attempts in it."""
+class GroupState(StrEnum):
+    """How far a group has come."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -37,25 +41,39 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
-    """What the deck gave: a task, and the seed of the group that is played at it."""
+class PoolRules:
+    """How many groups an update learns from, and how old they may be."""
+
+    batch_size: int
+    """Groups that must be done before an update starts."""
+    max_batch: int
+    """Groups that one update takes at most."""
+    max_staleness: int = 0
+    """Updates that may happen between drawing a token and learning from it."""
+    max_wait: int | None = None
+    """Updates after which a group is waited for; None means `max_staleness`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """A group that is to be played: its task and its seed."""
 
     number: int
-    """From 0; it decides the other two."""
+    """Counts from 0 over the whole run; task and seed follow from it."""
     task: Task
     seed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Place:
-    """One group in the pool."""
+class PoolEntry:
+    """One group in the pool, from the moment it is dealt until an update learns from it."""
 
-    deal: Deal
+    plan: GroupPlan
     admitted: int
-    """The step, counted in updates done, at which it came in."""
-    state: State = State.QUEUED
+    """Number of updates that were done when the group came in."""
+    state: GroupState = GroupState.QUEUED
     num_playing: int = 0
-    """Its attempts that are being played right now."""
+    """How many of its attempts are being played right now."""
     outcome: Outcome | None = None
     stats: RolloutStats = field(default_factory=RolloutStats)
 
@@ -80,78 +98,67 @@ def oldest_version(outcome: Outcome) -> int | None:
 
 
 class Pool:
-    """All groups between the deck and the trainer."""
+    """All groups that were dealt and that no update has learned from yet."""
 
     def __init__(
-        self,
-        deal: Callable[[int], Deal],
-        *,
-        batch_size: int,
-        max_batch: int,
-        max_staleness: int = 0,
-        max_wait: int | None = None,
-        step: int = 0,
-        num_dealt: int = 0,
+        self, plan_group: Callable[[int], GroupPlan], rules: PoolRules, *, step: int = 0, num_dealt: int = 0
     ) -> None:
-        """An empty pool.
+        """Make an empty pool.
 
         Args:
-            deal: the deal of a number.
-            batch_size: groups that have to be done before an update starts.
-            max_batch: groups that one update takes at most.
-            max_wait: updates after which a group is waited for; None: `max_staleness`.
-            step: updates done so far.
-            num_dealt: deals that were given out so far.
+            plan_group: Gives the task and the seed of the group with a number.
+            step: Number of updates done so far.
+            num_dealt: Number of groups that were dealt so far.
         """
-        self._deal = deal
-        self._batch_size = batch_size
-        self._max_batch = max_batch
-        self._max_staleness = max_staleness
-        self._max_wait = max_staleness if max_wait is None else max_wait
+        self._plan_group = plan_group
+        self._batch_size = rules.batch_size
+        self._max_batch = rules.max_batch
+        self._max_staleness = rules.max_staleness
+        self._max_wait = rules.max_staleness if rules.max_wait is None else rules.max_wait
         self.step = step
         self.num_dealt = num_dealt
-        self.places: dict[int, Place] = {}
-        """Queued, running and done, by number."""
-        self._learning: Sequence[Place] = ()
+        self.entries: dict[int, PoolEntry] = {}
+        """Groups that are queued, running or done, by number."""
+        self._learning: Sequence[PoolEntry] = ()
         self.consumed = LengthBias()
 
-    def admit(self, num_steps: int) -> list[Place]:
+    def admit(self, num_steps: int) -> list[PoolEntry]:
         """As many new groups as may start, given that the run ends after `num_steps` updates."""
-        num_done = sum(place.state is State.DONE for place in self.places.values())
+        num_done = sum(entry.state is GroupState.DONE for entry in self.entries.values())
         free = num_admissible(
             max_staleness=self._max_staleness,
             num_trained=0,
             batch_size=self._batch_size,
             num_accepted=num_done + len(self._learning),
-            num_running=len(self.places) - num_done,
+            num_running=len(self.entries) - num_done,
         )
         num_steps_left = num_steps - self.step - bool(self._learning)
-        wanted = num_steps_left * self._max_batch - len(self.places)  # what nobody would learn from is not played
+        wanted = num_steps_left * self._max_batch - len(self.entries)  # what nobody would learn from is not played
         return [self._admit() for _ in range(min(free, wanted))]
 
-    def _admit(self) -> Place:
-        place = Place(deal=self._deal(self.num_dealt), admitted=self.step)
-        self.places[self.num_dealt] = place
+    def _admit(self) -> PoolEntry:
+        entry = PoolEntry(plan=self._plan_group(self.num_dealt), admitted=self.step)
+        self.entries[self.num_dealt] = entry
         self.num_dealt += 1
-        return place
+        return entry
 
-    def restore(self, place: Place) -> None:
+    def restore(self, entry: PoolEntry) -> None:
         """Put back what another process had dealt; what was under way starts again."""
-        self.places[place.deal.number] = place
+        self.entries[entry.plan.number] = entry
 
-    def finish(self, place: Place, outcome: Outcome) -> None:
-        place.outcome, place.state = outcome, State.DONE
+    def finish(self, entry: PoolEntry, outcome: Outcome) -> None:
+        entry.outcome, entry.state = outcome, GroupState.DONE
 
     @property
-    def held_up_by(self) -> list[Place]:
+    def held_up_by(self) -> list[PoolEntry]:
         """Groups that are still played, of which one at least has to end before an update can start; oldest first.
 
         A group may wait for `max_wait` updates. Those that have to be learned from within the next k + 1 updates are
         at most as many as these can take; what is more has to be in this one. In a synchronous run that is all of it.
         """
         for updates_left in range(self._max_wait + 1):
-            due = [place for place in self._in_order() if place.admitted + self._max_wait - self.step <= updates_left]
-            playing = [place for place in due if place.state is not State.DONE]
+            due = [entry for entry in self._in_order() if entry.admitted + self._max_wait - self.step <= updates_left]
+            playing = [entry for entry in due if entry.state is not GroupState.DONE]
             num_needed_now = len(due) - updates_left * self._max_batch
             if len(due) - len(playing) < num_needed_now:
                 return playing
@@ -160,65 +167,65 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """An update can start."""
-        num_done = sum(place.state is State.DONE for place in self.places.values())
-        return num_done >= min(self._batch_size, len(self.places)) and not self.held_up_by
+        num_done = sum(entry.state is GroupState.DONE for entry in self.entries.values())
+        return num_done >= min(self._batch_size, len(self.entries)) and not self.held_up_by
 
-    def drop_stale(self, version: int) -> list[Place]:
+    def drop_stale(self, version: int) -> list[PoolEntry]:
         """Remove the groups that are too old for weights of that version to learn from."""
         stale = [
-            place
-            for place in self._in_order()
-            if place.state is State.DONE and _staleness(place, version) > self._max_staleness
+            entry
+            for entry in self._in_order()
+            if entry.state is GroupState.DONE and _staleness(entry, version) > self._max_staleness
         ]
-        for place in stale:
-            place.state = State.DROPPED
-            del self.places[place.deal.number]
+        for entry in stale:
+            entry.state = GroupState.DROPPED
+            del self.entries[entry.plan.number]
         return stale
 
-    def take(self) -> list[Place]:
+    def take(self) -> list[PoolEntry]:
         """The groups of the next update, in the order of their numbers: those that are done and waited longest."""
-        done = [place for place in self._in_order() if place.state is State.DONE]
-        done.sort(key=lambda place: place.admitted)
-        taken = sorted(done[: self._max_batch], key=lambda place: place.deal.number)
-        for place in taken:
-            place.state = State.CONSUMED
-            del self.places[place.deal.number]
+        done = [entry for entry in self._in_order() if entry.state is GroupState.DONE]
+        done.sort(key=lambda entry: entry.admitted)
+        taken = sorted(done[: self._max_batch], key=lambda entry: entry.plan.number)
+        for entry in taken:
+            entry.state = GroupState.CONSUMED
+            del self.entries[entry.plan.number]
         self._learning = taken
         self.consumed.add(taken)
         return taken
 
     def learned(self) -> None:
-        """The batch is learned: there is room for others."""
+        """The update is done, so other groups may start."""
         self._learning = ()
         self.step += 1
 
-    def give_back(self, places: Sequence[Place]) -> None:
+    def give_back(self, entries: Sequence[PoolEntry]) -> None:
         """Undo a `take` whose update never came, be it learned or not, and the dropping of stale groups before it."""
-        consumed = [place for place in places if place.state is State.CONSUMED]
+        consumed = [entry for entry in entries if entry.state is GroupState.CONSUMED]
         if tuple(self._learning) == tuple(consumed):
             self._learning = ()
         else:
             self.step -= 1
         self.consumed.remove(consumed)
-        self.put_back(places)
+        self.put_back(entries)
 
-    def put_back(self, places: Sequence[Place]) -> None:
-        """Groups that are done and nobody has learned from."""
-        for place in places:
-            place.state = State.DONE
-            self.places[place.deal.number] = place
+    def put_back(self, entries: Sequence[PoolEntry]) -> None:
+        """Put finished groups back that no update has learned from."""
+        for entry in entries:
+            entry.state = GroupState.DONE
+            self.entries[entry.plan.number] = entry
 
     def counts(self) -> dict[str, int]:
         """How many groups are in each state."""
-        counts = {str(state): 0 for state in (State.QUEUED, State.RUNNING, State.DONE)}
-        for place in self.places.values():
-            counts[place.state] += 1
+        counts = {str(state): 0 for state in (GroupState.QUEUED, GroupState.RUNNING, GroupState.DONE)}
+        for entry in self.entries.values():
+            counts[entry.state] += 1
         return counts
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that were drawn for the groups in it so far."""
-        return sum(place.stats.num_drawn for place in self.places.values())
+        """Number of tokens drawn so far for the groups in the pool."""
+        return sum(entry.stats.num_drawn for entry in self.entries.values())
 
     def length_bias(self) -> float | None:
         """Tokens of a group that was learned from over those of one that was started, minus 1.
@@ -226,36 +233,95 @@ class Pool:
         Groups that are still played count with what they have drawn so far, so long ones show before they are done.
         None before anything was learned.
         """
-        running = [place.stats.num_drawn for place in self.places.values() if place.state is not State.QUEUED]
+        running = [entry.stats.num_drawn for entry in self.entries.values() if entry.state is not GroupState.QUEUED]
         return self.consumed.against(running)
 
-    def _in_order(self) -> list[Place]:
-        return [self.places[number] for number in sorted(self.places)]
+    def _in_order(self) -> list[PoolEntry]:
+        return [self.entries[number] for number in sorted(self.entries)]
 
 
-def _staleness(place: Place, version: int) -> int:
-    assert place.outcome is not None, "a group that is done has an outcome"
-    oldest = oldest_version(place.outcome)
+def _staleness(entry: PoolEntry, version: int) -> int:
+    assert entry.outcome is not None, "a group that is done has an outcome"
+    oldest = oldest_version(entry.outcome)
     return 0 if oldest is None else version - oldest
 
 
 class LengthBias:
-    """Tokens of the groups that were learned from, over a whole run."""
+    """Counts the tokens of groups that were learned from over a whole run, to show whether long groups are missing."""
 
     def __init__(self, num_groups: int = 0, num_tokens: int = 0) -> None:
         self.num_groups = num_groups
         self.num_tokens = num_tokens
 
-    def add(self, places: Sequence[Place]) -> None:
-        self.num_groups += len(places)
-        self.num_tokens += sum(place.stats.num_drawn for place in places)
+    def add(self, entries: Sequence[PoolEntry]) -> None:
+        self.num_groups += len(entries)
+        self.num_tokens += sum(entry.stats.num_drawn for entry in entries)
 
-    def remove(self, places: Sequence[Place]) -> None:
-        self.num_groups -= len(places)
-        self.num_tokens -= sum(place.stats.num_drawn for place in places)
+    def remove(self, entries: Sequence[PoolEntry]) -> None:
+        self.num_groups -= len(entries)
+        self.num_tokens -= sum(entry.stats.num_drawn for entry in entries)
 
     def against(self, others: Sequence[int]) -> float | None:
         num_started, num_drawn = self.num_groups + len(others), self.num_tokens + sum(others)
         if not self.num_groups or not num_drawn:
             return None
         return (self.num_tokens / self.num_groups) / (num_drawn / num_started) - 1
+
+
+def entries_to_rows(entries: Iterable[PoolEntry]) -> list[PoolRow]:
+    """The entries as rows of the run directory, so that a run can go on in another process."""
+    return [_row(entry) for entry in entries]
+
+
+def rows_to_entries(rows: Iterable[PoolRow], plan_group: Callable[[int], GroupPlan]) -> list[PoolEntry]:
+    """Bring entries back from the run directory. `plan_group` gives the task and the seed of a number.
+
+    Groups that were done come back bit for bit. Groups that were queued or played start again from their beginning,
+    with the same task and the same seed.
+    """
+    return [_entry(row, plan_group(row.number)) for row in rows]
+
+
+def _row(entry: PoolEntry) -> PoolRow:
+    number, task_id, outcome = entry.plan.number, entry.plan.task.id, entry.outcome
+    if outcome is None:
+        return PoolRow(number=number, task_id=task_id, admitted=entry.admitted, outcome=None)
+    return PoolRow(
+        number=number,
+        task_id=task_id,
+        admitted=entry.admitted,
+        outcome=json.dumps(_outcome_fields(outcome) | {"stats": entry.stats.to_state()}),
+        trajectories=pack_trajectories(outcome.trajectories),
+        failed=pack_trajectories(outcome.failed),
+    )
+
+
+def _outcome_fields(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, DroppedGroup):
+        return {"task_id": outcome.task_id, "why": outcome.why, "detail": outcome.detail}
+    return {
+        "task_id": outcome.task_id,
+        "branch_turn": outcome.branch_turn,
+        "branch_probability": outcome.branch_probability,
+    }
+
+
+def _entry(row: PoolRow, plan: GroupPlan) -> PoolEntry:
+    if row.outcome is None:
+        return PoolEntry(plan=plan, admitted=row.admitted)
+    assert row.trajectories is not None, "a group that is done has its attempts"
+    assert row.failed is not None, "and those that failed"
+    fields = json.loads(row.outcome)
+    stats = fields.pop("stats")
+    trajectories, failed = unpack_trajectories(row.trajectories), unpack_trajectories(row.failed)
+    is_dropped = "why" in fields
+    kind = DroppedGroup if is_dropped else TrajectoryGroup
+    outcome: Outcome = kind(**fields, trajectories=trajectories, failed=failed)
+    kept = () if is_dropped else outcome.trajectories
+    return PoolEntry(
+        plan=plan,
+        admitted=row.admitted,
+        state=GroupState.DONE,
+        outcome=outcome,
+        stats=RolloutStats.from_state(stats, kept),
+    )

@@ -24,7 +24,7 @@ from turnwise.rollout.stats import RolloutStats
 from turnwise.training.assemble import Parts, make_optim
 from turnwise.training.critic import Critic
 from turnwise.training.stored import read_critic_attempts
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.watchdog import Watchdog
@@ -68,7 +68,7 @@ class Batches:
         self._parts = parts
         self._renderer = renderer
         self._source = source
-        self._stored: Deck[Trajectory] | None = None
+        self._stored: ShuffledItems[Trajectory] | None = None
 
     @property
     def is_played(self) -> bool:
@@ -83,7 +83,9 @@ class Batches:
             is_script = self._source == "demonstrations"
             stored = await self._demonstrations() if is_script else read_critic_attempts(self._source, config)
             rollout, train = self._parts.rollout, config.train
-            self._stored = Deck(stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic"))
+            self._stored = ShuffledItems(
+                stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic")
+            )
         return CriticBatch(trajectories=self._stored.batch(index))
 
     async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from turnwise.errors import TurnwiseError
 from turnwise.training.run_state import RunState
-from turnwise.training.sources import Batch
+from turnwise.training.supply import Batch
 
 SOLVED = "solved"
 MAX_SILENT_STEPS = 20

@@ -17,12 +17,11 @@ from turnwise.rollout.group import RolloutResult
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
-from turnwise.training.sources import Batch
-from turnwise.training.stream import Taken
+from turnwise.training.metrics import Learned
+from turnwise.training.supply import Batch, Taken
 from turnwise.trajectory import Trajectory
 from turnwise.types import TensorData
 from turnwise.watch.alarms import Alarm
-from turnwise.watch.metrics import Learned
 from turnwise.watch.observer import Observer, Observers
 
 
@@ -67,7 +66,7 @@ class Recorder:
         self.observers.evaluation(row)
 
     def checkpoint(self, row: CheckpointRow) -> None:
-        """A checkpoint is on record; `Checkpoints.save` wrote it."""
+        """A checkpoint is on record; `RunCheckpoints.save` wrote it."""
         self.observers.checkpoint(row)
 
     def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -214,10 +213,10 @@ def _dropped_attempts(shaped: RolloutResult, kept: Kept, played: _Played) -> Ite
 
 def _stale_attempts(taken: Taken) -> Iterator[AttemptRecord]:
     """Attempts of groups that nobody learns from because they grew too old."""
-    for place in taken.stale:
-        assert place.outcome is not None, "it was judged by its age"
-        yield from (AttemptRecord(trajectory=trajectory, outcome="stale") for trajectory in place.outcome.trajectories)
-        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in place.outcome.failed)
+    for entry in taken.stale:
+        assert entry.outcome is not None, "it was judged by its age"
+        yield from (AttemptRecord(trajectory=trajectory, outcome="stale") for trajectory in entry.outcome.trajectories)
+        yield from (AttemptRecord(trajectory=trajectory, outcome="failed") for trajectory in entry.outcome.failed)
 
 
 def _played_attempts(played: RolloutResult) -> Iterator[AttemptRecord]:

@@ -7,25 +7,24 @@ Nothing here is spent: no weights are loaded, and no file is written. A mistake 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from turnwise.backends import find_publisher
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device
-from turnwise.errors import ConfigError, ServiceError
+from turnwise.errors import ConfigError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.training.assemble import Parts, assemble
 from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation, last_checkpoint, saved_critic
-from turnwise.training.critic_config import CRITIC_METHODS
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.run_state import RunState, read_state
@@ -155,7 +154,7 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
-    config.rollout.check_backend()
+    find_publisher(config.rollout.backend)
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
     parts = assemble(config, facts, objects)
@@ -231,14 +230,7 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             config.model.base_url,
             tokenizer=find_model(config),
             user_metadata={"run": config.run.name},
-            needs_critics=config.method.name in CRITIC_METHODS,
+            needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
     return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
-
-
-def delete_checkpoint(service: AnyService, path: str) -> None:
-    """Delete a checkpoint that a service elsewhere keeps; one that stays costs room there, not the run."""
-    if isinstance(service, RemoteServiceClient):
-        with contextlib.suppress(ServiceError):
-            service.delete_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Items dealt in shuffled passes: each comes once before any comes again.
+"""Gives items out in shuffled passes: each comes once before any comes again.
 
 A batch depends on its number and the seed alone, so a resumed run goes on with the very tasks that were next.
 """
@@ -17,7 +17,9 @@ from turnwise.rollout.seeds import derive_seed
 T = TypeVar("T")
 
 
-class Deck(Generic[T]):
+class ShuffledItems(Generic[T]):
+    """An endless sequence of batches of the items."""
+
     def __init__(self, items: Sequence[T], batch_size: int, seed: int) -> None:
         if not items:
             raise ConfigError("there is nothing to draw from")
@@ -25,18 +27,18 @@ class Deck(Generic[T]):
         self._batch_size = batch_size
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
-        """Of the pass that was dealt from last."""
+        """The order of the pass that was asked for last, by its number."""
 
     def __len__(self) -> int:
         return len(self._items)
 
     def batch(self, index: int) -> list[T]:
-        """The batch of that number, from 0; a batch may reach over the end of a pass."""
+        """The batch with that number, from 0. A batch may reach over the end of a pass."""
         first = index * self._batch_size
         return [self.item(position) for position in range(first, first + self._batch_size)]
 
     def item(self, position: int) -> T:
-        """The item that is dealt as that number, from 0, over all batches."""
+        """The item at that position, from 0, over all batches."""
         number, offset = divmod(position, len(self._items))
         if number not in self._orders:
             rng = np.random.default_rng(derive_seed(self._seed, "pass", number))

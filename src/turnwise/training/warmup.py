@@ -16,16 +16,16 @@ from turnwise.envs.base import World
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.seeds import derive_seed
-from turnwise.training.task_order import Deck
+from turnwise.training.metrics import strip_reductions
+from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams, Datum
-from turnwise.watch.metrics import strip_reductions
 
 
-def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> Deck[list[Datum]]:
+def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> ShuffledItems[list[Datum]]:
     """The world's dialogues as datums, in batches."""
     dialogue_seed = derive_seed(seed, "demonstrations")
     datums = read_demonstrations(world, renderer, config.demonstrations, dialogue_seed)
-    return Deck(datums, config.batch_size, dialogue_seed)
+    return ShuffledItems(datums, config.batch_size, dialogue_seed)
 
 
 def read_demonstrations(world: World, renderer: Renderer, count: int, seed: int) -> list[list[Datum]]:

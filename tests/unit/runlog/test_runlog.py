@@ -100,16 +100,16 @@ def test_shared_prompts_are_stored_once(writer: RunWriter, make_trajectory: Make
 
 def test_a_run_can_be_read_while_it_is_written_and_shows_whole_steps_only(writer: RunWriter) -> None:
     reader = RunReader(writer.directory)
-    writer.metrics(1, {"reward": 0.5})
-    assert reader.metric("reward") == []
+    writer.metrics(1, {"rollout/reward_mean": 0.5})
+    assert reader.metric("rollout/reward_mean") == []
     writer.commit(1)
-    assert reader.metric("reward") == [(1, 0.5)]
+    assert reader.metric("rollout/reward_mean") == [(1, 0.5)]
 
 
 def test_metrics_that_were_not_measured_are_nan(writer: RunWriter) -> None:
-    writer.metrics(1, {"reward": math.nan})
+    writer.metrics(1, {"rollout/reward_mean": math.nan})
     writer.commit(1)
-    assert math.isnan(RunReader(writer.directory).metric("reward")[0][1])
+    assert math.isnan(RunReader(writer.directory).metric("rollout/reward_mean")[0][1])
 
 
 def test_everything_else_comes_back(writer: RunWriter) -> None:
@@ -144,14 +144,16 @@ def test_only_the_first_and_the_latest_certificate_are_kept_when_all_are_good(wr
 
 def test_later_steps_are_forgotten_when_a_run_goes_on(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
     for step in (1, 2, 3):
-        writer.metrics(step, {name: float(step) for name in ("reward", "warmup/loss", "critic/sampled_tokens")})
+        writer.metrics(
+            step, {name: float(step) for name in ("rollout/reward_mean", "warmup/loss", "critic/sampled_tokens")}
+        )
         writer.attempts(step, "train", [AttemptRecord(trajectory=make_trajectory(), outcome="trained")])
         writer.evaluation(_evaluation(step))
     writer.commit(3)
     writer.forget_after(1, warmup_steps=2, critic_batches=1)
     writer.commit(1)
     run = RunReader(writer.directory)
-    assert run.metric("reward") == run.metric("critic/sampled_tokens") == [(1, 1.0)]
+    assert run.metric("rollout/reward_mean") == run.metric("critic/sampled_tokens") == [(1, 1.0)]
     assert run.metric("warmup/loss") == [(1, 1.0), (2, 2.0)], "it is counted on its own"
     assert [row.step for row in run.attempts()] == [1]
     assert [row.step for row in run.evaluations()] == [1]
@@ -179,7 +181,7 @@ def test_the_oldest_train_tokens_go_first_and_are_counted(tmp_path: Path, make_t
 
     writer.attempts(0, "eval", [noisy(0)])
     for step in range(1, 121):
-        writer.metrics(step, {"reward": 1.0})
+        writer.metrics(step, {"rollout/reward_mean": 1.0})
         writer.attempts(step, "train", [noisy(step)])
         writer.commit(step)
     run = RunReader(writer.directory)
@@ -188,7 +190,7 @@ def test_the_oldest_train_tokens_go_first_and_are_counted(tmp_path: Path, make_t
     kept = [row.step for row in rows if row.has_tokens]
     assert kept == list(range(kept[0], 121)), "the oldest go first"
     assert all(row.has_tokens for row in run.attempts(phase="eval"))
-    assert len(run.metric("reward")) == 120
+    assert len(run.metric("rollout/reward_mean")) == 120
     events = run.events("dropped")
     assert sum(event.detail["num_trajectories"] for event in events) == 120 - len(kept)
     assert all(event.detail["why"] == "run.max_size_mb=1" for event in events)

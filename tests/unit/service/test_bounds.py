@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.engine.config import EngineConfig
-from turnwise.service.training.parked_adapters import Room
+from turnwise.service.training.parked_adapters import DeviceLimit
 from unit.service.conftest import Serve, training_body
 
 PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}
@@ -46,14 +46,14 @@ async def test_adapters_beyond_the_memory_bound_are_parked_and_come_back(serve: 
     async with serve() as wire:
         await wire.model(rank=8)
         (model,) = wire.service.training
-        one = model.place.num_bytes
+        one = model.adapter.num_bytes
         assert one > 4 * 4 * 1000, "weights, gradient and two moments of float32"
     async with serve(max_resident_bytes=2 * one) as wire:
         models = [await wire.model(rank=8) for _ in range(4)]
         losses = [(await wire.result(await wire.train(each, 1)))["metrics"]["loss:sum"] for each in models]
         wire.service.sweep()
         await wire.loss(models[3], 2)  # behind what the sweep had queued
-        resident = sum(each.place.num_bytes for each in wire.service.training)
+        resident = sum(each.adapter.num_bytes for each in wire.service.training)
         seqs = (2, 2, 2, 3)
         again = [await wire.loss(each, seq) for each, seq in zip(models, seqs, strict=True)]
     assert resident <= 3 * one, "the bound, and what was brought back just now"
@@ -63,10 +63,10 @@ async def test_adapters_beyond_the_memory_bound_are_parked_and_come_back(serve: 
 def test_the_longest_idle_leave_first_until_the_rest_fits() -> None:
     sizes = {"a": 5, "b": 1, "c": 4, "d": 2}
     resident = list(sizes)
-    assert Room(10, 100).to_leave(resident, resident, sizes.__getitem__) == []
-    assert Room(2, 100).to_leave(resident, ["b", "c", "a"], sizes.__getitem__) == ["b", "c"]
-    assert Room(10, 7).to_leave(resident, ["a", "b"], sizes.__getitem__) == ["a"]
-    assert Room(10, 1).to_leave(resident, ["b"], sizes.__getitem__) == ["b"], "what is in use stays"
+    assert DeviceLimit(10, 100).choose_to_park(resident, resident, sizes.__getitem__) == []
+    assert DeviceLimit(2, 100).choose_to_park(resident, ["b", "c", "a"], sizes.__getitem__) == ["b", "c"]
+    assert DeviceLimit(10, 7).choose_to_park(resident, ["a", "b"], sizes.__getitem__) == ["a"]
+    assert DeviceLimit(10, 1).choose_to_park(resident, ["b"], sizes.__getitem__) == ["b"], "what is in use stays"
 
 
 async def test_a_stopped_engine_is_said_and_nothing_is_taken_in(serve: Serve) -> None:

@@ -100,7 +100,7 @@ async def test_idle_adapters_are_parked_and_come_back_as_they_were(serve: Serve)
                 crowded.append(output["metrics"]["loss:sum"])
             for model in (first, second):  # each gradient waits on disk while the other trains
                 await wire.result(await wire.step(model, 2 * step + 2))
-        resident = [model.place.is_resident for model in wire.service.training]
+        resident = [model.adapter.is_resident for model in wire.service.training]
     async with serve(max_resident_adapters=9) as wire:
         roomy: list[float] = []
         first, second = await wire.model(seed=1), await wire.model(seed=2)

@@ -18,10 +18,10 @@ from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import Deck
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
@@ -78,7 +78,7 @@ class Rig:
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
         recorder = Recorder(self.writer, [LineView()], num_steps=self.config.train.steps)
-        checkpoints = Checkpoints(self.trainer, self.writer, [], max_kept=2)
+        checkpoints = RunCheckpoints(self.trainer, self.writer, [], max_kept=2)
         parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
         return Loop(*parts, publisher=LocalPublisher())
 
@@ -88,7 +88,7 @@ class Rig:
         return Parts(
             config=config,
             world=self.world,
-            tasks=Deck(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
+            tasks=ShuffledItems(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.client.checkpoints import CheckpointStore
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
@@ -14,7 +15,7 @@ from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.checkpoint import Checkpoints, best_evaluation, checkpoint_directory, choose_checkpoint
+from turnwise.training.checkpoint import RunCheckpoints, best_evaluation, choose_checkpoint
 
 
 def _evaluation(step: int, success: float, *, reward: float = 0.0, label: str = "step") -> EvaluationRow:
@@ -37,10 +38,10 @@ class _Run:
         self.writer = RunWriter.create(directory, config_to_yaml(config or Config()), max_size_mb=8)
         self.checkpoints = self.store()
 
-    def store(self, best: EvaluationRow | None = None) -> Checkpoints:
+    def store(self, best: EvaluationRow | None = None) -> RunCheckpoints:
         trainer = RecordingTrainer(ScriptedSampler(lambda _: [7]))
         kept = RunReader(self.directory).checkpoints()
-        return Checkpoints(trainer, self.writer, kept, max_kept=2, best=best)
+        return RunCheckpoints(trainer, self.writer, kept, max_kept=2, best=best)
 
     async def evaluate(self, row: EvaluationRow) -> None:
         """What the loop does after an evaluation, with files that are really there."""
@@ -53,7 +54,7 @@ class _Run:
 
     async def save(self, step: int) -> None:
         row = await self.checkpoints.save(step, 0)
-        checkpoint_directory(self.directory, row.path).mkdir(parents=True, exist_ok=True)
+        CheckpointStore(self.directory).directory(row.path).mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
         return [row.step for row in RunReader(self.directory).checkpoints()]

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.training.checkpoint import NOTHING_DONE
-from turnwise.training.entropy import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
 from turnwise.trajectory import Branch, EndReason, Message, ToolCall, Trajectory, TrajectoryGroup, Turn
+from turnwise.watch.entropy import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
 from unit.training.conftest import MakeRig
 
 CALL = (ToolCall(name="add", arguments={}),)

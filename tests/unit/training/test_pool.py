@@ -13,8 +13,17 @@ from turnwise.envs.base import Task
 from turnwise.errors import Party
 from turnwise.rollout.group import DroppedGroup
 from turnwise.rollout.stats import RolloutStats
-from turnwise.training.pool import Deal, LengthBias, Place, Pool, State, num_admissible
-from turnwise.training.pool_rows import places_to_rows, rows_to_places
+from turnwise.training.pool import (
+    GroupPlan,
+    GroupState,
+    LengthBias,
+    Pool,
+    PoolEntry,
+    PoolRules,
+    entries_to_rows,
+    num_admissible,
+    rows_to_entries,
+)
 from turnwise.trajectory import (
     Branch,
     EndReason,
@@ -27,8 +36,8 @@ from turnwise.trajectory import (
 )
 
 
-def _deal(number: int) -> Deal:
-    return Deal(number=number, task=Task(id=f"task-{number}", data={}), seed=1000 + number)
+def _plan(number: int) -> GroupPlan:
+    return GroupPlan(number=number, task=Task(id=f"task-{number}", data={}), seed=1000 + number)
 
 
 def _turn(version: int, **fields: object) -> Turn:
@@ -58,24 +67,24 @@ def test_the_capacity_rule_gives_areals_number() -> None:
 
 
 def test_without_lag_one_batch_is_admitted_after_the_other_is_learned() -> None:
-    pool = Pool(_deal, batch_size=3, max_batch=3)
+    pool = Pool(_plan, PoolRules(batch_size=3, max_batch=3))
     first = pool.admit(num_steps=2)
-    assert [place.deal.number for place in first] == [0, 1, 2]
+    assert [entry.plan.number for entry in first] == [0, 1, 2]
     assert pool.admit(num_steps=2) == []
-    for place in first[:2]:
-        pool.finish(place, _group(0))
+    for entry in first[:2]:
+        pool.finish(entry, _group(0))
     assert not pool.is_ready, "the whole batch is waited for"
     pool.finish(first[2], _group(0))
     assert pool.is_ready
     assert pool.take() == first
     assert pool.admit(num_steps=2) == [], "the update is not done"
     pool.learned()
-    assert [place.deal.number for place in pool.admit(num_steps=2)] == [3, 4, 5]
+    assert [entry.plan.number for entry in pool.admit(num_steps=2)] == [3, 4, 5]
     assert pool.admit(num_steps=2) == []
 
 
 def test_nothing_is_played_that_no_update_would_learn_from() -> None:
-    pool = Pool(_deal, batch_size=4, max_batch=4, max_staleness=3)
+    pool = Pool(_plan, PoolRules(batch_size=4, max_batch=4, max_staleness=3))
     assert len(pool.admit(num_steps=2)) == 8
 
 
@@ -83,7 +92,7 @@ class _Run:
     """A run whose groups end in any order; weights are read once per group, when it starts."""
 
     def __init__(self, *, lag: int, batch: int, steps: int, max_wait: int | None, seed: int) -> None:
-        self.pool = Pool(_deal, batch_size=batch, max_batch=batch, max_staleness=lag, max_wait=max_wait)
+        self.pool = Pool(_plan, PoolRules(batch_size=batch, max_batch=batch, max_staleness=lag, max_wait=max_wait))
         self.random = random.Random(seed)
         self.steps = steps
         self.started: dict[int, int] = {}
@@ -96,20 +105,20 @@ class _Run:
     def play(self, *, until: int | None = None) -> None:
         pool = self.pool
         while pool.step < (self.steps if until is None else until):
-            for place in pool.admit(self.steps):
-                self.started[place.deal.number] = pool.step
-            self.largest = max(self.largest, len(pool.places))
+            for entry in pool.admit(self.steps):
+                self.started[entry.plan.number] = pool.step
+            self.largest = max(self.largest, len(pool.entries))
             while not pool.is_ready:
-                playing = [place for place in pool.places.values() if place.state is not State.DONE]
-                place = self.random.choice(playing)
-                pool.finish(place, _group(self.started[place.deal.number]))
-                self.stale += [place.deal.number for place in pool.drop_stale(pool.step)]
-                for place in pool.admit(self.steps):
-                    self.started[place.deal.number] = pool.step
+                playing = [entry for entry in pool.entries.values() if entry.state is not GroupState.DONE]
+                entry = self.random.choice(playing)
+                pool.finish(entry, _group(self.started[entry.plan.number]))
+                self.stale += [entry.plan.number for entry in pool.drop_stale(pool.step)]
+                for entry in pool.admit(self.steps):
+                    self.started[entry.plan.number] = pool.step
             taken = pool.take()
-            self.consumed += [place.deal.number for place in taken]
-            self.waits += [pool.step - place.admitted for place in taken]
-            self.staleness += [pool.step - self.started[place.deal.number] for place in taken]
+            self.consumed += [entry.plan.number for entry in taken]
+            self.waits += [pool.step - entry.admitted for entry in taken]
+            self.staleness += [pool.step - self.started[entry.plan.number] for entry in taken]
             pool.learned()
 
 
@@ -125,23 +134,25 @@ def test_in_any_order_of_ends_nothing_is_lost_doubled_starved_or_too_old(
     assert max(run.staleness) <= lag
     assert run.stale == []
     assert run.largest <= (lag + 1) * batch
-    assert not run.pool.places
+    assert not run.pool.entries
 
 
 @settings(max_examples=40, deadline=None)
 @given(lag=st.integers(0, 3), steps=st.integers(2, 8), at=st.integers(1, 7), seed=st.integers(0, 10_000))
-def test_a_pool_that_goes_on_in_another_process_consumes_every_deal_once_and_does_not_burst(
+def test_a_pool_that_goes_on_in_another_process_consumes_every_plan_once_and_does_not_burst(
     lag: int, steps: int, at: int, seed: int
 ) -> None:
     whole = _Run(lag=lag, batch=3, steps=steps, max_wait=None, seed=seed)
     whole.play(until=min(at, steps))
-    rows = places_to_rows(whole.pool.places.values())
+    rows = entries_to_rows(whole.pool.entries.values())
     again = _Run(lag=lag, batch=3, steps=steps, max_wait=None, seed=seed + 1)
     old = whole.pool
-    again.pool = Pool(_deal, batch_size=3, max_batch=3, max_staleness=lag, step=old.step, num_dealt=old.num_dealt)
-    for place in rows_to_places(rows, _deal):
-        again.pool.restore(place)
-        again.started[place.deal.number] = whole.started[place.deal.number] if place.outcome else old.step
+    again.pool = Pool(
+        _plan, PoolRules(batch_size=3, max_batch=3, max_staleness=lag), step=old.step, num_dealt=old.num_dealt
+    )
+    for entry in rows_to_entries(rows, _plan):
+        again.pool.restore(entry)
+        again.started[entry.plan.number] = whole.started[entry.plan.number] if entry.outcome else old.step
     again.play()
     assert Counter(whole.consumed + again.consumed) == Counter(range(3 * steps))
     assert again.largest <= (lag + 1) * 3
@@ -158,33 +169,33 @@ def test_a_longer_wait_than_the_lag_drops_whole_groups_that_grew_too_old() -> No
 
 
 def test_the_oldest_token_decides_how_old_a_group_is() -> None:
-    pool = Pool(_deal, batch_size=1, max_batch=1, max_staleness=1)
-    (place, other) = pool.admit(num_steps=9)
-    pool.finish(place, _group(3, 4, 5))
+    pool = Pool(_plan, PoolRules(batch_size=1, max_batch=1, max_staleness=1))
+    (entry, other) = pool.admit(num_steps=9)
+    pool.finish(entry, _group(3, 4, 5))
     pool.finish(other, _group(4, 5))
-    assert pool.drop_stale(version=5) == [place]
-    assert place.state is State.DROPPED
+    assert pool.drop_stale(version=5) == [entry]
+    assert entry.state is GroupState.DROPPED
 
 
 def test_an_update_may_start_before_it_is_full() -> None:
-    pool = Pool(_deal, batch_size=2, max_batch=4, max_staleness=1)
-    places = pool.admit(num_steps=9)
-    assert len(places) == 4, "so many that each is learned from within the lag, however small the updates are"
-    for place in places[1:3]:
-        pool.finish(place, _group(0))
+    pool = Pool(_plan, PoolRules(batch_size=2, max_batch=4, max_staleness=1))
+    entries = pool.admit(num_steps=9)
+    assert len(entries) == 4, "so many that each is learned from within the lag, however small the updates are"
+    for entry in entries[1:3]:
+        pool.finish(entry, _group(0))
     assert pool.is_ready
-    assert pool.take() == places[1:3]
+    assert pool.take() == entries[1:3]
 
 
 def test_length_bias_is_negative_while_the_long_ones_are_still_played() -> None:
-    def place(drawn: int) -> Place:
+    def entry(drawn: int) -> PoolEntry:
         stats = RolloutStats()
         stats.add_sampled(drawn)
-        return Place(deal=_deal(0), admitted=0, stats=stats)
+        return PoolEntry(plan=_plan(0), admitted=0, stats=stats)
 
     bias = LengthBias()
     assert bias.against([5]) is None
-    bias.add([place(10), place(10)])
+    bias.add([entry(10), entry(10)])
     assert bias.against([]) == pytest.approx(0.0)
     assert bias.against([100]) == pytest.approx(10 / 40 - 1)
 
@@ -223,13 +234,13 @@ def test_what_is_done_comes_back_bit_for_bit_and_the_rest_is_queued() -> None:
     stats.add_sampled(7)
     stats.add_wait(Party.ENV, 0.1)
     dropped = DroppedGroup(task_id="u", why="group_too_small", detail="1 left", failed=(failed,))
-    places = [
-        Place(deal=_deal(3), admitted=1, state=State.DONE, outcome=group, stats=stats),
-        Place(deal=_deal(4), admitted=2, state=State.DONE, outcome=dropped),
-        Place(deal=_deal(5), admitted=2, state=State.RUNNING, num_playing=2),
+    entries = [
+        PoolEntry(plan=_plan(3), admitted=1, state=GroupState.DONE, outcome=group, stats=stats),
+        PoolEntry(plan=_plan(4), admitted=2, state=GroupState.DONE, outcome=dropped),
+        PoolEntry(plan=_plan(5), admitted=2, state=GroupState.RUNNING, num_playing=2),
     ]
-    done, gone, queued = rows_to_places(places_to_rows(places), _deal)
+    done, gone, queued = rows_to_entries(entries_to_rows(entries), _plan)
     assert done.outcome == group
     assert done.stats.metrics() == stats.metrics()
     assert gone.outcome == dropped
-    assert (queued.state, queued.deal, queued.admitted, queued.num_playing) == (State.QUEUED, _deal(5), 2, 0)
+    assert (queued.state, queued.plan, queued.admitted, queued.num_playing) == (GroupState.QUEUED, _plan(5), 2, 0)

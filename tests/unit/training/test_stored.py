@@ -24,7 +24,7 @@ from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import assemble
 from turnwise.training.pairs import StoredPair, read_stored_pairs, write_pairs
 from turnwise.training.pretrain import Batches
-from turnwise.training.sources import Supply
+from turnwise.training.supply import Supply
 from turnwise.trajectory import Trajectory, Turn
 from turnwise.watch.watchdog import Watchdog
 from unit.credit.branches import make_branches, make_continuation

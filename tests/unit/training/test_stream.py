@@ -14,7 +14,7 @@ from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
 from turnwise.training.run_state import RunState
-from turnwise.training.sources import Supply
+from turnwise.training.supply import Supply
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput
 from turnwise.watch.watchdog import Watchdog
@@ -125,8 +125,8 @@ async def test_what_is_played_when_a_run_stops_is_queued_again_with_the_same_tas
     assert (state.num_dealt, state.version) == (3, 3)
     resumed, _ = make_supply(GateWorld(), tasks_per_step=1, state=state)
     assert resumed.stream is not None
-    seeds = [place.deal.seed for place in resumed.stream.pool.places.values()]
-    assert seeds == [place.deal.seed for place in supply.stream.pool.places.values()]
+    seeds = [place.plan.seed for place in resumed.stream.pool.entries.values()]
+    assert seeds == [place.plan.seed for place in supply.stream.pool.entries.values()]
     assert resumed.stream.pool.num_dealt == 3, "nothing is dealt beyond what was in the pool"
     batch = await resumed.batch(0)
     assert [task.id for task in batch.tasks] == [state.pool[1].task_id], "what was done is not played again"

@@ -21,7 +21,7 @@ from turnwise.rollout.replay import replay
 from turnwise.training.assemble import Parts
 from turnwise.training.evaluate import evaluate
 from turnwise.training.run_state import RunState
-from turnwise.training.sources import Batch, Supply
+from turnwise.training.supply import Batch, Supply
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams
 from turnwise.watch.watchdog import Watchdog

@@ -21,9 +21,9 @@ from turnwise.engine.budget import PassLimit
 from turnwise.engine.ops import for_device
 
 MIN_SHARED = 16
-"""Sharing fewer tokens than this is not worth a node of its own."""
+"""A shared beginning of fewer tokens does not get a node of its own."""
 NO_SHARING = 1 << 30
-"""As `min_shared`: every datum on its own."""
+"""The `min_shared` that keeps every datum on its own."""
 
 Array = np.ndarray
 
@@ -91,7 +91,7 @@ class _Forest:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One forward pass."""
+    """The tokens of one forward pass, laid out as a forest."""
 
     input_ids: Array
     """[N]"""
@@ -99,7 +99,7 @@ class PackedBatch:
     """[N]"""
     plan: TreePlan
     members: list[int]
-    """Which of the caller's sequences are in it."""
+    """The numbers of the caller's sequences that are in this pass."""
     packed_index: list[Array]
     """Per member: [its length], the packed token that holds each of its positions."""
 
@@ -144,7 +144,7 @@ def num_shared(a: Array, b: Array) -> int:
 
 
 def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
-    """Enough tokens for a node of its own, or a sequence that needs no token of its own."""
+    """Whether two sequences share enough tokens for a node, or one is the whole start of the other."""
     return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
 
 
@@ -160,11 +160,11 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
         if is_worth_sharing(sequences[previous], sequences[index], common, min_shared):
             shared[place] = common
     lengths = [len(sequences[index]) for index in order]
-    cuts, largest = _cut(lengths, shared, limit)
+    cuts, largest = cut_passes(lengths, shared, limit)
     low, high = 0, limit.alone if len(cuts) > 1 else 0
     while high - low > max(1, limit.alone // 64):
         middle = (low + high) // 2
-        others, other_largest = _cut(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
+        others, other_largest = cut_passes(lengths, shared, PassLimit(alone=middle, sharing=limit.sharing))
         if len(others) > len(cuts):
             low = middle
             continue
@@ -175,8 +175,8 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
         yield order[start:stop]
 
 
-def _cut(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
-    """Where passes begin when each takes what it can, and the tokens of the largest.
+def cut_passes(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
+    """Where passes begin when each takes as many sequences as it can, and the tokens of the largest pass.
 
     What a sequence shares with the one before it costs nothing.
     """
@@ -202,15 +202,14 @@ def pack(sequences: Sequence[Array], members: Sequence[int], *, min_shared: int 
     for node in forest.nodes:
         input_ids[node.start : node.stop] = node.tokens
         position_ids[node.start : node.stop] = np.arange(node.depth, node.depth + len(node.tokens))
-    index = [np.concatenate([np.arange(n.start, n.stop) for n in path])[: len(s)] for path, s in _zip(forest, chosen)]
+    index = [
+        np.concatenate([np.arange(node.start, node.stop) for node in path])[: len(sequence)]
+        for path, sequence in zip(forest.paths, chosen, strict=True)
+    ]
     levels: list[list[Pair]] = []
     _collect_pairs(forest.roots, 0, levels)
     bounds = [*(node.start for node in forest.nodes), forest.size]
     return PackedBatch(input_ids, position_ids, TreePlan(bounds, levels), order, index)
-
-
-def _zip(forest: _Forest, chosen: Sequence[Array]) -> Iterator[tuple[list[_Node], Array]]:
-    return zip(forest.paths, chosen, strict=True)
 
 
 def _collect_pairs(nodes: Sequence[_Node], depth: int, levels: list[list[Pair]]) -> None:
@@ -229,9 +228,9 @@ class Entries:
     host_tokens: Array
     """[R] packed token of each row, ascending; a token appears once per temperature asked of it."""
     host_rows: Array
-    """[E] the row of each entry, ascending"""
+    """[E] the row of each entry, ascending."""
     row_tokens: torch.Tensor
-    """[R] the same on the device"""
+    """[R] `host_tokens` on the device."""
     row_temperatures: torch.Tensor
     """[R]"""
     rows: torch.Tensor

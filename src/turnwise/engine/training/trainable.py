@@ -36,8 +36,11 @@ class Trainable(Protocol):
     """AdamW's second moments, in the order of `flat`."""
     num_steps: int
     """Optimizer steps taken so far."""
-    objective: Objective
-    """What a pass computes at each position: the logprob of a target token, or the value of the state."""
+
+    @property
+    def objective(self) -> Objective:
+        """What a pass computes at each position: the logprob of a target token, or the value of the state."""
+        ...
 
     @property
     def num_bytes(self) -> int:

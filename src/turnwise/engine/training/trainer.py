@@ -42,7 +42,7 @@ class Routed(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """One client's batch: its datums, and the weights that they run with."""
 
     weights: Routed
@@ -69,7 +69,7 @@ class JobResult:
 class _Share:
     """One job's part of one pass."""
 
-    job: Job
+    job: TrainingJob
     result: JobResult
     members: Sequence[int]
     """Which of the job's datums run in this pass."""
@@ -99,7 +99,9 @@ class Trainer:
         self.limit = limit
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
 
-    def read(self, job: Job, *, only_trained: bool, with_entropy: bool = False) -> Generator[None, None, JobResult]:
+    def read(
+        self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
+    ) -> Generator[None, None, JobResult]:
         """The objective's numbers under `job.weights`, without a gradient."""
         result = self._start(job, with_entropy)
         for members in self._passes(job, only_trained=only_trained):
@@ -111,13 +113,13 @@ class Trainer:
             yield
         return result
 
-    def add_reference(self, job: Job, result: JobResult, reference: Policy) -> Generator[None, None, None]:
+    def add_reference(self, job: TrainingJob, result: JobResult, reference: Policy) -> Generator[None, None, None]:
         """Give a result's loss columns the logprobs of `reference`, for a KL term."""
         known = yield from self.read(replace(job, weights=reference), only_trained=True)
         result.columns = replace(result.columns, ref_logprobs_T=known.outputs)
 
     def forward_backward(
-        self, jobs: Sequence[Job], loss: PassLoss, reference: Policy | None
+        self, jobs: Sequence[TrainingJob], loss: PassLoss, reference: Policy | None
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Add each job's gradient to its trainable's. Jobs run side by side, and all have one objective."""
         results = [self._start(job, loss.needs_entropy) for job in jobs]
@@ -140,7 +142,7 @@ class Trainer:
             yield
         return [make_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
 
-    def backward_from(self, job: Job, grad_T: Tensor) -> Generator[None, None, None]:
+    def backward_from(self, job: TrainingJob, grad_T: Tensor) -> Generator[None, None, None]:
         """Add the gradient of sum(grad_T * outputs_T): a loss that was differentiated elsewhere."""
         result = self._start(job, False)
         for members in self._passes(job, only_trained=True):
@@ -148,14 +150,14 @@ class Trainer:
             self._run_backward([share], lambda _share, _outputs, _entropies, columns: (grad_T[columns], None))
             yield
 
-    def _whole_batch(self, job: Job, result: JobResult, loss: PassLoss) -> Generator[None, None, None]:
+    def _whole_batch(self, job: TrainingJob, result: JobResult, loss: PassLoss) -> Generator[None, None, None]:
         """A loss over pairs that no single pass can hold: all logprobs first, then the gradient through the model."""
         known = yield from self.read(job, only_trained=True)
         result.outputs, result.is_known = known.outputs, known.is_known
         grad_T, _ = position_gradients(loss, result.outputs, None, result.columns)
         yield from self.backward_from(job, grad_T)
 
-    def _start(self, job: Job, with_entropy: bool) -> JobResult:
+    def _start(self, job: TrainingJob, with_entropy: bool) -> JobResult:
         device = self.model.device
         columns = job.objective.collate(job.datums).to(device)
         offsets = np.cumsum([0, *(len(d.input_ids) for d in job.datums)])
@@ -163,7 +165,7 @@ class Trainer:
         known = torch.zeros(int(offsets[-1]), dtype=torch.bool, device=device)
         return JobResult(columns, offsets, zeros, zeros.clone() if with_entropy else None, known)
 
-    def _passes(self, job: Job, *, only_trained: bool) -> list[list[int]]:
+    def _passes(self, job: TrainingJob, *, only_trained: bool) -> list[list[int]]:
         """The job's datums, cut into passes; a datum that nothing is asked of does not run."""
         chosen = [i for i, d in enumerate(job.datums) if len(d.asked(only_trained=only_trained).positions)]
         sequences = [job.datums[i].input_ids for i in chosen]
@@ -292,7 +294,7 @@ def position_gradients(
     return grad, grads[1] if entropies is not None else None
 
 
-def outputs_by_datum(job: Job, result: JobResult) -> list[dict[str, TensorData]]:
+def outputs_by_datum(job: TrainingJob, result: JobResult) -> list[dict[str, TensorData]]:
     """Per datum: the objective's numbers and where they are known, aligned with what the caller sent."""
     outputs, is_known = result.outputs.cpu().numpy(), result.is_known.cpu().numpy()
     found = []
@@ -307,7 +309,7 @@ def outputs_by_datum(job: Job, result: JobResult) -> list[dict[str, TensorData]]
     return found
 
 
-def make_output(job: Job, result: JobResult, loss: PassLoss) -> ForwardBackwardOutput:
+def make_output(job: TrainingJob, result: JobResult, loss: PassLoss) -> ForwardBackwardOutput:
     """A finished job as the client gets it."""
     metrics = loss.metrics(result.outputs, result.entropies, result.columns)
     return ForwardBackwardOutput("ArrayRecord", outputs_by_datum(job, result), metrics)

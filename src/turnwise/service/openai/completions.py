@@ -36,7 +36,7 @@ MAX_PROMPTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _CompletionPrompt:
     """One prompt of a request."""
 
     talker: Talker
@@ -77,7 +77,7 @@ async def answer_completion(gateway: Gateway, caller: Caller, request: Request, 
     prompts = body.prompts()
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise HttpFailure(400, f"{len(prompts)} prompts; expected 1 to {MAX_PROMPTS}")
-    jobs = [_Job(talker=talker, body=body, prompt=await _ids(talker, prompt)) for prompt in prompts]
+    jobs = [_CompletionPrompt(talker=talker, body=body, prompt=await _ids(talker, prompt)) for prompt in prompts]
     if body.stream:
         if len(jobs) > 1:
             raise refused("stream with several prompts", "send one prompt per request")
@@ -102,7 +102,7 @@ async def _ids(talker: Talker, prompt: str | list[int]) -> list[int]:
     return ids
 
 
-async def _all(gateway: Gateway, jobs: Sequence[_Job], request: Request) -> list[SampleReply]:
+async def _all(gateway: Gateway, jobs: Sequence[_CompletionPrompt], request: Request) -> list[SampleReply]:
     """Every prompt's outcome; the first failure ends them all."""
     promises: list[Promise] = []
     try:
@@ -113,7 +113,7 @@ async def _all(gateway: Gateway, jobs: Sequence[_Job], request: Request) -> list
             cancel(promise)
 
 
-def _choice(job: _Job, at: int, outcome: SampleReply, index: int) -> dict[str, Any]:
+def _choice(job: _CompletionPrompt, at: int, outcome: SampleReply, index: int) -> dict[str, Any]:
     response, body = outcome.response, job.body
     sequence = response.sequences[at]
     is_scored_only = body.max_tokens == 0
@@ -145,14 +145,14 @@ def _choice(job: _Job, at: int, outcome: SampleReply, index: int) -> dict[str, A
     return choice
 
 
-async def _answer_stream(gateway: Gateway, job: _Job) -> Response:
+async def _answer_stream(gateway: Gateway, job: _CompletionPrompt) -> Response:
     feed = TokenFeed()
     promise = job.draw(gateway, on_token=feed.on_token)
     await feed.follow(promise)
     return EventStream(_events(job, feed, promise), promise)
 
 
-async def _events(job: _Job, feed: TokenFeed, promise: Promise) -> AsyncIterator[str]:
+async def _events(job: _CompletionPrompt, feed: TokenFeed, promise: Promise) -> AsyncIterator[str]:
     head = job.head()
     streams = [job.stream() for _ in range(job.body.n or 1)]
     drawn: list[list[tuple[int, float]]] = [[] for _ in streams]

@@ -20,7 +20,7 @@ from turnwise.service.engines import ServedModel
 from turnwise.service.failures import Failure, HttpFailure, without_paths
 from turnwise.service.futures import Promise
 from turnwise.service.openai.capture import Captures
-from turnwise.service.sampling.sampling import Sampler
+from turnwise.service.sampling.sampling import SamplingSession
 from turnwise.service.service import Service
 from turnwise.service.store.store import SessionRow
 from turnwise.service.wire import schemas
@@ -53,7 +53,7 @@ class Talker:
 
     model: str
     """As the client named it."""
-    sampler: Sampler
+    sampler: SamplingSession
     format: ChatFormat
 
     @property
@@ -102,7 +102,7 @@ class Gateway:
             raise _no_model(model) from error
         return Talker(model, sampler, await self._format(sampler.served))
 
-    def _sampler(self, model: str, caller: Caller) -> Sampler:
+    def _sampler(self, model: str, caller: Caller) -> SamplingSession:
         service = self.service
         if ":sample:" in model and "://" not in model:
             return service.sampling.get(model, caller.owner)

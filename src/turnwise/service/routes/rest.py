@@ -16,9 +16,8 @@ from turnwise.service.failures import not_found
 from turnwise.service.routes.common import PREFIX, CallerDep, ServiceDep
 from turnwise.service.service import Service
 from turnwise.service.store.session_search import search
-from turnwise.service.store.store import CheckpointRow, RunRow
-from turnwise.service.training.archive import stream_tar
-from turnwise.service.training.checkpoints import TYPE_OF, exported_files, iso
+from turnwise.service.store.store import OwnedCheckpointRow, RunRow, iso
+from turnwise.service.training.checkpoints import TYPE_OF, exported_files, stream_tar
 from turnwise.service.wire import schemas
 
 router = APIRouter(prefix=PREFIX, tags=["rest"])
@@ -30,7 +29,7 @@ Name = Annotated[str, Path(max_length=200)]
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-def checkpoint_json(row: CheckpointRow) -> dict[str, object]:
+def checkpoint_json(row: OwnedCheckpointRow) -> dict[str, object]:
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
         "checkpoint_type": TYPE_OF[row.kind],
@@ -61,7 +60,7 @@ def run_json(service: Service, run: RunRow, owner_name: str) -> dict[str, object
     }
 
 
-def _visible(rows: list[CheckpointRow], request: Request) -> list[CheckpointRow]:
+def _visible(rows: list[OwnedCheckpointRow], request: Request) -> list[OwnedCheckpointRow]:
     """Rows that have not expired; SDKs before 0.36 cannot read external ones."""
     is_old = "Tinker/Python 0.2" in request.headers.get("user-agent", "")
     now = time.time()
@@ -175,7 +174,7 @@ async def download(service: ServiceDep, token: str, file_name: str) -> Response:
     row = service.checkpoints.by_link(what["path"])
     directory = service.checkpoints.directory(row)
     if what["file"] == "archive.tar" and file_name == "archive.tar":
-        return StreamingResponse(stream_tar(exported_files(directory)), media_type="application/x-tar")
+        return StreamingResponse(stream_tar(directory), media_type="application/x-tar")
     names = {path.name: path for path in exported_files(directory)}
     if file_name != what["file"] or file_name not in names:
         raise not_found("download")

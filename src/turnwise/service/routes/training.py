@@ -23,7 +23,7 @@ from turnwise.service.routes.common import (
     read_body,
 )
 from turnwise.service.service import Service
-from turnwise.service.store.store import KIND_KEY, CheckpointRow
+from turnwise.service.store.store import KIND_KEY, OwnedCheckpointRow
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 
@@ -154,7 +154,7 @@ async def load_weights(service: ServiceDep, caller: CallerDep, request: Request)
     return promised(service.training.submit(caller, parsed, retry_key=f"load:{model_id}"), model_id=model_id)
 
 
-def _kind_of(row: CheckpointRow) -> dict[str, str]:
+def _kind_of(row: OwnedCheckpointRow) -> dict[str, str]:
     """A critic's checkpoint makes a critic."""
     return {KIND_KEY: row.user_metadata[KIND_KEY]} if KIND_KEY in row.user_metadata else {}
 
@@ -182,7 +182,7 @@ async def weights_info(service: ServiceDep, caller: CallerDep, body: schemas.Wei
 async def unload_model(service: ServiceDep, caller: CallerDep, body: schemas.ModelBody) -> JSONResponse:
     """Park the adapter at once; it comes back when it is used again."""
     model = service.training.get(body.model_id, caller.owner)
-    if model.lane.is_idle and model.place.is_resident:
+    if model.lane.is_idle and model.adapter.is_resident:
         service.training.snapshot(model, park=True)
     promise = service.promises.create(caller.owner, "UnloadModel", 0)
     service.promises.settle(promise, {"type": "unload_model", "model_id": body.model_id, "time": time.time()})

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise.client.checkpoints import verify
 from turnwise.service.access import Caller
 from turnwise.service.engines import ServedModels
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promises
 from turnwise.service.queue import Operation, Steps
-from turnwise.service.store.store import CheckpointRow, Store
-from turnwise.service.training.checkpoints import Checkpoints, verify
+from turnwise.service.store.store import OwnedCheckpointRow, Store
+from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 
@@ -29,7 +30,7 @@ MAX_REMEMBERED = 1000
 class Interpolation:
     """Makes new sampler weights out of saved ones."""
 
-    def __init__(self, store: Store, promises: Promises, models: ServedModels, checkpoints: Checkpoints) -> None:
+    def __init__(self, store: Store, promises: Promises, models: ServedModels, checkpoints: OwnedCheckpoints) -> None:
         self._store = store
         self._promises = promises
         self._models = models
@@ -48,7 +49,7 @@ class Interpolation:
             yield from ()
             return self._write(engine, row, sources, body.coefficients)
 
-        def finish(written: CheckpointRow) -> wire.JsonObject:
+        def finish(written: OwnedCheckpointRow) -> wire.JsonObject:
             self._store.put(written)
             return {
                 "type": "mint_interpolate_checkpoints",
@@ -74,7 +75,7 @@ class Interpolation:
                 self._by_key.popitem(last=False)
         return promise.request_id
 
-    def _plan(self, caller: Caller, body: schemas.InterpolateBody) -> tuple[CheckpointRow, list[Path]]:
+    def _plan(self, caller: Caller, body: schemas.InterpolateBody) -> tuple[OwnedCheckpointRow, list[Path]]:
         if len(body.source_paths) != len(body.coefficients):
             raise HttpFailure(400, f"{len(body.source_paths)} source_paths but {len(body.coefficients)} coefficients")
         if not all(math.isfinite(coefficient) for coefficient in body.coefficients):
@@ -86,7 +87,7 @@ class Interpolation:
             raise HttpFailure(400, "the sources belong to different base models")
         own = next((row.model_id for row in rows if row.owner == caller.owner), f"{uuid.uuid4()}:interpolated:0")
         name = (body.output_path or f"interpolated-{uuid.uuid4().hex[:12]}").rpartition("/")[2]
-        target = CheckpointRow(
+        target = OwnedCheckpointRow(
             model_id=own,
             kind="sampler_weights",
             name=name,
@@ -101,7 +102,7 @@ class Interpolation:
         self._checkpoints.check_name(target, overwrite=False)
         return target, [self._checkpoints.directory(row) for row in rows]
 
-    def _write(self, engine: Engine, row: CheckpointRow, sources: list[Path], coefficients: list[float]) -> Any:
+    def _write(self, engine: Engine, row: OwnedCheckpointRow, sources: list[Path], coefficients: list[float]) -> Any:
         from turnwise.engine.training.snapshots import write_sum  # torch
 
         for source in sources:

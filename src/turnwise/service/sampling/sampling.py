@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.client.checkpoints import directory_name, remove_directory
 from turnwise.errors import DataError
 from turnwise.service.access import Caller
 from turnwise.service.config import ServeConfig
@@ -25,8 +26,8 @@ from turnwise.service.failures import Failure, HttpFailure, not_found, session_f
 from turnwise.service.futures import Promise, Promises, QueueState
 from turnwise.service.queue import FairShare
 from turnwise.service.store.store import RunRow, SamplerRow, Store
-from turnwise.service.training.checkpoints import Checkpoints, flat, remove_directory
-from turnwise.service.training.parked_adapters import PolicyPlace, Room
+from turnwise.service.training.checkpoints import OwnedCheckpoints
+from turnwise.service.training.parked_adapters import DeviceLimit, ParkedPolicy
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse, TensorData
@@ -40,12 +41,12 @@ KEEP_PUBLISHED_S = 6 * 3600.0
 
 
 @dataclass(slots=True, eq=False)
-class Sampler:
+class SamplingSession:
     """One sampling session."""
 
     row: SamplerRow
     served: ServedModel
-    place: PolicyPlace
+    weights: ParkedPolicy
     last_used: float
     num_running: int = 0
     request_ids: OrderedDict[int, str] = field(default_factory=OrderedDict)
@@ -56,8 +57,8 @@ class Sampler:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    sampler: Sampler
+class _QueuedSample:
+    sampler: SamplingSession
     request: wire.ServedSample
     promise: Promise
     seq: int
@@ -73,7 +74,7 @@ class _Line:
     """Requests that wait for one engine."""
 
     max_running: int
-    jobs: dict[str, deque[_Job]] = field(default_factory=dict)
+    jobs: dict[str, deque[_QueuedSample]] = field(default_factory=dict)
     share: FairShare = field(default_factory=FairShare)
     num_running: int = 0
 
@@ -85,7 +86,7 @@ class Sampling:
     """All sampling sessions of the service."""
 
     def __init__(
-        self, config: ServeConfig, store: Store, promises: Promises, models: ServedModels, checkpoints: Checkpoints
+        self, config: ServeConfig, store: Store, promises: Promises, models: ServedModels, checkpoints: OwnedCheckpoints
     ) -> None:
         self._config = config
         self._store = store
@@ -93,7 +94,7 @@ class Sampling:
         self._models = models
         self._checkpoints = checkpoints
         self._root = config.data_dir / "published"
-        self._live: dict[str, Sampler] = {}
+        self._live: dict[str, SamplingSession] = {}
         self._lines = {model.name: _Line(2 * config.engine.max_num_seqs) for model in models}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.get_running_loop()
@@ -121,9 +122,9 @@ class Sampling:
             row = replace(row, source="checkpoint", model_path=checkpoint.path, base_model=checkpoint.base_model)
         elif body.base_model is None:
             raise HttpFailure(400, "send model_path (saved weights) or base_model")
-        served, place = self._place(row)
+        served, weights = self._find_weights(row)
         self._store.put(row)
-        self._live[sampler_id] = Sampler(row, served, place, self._loop.time())
+        self._live[sampler_id] = SamplingSession(row, served, weights, self._loop.time())
         return sampler_id
 
     def published_row(self, run: RunRow, seq: int) -> SamplerRow:
@@ -134,38 +135,38 @@ class Sampling:
             owner=run.owner,
             base_model=run.base_model,
             source="published",
-            directory=flat(sampler_id) if self._config.autosave else None,
+            directory=directory_name(sampler_id) if self._config.autosave else None,
             created_at=time.time(),
         )
 
     def directory_of(self, row: SamplerRow) -> Path | None:
         return None if row.directory is None else self._root / row.directory
 
-    def add(self, row: SamplerRow, served: ServedModel, place: PolicyPlace) -> None:
+    def add(self, row: SamplerRow, served: ServedModel, weights: ParkedPolicy) -> None:
         """Take over weights that a training client published."""
         self._store.put(row)
-        self._live[row.sampler_id] = Sampler(row, served, place, self._loop.time())
+        self._live[row.sampler_id] = SamplingSession(row, served, weights, self._loop.time())
         self._make_room()
 
-    def get(self, sampler_id: str, owner: str) -> Sampler:
+    def get(self, sampler_id: str, owner: str) -> SamplingSession:
         sampler = self._live.get(sampler_id)
         if sampler is not None and sampler.row.owner == owner:
             return sampler
         row = self._store.sampler(sampler_id, owner)
         if row is None:
             raise not_found("sampler")
-        served, place = self._place(row)
-        sampler = self._live[sampler_id] = Sampler(row, served, place, self._loop.time())
+        served, weights = self._find_weights(row)
+        sampler = self._live[sampler_id] = SamplingSession(row, served, weights, self._loop.time())
         return sampler
 
-    def _place(self, row: SamplerRow) -> tuple[ServedModel, PolicyPlace]:
+    def _find_weights(self, row: SamplerRow) -> tuple[ServedModel, ParkedPolicy]:
         served = self._models.find(row.base_model)
         if row.source == "base":
-            return served, PolicyPlace(None, is_base=True)
+            return served, ParkedPolicy(None, is_base=True)
         if row.source == "checkpoint":
             assert row.model_path is not None
             checkpoint = self._checkpoints.find(row.model_path, row.owner)
-            return served, PolicyPlace(self._checkpoints.directory(checkpoint))
+            return served, ParkedPolicy(self._checkpoints.directory(checkpoint))
         directory = self.directory_of(row)
         if directory is None or not directory.is_dir():
             raise HttpFailure(
@@ -173,7 +174,7 @@ class Sampling:
                 "these weights were published without a name and are gone (the server was restarted without autosave, "
                 "or nobody used them for hours); publish them again",
             )
-        return served, PolicyPlace(directory)
+        return served, ParkedPolicy(directory)
 
     def join(self, sampler_id: str, owner: str) -> int:
         sampler = self.get(sampler_id, owner)
@@ -181,16 +182,16 @@ class Sampling:
         self._store.put(sampler.row)
         return sampler.row.num_joined
 
-    def reference_place(self, path: str, owner: str, served: ServedModel) -> PolicyPlace:
+    def reference_weights(self, path: str, owner: str, served: ServedModel) -> ParkedPolicy:
         """The weights that a reverse KL is measured against: a checkpoint of the same base model, or the base."""
         if "://" not in path:
             if self._models.find(path) is not served:
                 raise HttpFailure(400, f"the reference {path[:200]!r} is another base model than the student's")
-            return PolicyPlace(None, is_base=True)
+            return ParkedPolicy(None, is_base=True)
         row = self._checkpoints.find(path, owner)
         if self._models.find(row.base_model) is not served:
             raise HttpFailure(400, f"{row.path} belongs to the base model {row.base_model}")
-        return PolicyPlace(self._checkpoints.directory(row))
+        return ParkedPolicy(self._checkpoints.directory(row))
 
     # requests
 
@@ -214,7 +215,7 @@ class Sampling:
 
     def enqueue(
         self,
-        sampler: Sampler,
+        sampler: SamplingSession,
         request: wire.ServedSample,
         *,
         seq: int,
@@ -229,7 +230,7 @@ class Sampling:
         self._promises.check_room(owner, num_bytes)
         promise = self._promises.create(owner, "Sample", num_bytes)
         sampler.last_used = self._loop.time()
-        job = _Job(sampler, request, promise, seq, on_token)
+        job = _QueuedSample(sampler, request, promise, seq, on_token)
         line = self._lines[sampler.served.name]
         promise.why_waiting = lambda: self._why_waiting(line, job)
         promise.on_cancel = lambda: self._drop(line, job)
@@ -237,13 +238,13 @@ class Sampling:
         self._pump(line)
         return promise
 
-    def _why_waiting(self, line: _Line, job: _Job) -> tuple[QueueState, str | None]:
+    def _why_waiting(self, line: _Line, job: _QueuedSample) -> tuple[QueueState, str | None]:
         waiting = line.jobs.get(job.sampler.row.session_id, ())
         if job in waiting:
             return "paused_capacity", f"{line.num_running} sequences are being sampled, {len(line)} requests wait"
         return "active", None
 
-    def _drop(self, line: _Line, job: _Job) -> None:
+    def _drop(self, line: _Line, job: _QueuedSample) -> None:
         waiting = line.jobs.get(job.sampler.row.session_id)
         if waiting is not None and job in waiting:
             waiting.remove(job)
@@ -264,7 +265,7 @@ class Sampling:
             line.share.charge(session, job.num_samples)
             self._start(line, job)
 
-    def _start(self, line: _Line, job: _Job) -> None:
+    def _start(self, line: _Line, job: _QueuedSample) -> None:
         line.num_running += job.num_samples
         job.sampler.num_running += 1
         task = self._loop.create_task(self._sample(job))
@@ -285,7 +286,7 @@ class Sampling:
 
         task.add_done_callback(done)
 
-    def _settle(self, job: _Job, outcome: wire.SampleReply | Failure) -> None:
+    def _settle(self, job: _QueuedSample, outcome: wire.SampleReply | Failure) -> None:
         sampler = job.sampler
         self._promises.settle(job.promise, outcome)
         sampler.num_completed += 1
@@ -294,11 +295,11 @@ class Sampling:
         sampler.news.set()
         sampler.news = asyncio.Event()
 
-    async def _sample(self, job: _Job) -> wire.SampleReply:
+    async def _sample(self, job: _QueuedSample) -> wire.SampleReply:
         worker, request = job.sampler.served.loaded.worker, job.request
-        policy = job.sampler.place.resident(worker.engine)
+        policy = job.sampler.weights.resident(worker.engine)
         if policy is None:
-            policy = await asyncio.wrap_future(worker.run("samplers", job.sampler.place.bring))
+            policy = await asyncio.wrap_future(worker.run("samplers", job.sampler.weights.load))
             self._make_room()
         tokens = list(request.sample.prompt)
         response = await asyncio.wrap_future(worker.sample(request.sample, policy, on_token=job.on_token))
@@ -310,7 +311,7 @@ class Sampling:
             targets = await self._score_targets(job, policy, tokens, request.targets)
         return wire.SampleReply(response=response, topk_sampled=topk, target_logprobs=targets)
 
-    async def _topk_sampled(self, job: _Job, policy: Any, prompt: list[int], response: SampleResponse) -> Any:
+    async def _topk_sampled(self, job: _QueuedSample, policy: Any, prompt: list[int], response: SampleResponse) -> Any:
         """Read the sampled tokens once more for their best alternatives; logprobs are at temperature 1."""
         worker = job.sampler.served.loaded.worker
         rows: list[Any] = []
@@ -324,7 +325,9 @@ class Sampling:
             rows.append(scored.topk_prompt_logprobs[len(prompt) :])
         return rows
 
-    async def _score_targets(self, job: _Job, policy: Any, prompt: list[int], targets: np.ndarray) -> TensorData:
+    async def _score_targets(
+        self, job: _QueuedSample, policy: Any, prompt: list[int], targets: np.ndarray
+    ) -> TensorData:
         """[prompt - 1, K] the logprobs of chosen ids at every position, in one forward pass over one tree."""
         asked = targets >= 0
         datums = [
@@ -345,19 +348,19 @@ class Sampling:
 
     def _make_room(self) -> None:
         """Let go of the longest unused weights while too many are on the device; unwritten ones are written first."""
-        resident = [sampler for sampler in self._live.values() if sampler.place.is_resident]
+        resident = [sampler for sampler in self._live.values() if sampler.weights.is_resident]
         idle = sorted((s for s in resident if not s.num_running), key=lambda s: s.last_used)
-        room = Room(self._config.max_resident_policies, self._config.max_resident_bytes)
-        for sampler in room.to_leave(resident, idle, lambda sampler: sampler.place.num_bytes):
+        limit = DeviceLimit(self._config.max_resident_policies, self._config.max_resident_bytes)
+        for sampler in limit.choose_to_park(resident, idle, lambda sampler: sampler.weights.num_bytes):
             self._release(sampler)
 
-    def _release(self, sampler: Sampler) -> None:
+    def _release(self, sampler: SamplingSession) -> None:
         row = sampler.row
-        directory = self._root / flat(row.sampler_id)
+        directory = self._root / directory_name(row.sampler_id)
 
         def release(engine: Any) -> None:
-            sampler.place.write(engine, directory)
-            sampler.place.release()
+            sampler.weights.write(engine, directory)
+            sampler.weights.park()
 
         if row.source == "published" and row.directory is None:
             row.directory = directory.name

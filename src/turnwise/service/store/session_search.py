@@ -7,8 +7,7 @@ import math
 import time
 
 from turnwise.service.access import Caller
-from turnwise.service.store.store import SessionRow, Store
-from turnwise.service.training.checkpoints import iso
+from turnwise.service.store.store import SessionRow, Store, iso
 from turnwise.service.wire import schemas
 
 ACTIVE_S = 120.0

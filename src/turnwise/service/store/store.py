@@ -12,9 +12,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from turnwise.client.checkpoints import CheckpointPath, Kind
 from turnwise.errors import ConfigError
 from turnwise.types import LoraConfig
 
@@ -130,9 +132,11 @@ class SamplerRow:
 
 
 @dataclass(slots=True, kw_only=True)
-class CheckpointRow:
+class OwnedCheckpointRow:
+    """A checkpoint and the key that owns it."""
+
     model_id: str
-    kind: str
+    kind: Kind
     name: str
     owner: str
     request_id: str
@@ -147,7 +151,7 @@ class CheckpointRow:
 
     @property
     def path(self) -> str:
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+        return CheckpointPath(self.model_id, self.kind, self.name).uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ class JournalRow:
     created_at: float
 
 
-Row = TypeVar("Row", SessionRow, RunRow, SamplerRow, CheckpointRow, JournalRow, KeyRow)
+Row = TypeVar("Row", SessionRow, RunRow, SamplerRow, OwnedCheckpointRow, JournalRow, KeyRow)
 _JSON_COLUMNS = {"tags", "user_metadata", "lora"}
 _BOOL_COLUMNS = {"has_optimizer", "is_public", "is_journaled"}
 
@@ -241,7 +245,7 @@ class Store:
 
     # rows by id and owner
 
-    def put(self, row: SessionRow | RunRow | SamplerRow | CheckpointRow | JournalRow) -> None:
+    def put(self, row: SessionRow | RunRow | SamplerRow | OwnedCheckpointRow | JournalRow) -> None:
         """Write a row, over one of the same identity."""
         values = {name: _to_column(name, getattr(row, name)) for name in _names(type(row))}
         marks = ", ".join("?" * len(values))
@@ -315,18 +319,18 @@ class Store:
 
     # checkpoints
 
-    def checkpoint(self, model_id: str, kind: str, name: str) -> CheckpointRow | None:
+    def checkpoint(self, model_id: str, kind: str, name: str) -> OwnedCheckpointRow | None:
         """Whoever owns it: the caller decides who may see it."""
         query = "SELECT * FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?"
-        return self._one(CheckpointRow, query, model_id, kind, name)
+        return self._one(OwnedCheckpointRow, query, model_id, kind, name)
 
-    def checkpoints_of_run(self, model_id: str, owner: str) -> list[CheckpointRow]:
+    def checkpoints_of_run(self, model_id: str, owner: str) -> list[OwnedCheckpointRow]:
         query = "SELECT * FROM checkpoints WHERE model_id = ? AND owner = ? ORDER BY created_at DESC, rowid DESC"
-        return self._all(CheckpointRow, query, model_id, owner)
+        return self._all(OwnedCheckpointRow, query, model_id, owner)
 
-    def checkpoints_of_owner(self, owner: str, limit: int, offset: int) -> list[CheckpointRow]:
+    def checkpoints_of_owner(self, owner: str, limit: int, offset: int) -> list[OwnedCheckpointRow]:
         query = "SELECT * FROM checkpoints WHERE owner = ? ORDER BY created_at DESC, rowid DESC LIMIT ? OFFSET ?"
-        return self._all(CheckpointRow, query, owner, limit, offset)
+        return self._all(OwnedCheckpointRow, query, owner, limit, offset)
 
     def checkpoint_totals(self, owner: str) -> tuple[int, int]:
         """How many, and how many bytes."""
@@ -334,13 +338,13 @@ class Store:
         count, size = self._db.execute(query, (owner,)).fetchone()
         return int(count), int(size)
 
-    def expired_checkpoints(self, now: float) -> list[CheckpointRow]:
-        return self._all(CheckpointRow, "SELECT * FROM checkpoints WHERE expires_at <= ?", now)
+    def expired_checkpoints(self, now: float) -> list[OwnedCheckpointRow]:
+        return self._all(OwnedCheckpointRow, "SELECT * FROM checkpoints WHERE expires_at <= ?", now)
 
-    def all_checkpoints(self) -> list[CheckpointRow]:
-        return self._all(CheckpointRow, "SELECT * FROM checkpoints")
+    def all_checkpoints(self) -> list[OwnedCheckpointRow]:
+        return self._all(OwnedCheckpointRow, "SELECT * FROM checkpoints")
 
-    def delete_checkpoint(self, row: CheckpointRow) -> None:
+    def delete_checkpoint(self, row: OwnedCheckpointRow) -> None:
         self._db.execute(
             "DELETE FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?", (row.model_id, row.kind, row.name)
         )
@@ -385,9 +389,14 @@ _TABLE_OF: Mapping[type, str] = {
     SessionRow: "sessions",
     RunRow: "runs",
     SamplerRow: "samplers",
-    CheckpointRow: "checkpoints",
+    OwnedCheckpointRow: "checkpoints",
     JournalRow: "journal",
 }
+
+
+def iso(moment: float) -> str:
+    """Write a column's time as clients read it."""
+    return datetime.fromtimestamp(moment, UTC).isoformat()
 
 
 def _names(kind: type[Any]) -> Iterable[str]:

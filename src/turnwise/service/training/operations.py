@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from turnwise.client.checkpoints import Kind, verify
 from turnwise.errors import DataError
 from turnwise.service.engines import ServedModel
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
 from turnwise.service.queue import Lane, Operation, Steps
 from turnwise.service.requests import TrainingRequest
-from turnwise.service.store.store import CheckpointRow, RunRow, Store
-from turnwise.service.training.checkpoints import Checkpoints, verify
-from turnwise.service.training.parked_adapters import AdapterPlace, PolicyPlace
+from turnwise.service.store.store import OwnedCheckpointRow, RunRow, Store
+from turnwise.service.training.checkpoints import OwnedCheckpoints
+from turnwise.service.training.parked_adapters import ParkedAdapter, ParkedPolicy
 from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
     from turnwise.service.sampling.sampling import Sampling
 
-KINDS_SAVED = {
+KINDS_SAVED: dict[str, Kind] = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
@@ -43,7 +44,7 @@ class TrainingModel:
 
     run: RunRow
     served: ServedModel
-    place: AdapterPlace
+    adapter: ParkedAdapter
     lane: Lane
     steps_since_snapshot: int = 0
     is_saving: bool = False
@@ -55,7 +56,7 @@ class OperationBuilder:
     def __init__(
         self,
         store: Store,
-        checkpoints: Checkpoints,
+        checkpoints: OwnedCheckpoints,
         sampling: Sampling,
         *,
         after_step: Callable[[TrainingModel], None],
@@ -93,7 +94,7 @@ class OperationBuilder:
 
         def begin(engine: Engine) -> Steps:
             run = engine.forward if request.forward_only else engine.forward_backward
-            return (yield from run(model.place.bring(engine), batch.datums, batch.loss_fn, batch.loss_fn_config))
+            return (yield from run(model.adapter.load(engine), batch.datums, batch.loss_fn, batch.loss_fn_config))
 
         def finish(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
             return wire.join_columns(output, batch.widths)
@@ -103,7 +104,7 @@ class OperationBuilder:
             begin=begin,
             finish=finish,
             batch=None if request.forward_only or model.run.is_critic else batch,
-            adapter=model.place.bring,
+            adapter=model.adapter.load,
             cost=batch.num_tokens,
         )
 
@@ -127,7 +128,7 @@ class OperationBuilder:
 
         return Operation(
             promise=promise,
-            begin=_at_once(lambda engine: engine.optim_step(model.place.bring(engine), params)),
+            begin=_at_once(lambda engine: engine.optim_step(model.adapter.load(engine), params)),
             finish=finish,
         )
 
@@ -144,7 +145,7 @@ class OperationBuilder:
 
         def load(engine: Engine) -> None:
             verify(found[0])
-            engine.load_adapter(model.place.bring(engine), found[0], with_optimizer=body.optimizer)
+            engine.load_adapter(model.adapter.load(engine), found[0], with_optimizer=body.optimizer)
 
         def finish(_: None) -> wire.JsonObject:
             self._after_load(model)
@@ -153,7 +154,7 @@ class OperationBuilder:
         return Operation(promise=promise, begin=_at_once(load), prepare=prepare, finish=finish, needs_quiet=True)
 
     def _save(
-        self, model: TrainingModel, body: schemas.SaveWeightsBody, kind: str, promise: Promise | None, request_id: str
+        self, model: TrainingModel, body: schemas.SaveWeightsBody, kind: Kind, promise: Promise | None, request_id: str
     ) -> Operation:
         if body.path is None:
             raise HttpFailure(400, "path is missing; send the name of the checkpoint")
@@ -161,7 +162,7 @@ class OperationBuilder:
             _refuse_critic(model)
         saved_by = next(name for name, saved in KINDS_SAVED.items() if saved == kind)
         now = time.time()
-        row = CheckpointRow(
+        row = OwnedCheckpointRow(
             model_id=model.run.model_id,
             kind=kind,
             name=body.path,
@@ -176,13 +177,13 @@ class OperationBuilder:
             user_metadata={**model.run.user_metadata, **(body.user_metadata or {})},
         )
 
-        def save(engine: Engine) -> CheckpointRow:
+        def save(engine: Engine) -> OwnedCheckpointRow:
             def fill(directory: Path) -> None:
-                engine.save_adapter(model.place.bring(engine), directory, with_optimizer=row.has_optimizer)
+                engine.save_adapter(model.adapter.load(engine), directory, with_optimizer=row.has_optimizer)
 
             return self._checkpoints.write(row, str(model.served.directory), fill)
 
-        def finish(written: CheckpointRow) -> wire.JsonObject:
+        def finish(written: OwnedCheckpointRow) -> wire.JsonObject:
             self._store.put(written)
             answer: wire.JsonObject = {"type": saved_by, "path": written.path}
             return {**answer, "size_bytes": written.size_bytes} if kind == "external_weights" else answer
@@ -201,15 +202,15 @@ class OperationBuilder:
         _refuse_critic(model)
         row = self._sampling.published_row(model.run, body.sampling_session_seq_id)
 
-        def publish(engine: Engine) -> PolicyPlace:
-            place = PolicyPlace(None, policy=engine.publish(model.place.bring(engine)))
+        def publish(engine: Engine) -> ParkedPolicy:
+            weights = ParkedPolicy(None, policy=engine.publish(model.adapter.load(engine)))
             directory = self._sampling.directory_of(row)
             if directory is not None:
-                place.write(engine, directory)
-            return place
+                weights.write(engine, directory)
+            return weights
 
-        def finish(place: PolicyPlace) -> wire.JsonObject:
-            self._sampling.add(row, model.served, place)
+        def finish(weights: ParkedPolicy) -> wire.JsonObject:
+            self._sampling.add(row, model.served, weights)
             return {"type": "save_weights_for_sampler", "sampling_session_id": row.sampler_id, "path": None}
 
         return Operation(promise=promise, begin=_at_once(publish), finish=finish)
@@ -219,12 +220,12 @@ class OperationBuilder:
         _refuse_critic(model)
         if not body.temperature > 0:
             raise HttpFailure(400, f"temperature={body.temperature}; expected more than 0")
-        reference = self._sampling.reference_place(body.reference_model_path, model.run.owner, model.served)
+        reference = self._sampling.reference_weights(body.reference_model_path, model.run.owner, model.served)
         pairs = [_reverse_kl_datums(index, datum, body.temperature) for index, datum in enumerate(body.data)]
         student, teacher = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
         def begin(engine: Engine) -> Generator[None, None, tuple[list[Datum], list[Any], ForwardBackwardOutput]]:
-            policy: Any = reference.bring(engine)
+            policy: Any = reference.load(engine)
             known = yield from engine.forward(policy, teacher, "cross_entropy", None)
             reference_logprobs = [entry["logprobs"].to_numpy() for entry in known.loss_fn_outputs]
             datums = [
@@ -232,7 +233,7 @@ class OperationBuilder:
                 for datum, logprobs in zip(student, reference_logprobs, strict=True)
             ]
             loss_fn, config = REVERSE_KL_LOSS
-            adapter = model.place.bring(engine)
+            adapter = model.adapter.load(engine)
             output = yield from engine.forward_backward(adapter, datums, loss_fn, config)
             return datums, reference_logprobs, output
 

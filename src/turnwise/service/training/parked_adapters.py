@@ -1,18 +1,17 @@
-"""Where adapters and published weights are: on the device, or parked on disk until somebody needs them.
+"""Adapters and published weights that leave the device when others need the room, and come back when they are used.
 
 Fields of both classes change on the engine's thread only; the event loop reads them to choose what to park.
 """
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from turnwise.service.training.checkpoints import put_in_place, verify
+from turnwise.client.checkpoints import verify, write_directory
 from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -25,16 +24,16 @@ Resident = TypeVar("Resident")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceLimit:
     """How much may be on the device, in pieces and in bytes."""
 
     max_count: int
     max_bytes: int
 
-    def to_leave(
+    def choose_to_park(
         self, resident: Sequence[Resident], idle: Sequence[Resident], size_of: Callable[[Resident], int]
     ) -> list[Resident]:
-        """Which of `idle`, first ones first, must go until the rest fits; what is in use may stay beyond the bounds."""
+        """Choose from `idle`, first ones first, until the rest fits; what is in use may stay beyond the limit."""
         count, size = len(resident), sum(map(size_of, resident))
         leaving: list[Resident] = []
         for each in idle:
@@ -45,11 +44,11 @@ class Room:
         return leaving
 
 
-class AdapterPlace:
-    """One training adapter."""
+class ParkedAdapter:
+    """One training adapter, on the device or parked as a snapshot."""
 
     def __init__(self, lora: LoraConfig, root: Path, snapshot: str | None, *, is_critic: bool) -> None:
-        """The snapshot under `root`, or a new adapter where there is none; made when it is first needed."""
+        """Name the snapshot under `root`, or None for a new adapter; it is loaded or made when it is first needed."""
         self.lora = lora
         self.is_critic = is_critic
         self.root = root
@@ -65,8 +64,8 @@ class AdapterPlace:
         """What it takes on the device: weights, gradient and the optimizer's moments."""
         return 0 if self._adapter is None else self._adapter.num_bytes
 
-    def bring(self, engine: Engine) -> Trainable:
-        """The adapter, on the device."""
+    def load(self, engine: Engine) -> Trainable:
+        """Return the adapter, brought to the device if it is not there."""
         if self._adapter is None:
             if self.snapshot is None:
                 create = engine.create_critic if self.is_critic else engine.create_adapter
@@ -79,36 +78,25 @@ class AdapterPlace:
         return self._adapter
 
     def save(self, engine: Engine) -> str:
-        """Write a snapshot; returns its name."""
+        """Write a snapshot and return its name."""
         from turnwise.engine.training.snapshots import write_snapshot  # torch
 
-        adapter = self.bring(engine)
+        adapter = self.load(engine)
         name = uuid.uuid4().hex[:16]
-        self.root.mkdir(parents=True, exist_ok=True)
-        staged = self.root / f".{name}"
-        try:
-            write_snapshot(engine, adapter, staged)
-            put_in_place(staged, self.root / name)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+        write_directory(self.root / name, lambda staged: write_snapshot(engine, adapter, staged))
         self.snapshot = name
         return name
 
     def park(self, engine: Engine) -> str:
-        """Write a snapshot and free the device."""
+        """Write a snapshot, free the device, and return the snapshot's name."""
         name = self.save(engine)
         if self._adapter is not None:
             engine.drop_adapter(self._adapter)
             self._adapter = None
         return name
 
-    def drop(self, engine: Engine) -> None:
-        if self._adapter is not None:
-            engine.drop_adapter(self._adapter)
-            self._adapter = None
 
-
-class PolicyPlace:
+class ParkedPolicy:
     """Weights to sample from: the base model's, a checkpoint's, or a copy published from training."""
 
     def __init__(self, directory: Path | None, *, policy: Policy | None = None, is_base: bool = False) -> None:
@@ -126,16 +114,12 @@ class PolicyPlace:
         policy = self._policy
         return 0 if policy is None else policy.flat.nbytes
 
-    @property
-    def is_written(self) -> bool:
-        return self._is_base or self._directory is not None
-
     def resident(self, engine: Engine) -> Policy | None:
-        """The weights, if they are there already."""
+        """Return the weights if they are on the device, else None."""
         return engine.base_policy if self._is_base else self._policy
 
-    def bring(self, engine: Engine) -> Policy:
-        """The weights, loaded if need be; on the engine's thread."""
+    def load(self, engine: Engine) -> Policy:
+        """Return the weights, loaded if need be; on the engine's thread."""
         if self._is_base:
             return engine.base_policy
         if self._policy is None:
@@ -146,18 +130,13 @@ class PolicyPlace:
 
     def write(self, engine: Engine, directory: Path) -> None:
         """Keep a copy on disk, so that the device's can be let go."""
-        if self.is_written or self._policy is None:
+        policy = self._policy
+        if self._is_base or self._directory is not None or policy is None:
             return
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        staged = directory.with_name(f".{directory.name}")
-        try:
-            engine.save_policy(self._policy, staged)
-            put_in_place(staged, directory)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+        write_directory(directory, lambda staged: engine.save_policy(policy, staged))
         self._directory = directory
 
-    def release(self) -> None:
+    def park(self) -> None:
         """Let the device's copy go; requests that run with it keep it until they are done."""
         if self._directory is not None:
             self._policy = None

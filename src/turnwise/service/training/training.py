@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import zstandard
 from pydantic import ValidationError
 
+from turnwise.client.checkpoints import directory_name, remove_directory
 from turnwise.errors import TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.config import ServeConfig
@@ -28,9 +29,9 @@ from turnwise.service.queue import Operation, Steps
 from turnwise.service.requests import TrainingRequest, parse_request
 from turnwise.service.sampling.sampling import Sampling
 from turnwise.service.store.store import CRITIC, KIND_KEY, JournalRow, RunRow, Store
-from turnwise.service.training.checkpoints import Checkpoints, flat, remove_directory
+from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.operations import OperationBuilder, TrainingModel
-from turnwise.service.training.parked_adapters import AdapterPlace, Room
+from turnwise.service.training.parked_adapters import DeviceLimit, ParkedAdapter
 from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
@@ -55,7 +56,7 @@ class Training:
         store: Store,
         promises: Promises,
         models: ServedModels,
-        checkpoints: Checkpoints,
+        checkpoints: OwnedCheckpoints,
         sampling: Sampling,
     ) -> None:
         self._config = config
@@ -115,7 +116,7 @@ class Training:
 
         def begin(engine: Engine) -> Steps:
             yield from ()
-            model.place.bring(engine)
+            model.adapter.load(engine)
 
         served.queue.submit_own(model.lane, Operation(promise=promise, begin=begin, finish=lambda _: created))
         return promise.request_id, model_id
@@ -171,8 +172,9 @@ class Training:
         lane = served.queue.lane(run.model_id, run.session_id)
         lane.next_seq = run.next_seq
         lane.max_seen = run.next_seq - 1
-        place = AdapterPlace(run.lora, self._state / flat(run.model_id), run.snapshot, is_critic=run.is_critic)
-        model = self._live[run.model_id] = TrainingModel(run, served, place, lane)
+        snapshots = self._state / directory_name(run.model_id)
+        adapter = ParkedAdapter(run.lora, snapshots, run.snapshot, is_critic=run.is_critic)
+        model = self._live[run.model_id] = TrainingModel(run, served, adapter, lane)
         return model
 
     def submit(self, caller: Caller, request: TrainingRequest, *, retry_key: str | None = None) -> str:
@@ -268,7 +270,7 @@ class Training:
         def begin(engine: Engine) -> Steps:
             yield from ()
             try:
-                return model.place.park(engine) if park else model.place.save(engine)
+                return model.adapter.park(engine) if park else model.adapter.save(engine)
             finally:
                 model.is_saving = False
 
@@ -278,7 +280,7 @@ class Training:
                 run.snapshot, run.snapshot_seq, run.next_seq = name, seqs[0], seqs[0] + 1
                 self._store.save_snapshot(run)
             model.steps_since_snapshot = 0
-            for other in model.place.root.iterdir():
+            for other in model.adapter.root.iterdir():
                 if other.name != name:
                     remove_directory(other)
             return {}
@@ -290,20 +292,20 @@ class Training:
 
     def _make_room(self, keep: TrainingModel | None = None) -> None:
         """Park the longest idle adapters while there are too many on the device."""
-        resident = [model for model in self._live.values() if model.place.is_resident]
+        resident = [model for model in self._live.values() if model.adapter.is_resident]
         idle = sorted(
             (model for model in resident if model.lane.is_idle and model is not keep and not model.is_saving),
             key=lambda model: model.lane.last_used,
         )
-        room = Room(self._config.max_resident_adapters, self._config.max_resident_bytes)
-        for model in room.to_leave(resident, idle, lambda model: model.place.num_bytes):
+        limit = DeviceLimit(self._config.max_resident_adapters, self._config.max_resident_bytes)
+        for model in limit.choose_to_park(resident, idle, lambda model: model.adapter.num_bytes):
             self.snapshot(model, park=True)
 
     def sweep(self, now: float) -> None:
         """Park what nobody has used for long, and write down when runs were used; `now` is the event loop's clock."""
         for model in self._live.values():
             is_old = now - model.lane.last_used > self._config.park_after_s
-            if is_old and model.place.is_resident and model.lane.is_idle and not model.is_saving:
+            if is_old and model.adapter.is_resident and model.lane.is_idle and not model.is_saving:
                 self.snapshot(model, park=True)
             self._store.touch_run(model.run.model_id, model.run.last_request_at)
         self._make_room()
@@ -313,9 +315,9 @@ class Training:
     def restore(self) -> None:
         """At start: answer what was finished, and run again what no snapshot holds."""
         runs = {run.model_id: run for run in self._store.all_runs()}
+        snapshots = {directory_name(run.model_id): run.snapshot for run in runs.values()}
         for directory in self._state.glob("*/*"):
-            owner_run = next((run for run in runs.values() if flat(run.model_id) == directory.parent.name), None)
-            if owner_run is None or directory.name != owner_run.snapshot:
+            if directory.name != snapshots.get(directory.parent.name):
                 remove_directory(directory)
         for model_id in self._store.journaled_models():
             rows = self._store.journal(model_id)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.training.pack import (
     NO_SHARING,
-    _cut,
+    cut_passes,
     is_worth_sharing,
     num_shared,
     pack,
@@ -75,7 +75,7 @@ def test_evening_out_makes_no_pass_larger_and_adds_none(rows: list[list[int]], m
     ordered = [sequences[i] for i in order]
     common = [0, *(num_shared(a, b) for a, b in itertools.pairwise(ordered))]
     shared = [n if i and is_worth_sharing(ordered[i - 1], ordered[i], n, 2) else 0 for i, n in enumerate(common)]
-    cuts, largest = _cut([len(row) for row in ordered], shared, limit)
+    cuts, largest = cut_passes([len(row) for row in ordered], shared, limit)
     batches = list(split_batches(sequences, limit, min_shared=2))
     assert len(batches) <= len(cuts)
     assert [i for batch in batches for i in batch] == order

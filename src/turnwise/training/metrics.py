@@ -14,11 +14,11 @@ from turnwise.credit.branching import branch_variance_share
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
-from turnwise.training.entropy import entropy_metrics
 from turnwise.types import ForwardBackwardOutput
+from turnwise.watch.entropy import entropy_metrics
 
 if TYPE_CHECKING:
-    from turnwise.training.stream import Stream, Taken
+    from turnwise.training.supply import Stream, Taken
 
 GEO_BAND = (0.99, 1.01)
 """Ratios, as geometric means over a sequence, that `method.correction=sequence_geo_mask` keeps."""
@@ -105,7 +105,7 @@ def lag_metrics(taken: Taken, stream: Stream, learned: Sequence[Learned]) -> dic
     values["attempts_playing"] = float(stream.num_attempts_playing)
     values["tokens_drawn"] = float(stream.num_untaken_tokens)
     values["groups_dropped_stale"] = float(num_stale)
-    values["stale_share"] = num_stale / max(1, num_stale + len(taken.places))
+    values["stale_share"] = num_stale / max(1, num_stale + len(taken.entries))
     if taken.staleness:
         values["staleness_mean"] = fmean(taken.staleness)
         values["staleness_max"] = float(max(taken.staleness))

@@ -1,0 +1,99 @@
+"""Backends: found by name or as `module:Class`, and one new file is all that a new one takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import turnwise.backends
+from turnwise.backends import backend_names, find_publisher, make_publisher
+from turnwise.backends.local import LocalPublisher
+from turnwise.cli import main
+from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.config.files import load_config
+from turnwise.errors import ConfigError
+from turnwise.runlog.reader import RunReader
+
+COUNTING = '''
+"""A backend in one file: it samples as the local one does, and writes down what it was asked for."""
+
+import json
+from pathlib import Path
+
+from turnwise.client.publish import Publisher
+
+LOG = Path(__file__).with_name("log.json")
+
+
+class CountingPublisher(Publisher):
+    def __init__(self):
+        self.versions, self.is_closed = [], False
+
+    async def deliver(self, trainer, version):
+        self.versions.append(version)
+        return await trainer.save_weights_and_get_sampling_client_async()
+
+    async def close(self):
+        LOG.write_text(json.dumps(self.versions))
+'''
+
+
+WORLD = """
+from turnwise.envs.base import EnvStep, user
+
+class AnyLuck:
+    max_turns, max_tokens = 1, 4
+
+    def __init__(self, seed: int):
+        pass
+
+    def start(self):
+        return [user("Say something.")]
+
+    def step(self, reply):
+        return EnvStep(reward=float(len(reply.content) % 7), terminated=True)
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_backend_from_outside_the_package_trains_a_run_and_is_closed_with_it(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    (tmp_path / "luck.py").write_text(WORLD)
+    small = ("model=tiny", "train.steps=3", "train.tasks_per_step=1", "rollout.group_size=8", "warmup.steps=0")
+    quiet = ("eval.tasks=0", "run.dialogues=0", f"run.dir={tmp_path / 'run'}")
+    backend = f"rollout.backend={tmp_path / 'counting.py'}:CountingPublisher"
+    assert main(["train", f"env={tmp_path / 'luck.py'}:AnyLuck", *small, *quiet, backend]) == 0
+    assert json.loads((tmp_path / "log.json").read_text()) == [0, 1, 2, 3]
+    with RunReader(tmp_path / "run") as run:
+        attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
+    drawn = [(one.row.step, turn.policy_version) for one in attempts for turn in one.trajectory.turns]
+    assert set(drawn) == {(1, 0), (2, 1), (3, 2)}
+
+
+def test_a_file_in_the_folder_of_backends_is_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counting_here.py").write_text(COUNTING)
+    monkeypatch.setattr(turnwise.backends, "__path__", [*turnwise.backends.__path__, str(tmp_path)])
+    assert backend_names() == ["counting_here", "local"]
+    config = load_config("guess_number", ["rollout.backend=counting_here"])
+    publisher = make_publisher(config.rollout.backend)
+    sampler = asyncio.run(publisher.publish(RecordingTrainer(ScriptedSampler([])), 5))
+    assert (type(publisher).__name__, sampler.version) == ("CountingPublisher", 5)
+
+
+def test_what_is_no_backend_is_refused_with_what_to_do() -> None:
+    assert find_publisher("local") is LocalPublisher
+    for planned in ("sglang", "vllm"):
+        config = load_config("guess_number", [f"generator.backend={planned}"])
+        with pytest.raises(ConfigError, match=rf"rollout\.backend={planned} is not there yet.*rollout\.backend=local"):
+            find_publisher(config.rollout.backend)
+    with pytest.raises(ConfigError, match="no backend; did you mean 'local'"):
+        find_publisher("locl")
+    with pytest.raises(ConfigError, match="expected a class that inherits from"):
+        find_publisher("json:dumps")
