@@ -38,7 +38,7 @@ class RolloutConfig(RolloutLimits):
         default=8,
         ge=1,
         description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
-        "attempts of one task: ppo, reinforce_pp, rebn and rft, and those that read stored data.",
+        "attempts of one task, such as ppo and rft, and those that read stored data.",
     )
     min_group_size: int = Field(
         default=2, ge=1, description="A group with fewer attempts left is dropped, and counted; 2 or more in training."
