@@ -15,7 +15,7 @@ import torch
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many, with_ops
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.trainable import LoraAdapter
-from turnwise.types import Datum, ModelInput, SampledSequence, SamplingParams
+from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 
 MakeEngine = Callable[..., Engine]
 TOLERANCE = 1e-4
@@ -210,13 +210,8 @@ def test_launching_ahead_changes_no_token(make_engine: MakeEngine, kv_cache_gib:
         replies: dict[int, Any] = {}
         for i in range(14):
             params = SamplingParams(max_tokens=3 + i, seed=i, stop=[9, 10, 11, 12] if i % 2 else [])
-            engine.sampler.submit(
-                random_ids(5 + 3 * (i % 3), i),
-                params,
-                policies[i % 3 == 0],
-                num_samples=1 + i % 3,
-                on_done=partial(replies.__setitem__, i),
-            )
+            request = SampleRequest(random_ids(5 + 3 * (i % 3), i), params, num_samples=1 + i % 3)
+            engine.sampler.submit(request, policies[i % 3 == 0], on_done=partial(replies.__setitem__, i))
         while engine.sampler.has_work:
             engine.sampler.step()
         assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks

@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config.config import Config, options_of
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
 from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
@@ -30,10 +31,10 @@ from turnwise.methods.lookup import (
     find_options,
     read_stored_method,
 )
-from turnwise.runtime.section import explain
-from turnwise.runtime.suggest import nearest
-from turnwise.training.critic_config import CriticConfig
+from turnwise.runtime.section import Section, explain
+from turnwise.runtime.suggest import did_you_mean, nearest
 
+AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
 """A config as YAML holds it: sections of keys, not yet checked."""
 
@@ -154,6 +155,27 @@ def _fill_in(tree: Tree) -> None:
         rollout.pop("min_group_size", None)
 
 
+def build_section(kind: type[AnySection], given: Mapping[str, Any], overrides: Sequence[str]) -> AnySection:
+    """A section that stands alone, such as a service's, from values by dotted name and `key=value` overrides.
+
+    An override that says something else than `given` is refused: both were written by the same user.
+    """
+    known, values = list(option_paths(kind)), dict(given)
+    for text in overrides:
+        key, separator, value = (part.strip() for part in text.partition("="))
+        if not separator:
+            raise ConfigError(f"{text!r} is no option; expected key=value, for example {known[-1]}=...")
+        if key not in known:
+            raise ConfigError(f"{key} is not an option{did_you_mean(key, known)}; there are {', '.join(known)}")
+        read = _read_value(key, value)
+        if values.setdefault(key, read) != read:
+            raise ConfigError(f"{key}={read}, and a flag says {values[key]}; expected one of them")
+    tree: Tree = {}
+    for key, value in values.items():
+        _apply(tree, key.split("."), value)
+    return kind(**tree)
+
+
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every option's full name: `train.steps`, `reward.weights.outcome`, ..."""
     for name, field in options_of(model).items():
@@ -227,12 +249,17 @@ def _parse(text: str) -> tuple[str, Any]:
         raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
-    if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
-        return key, value
+    return key, _read_value(key, value)
+
+
+def _read_value(key: str, text: str) -> Any:
+    """The value of an override, read as YAML; a leading `@`, which YAML reserves, is the name of a file."""
+    if text.startswith("@"):
+        return text
     try:
-        return key, yaml.load(value, Loader=_Loader) if value.strip() else ""
+        return yaml.load(text, Loader=_Loader) if text.strip() else ""
     except yaml.YAMLError as cause:
-        raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
+        raise ConfigError(f"{key}={text} is not valid YAML: {cause}") from cause
 
 
 def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:

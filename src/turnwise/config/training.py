@@ -1,7 +1,7 @@
 """The sections that the training loop reads: `train`, `eval`, `warmup` and `run`.
 
-They are the loop's own, and stand beside the config that the loop is given, so that `turnwise.training` imports
-`turnwise.config` and nothing goes the other way.
+The loop is given the whole config, so its own sections stand here, and `turnwise.training` imports `turnwise.config`,
+never the other way.
 """
 
 from __future__ import annotations

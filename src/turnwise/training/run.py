@@ -30,18 +30,19 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Phase, StoredAttempt
 from turnwise.runtime.blocking import has_event_loop
 from turnwise.training.arguments import Target, read_arguments, to_overrides
+from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.policy import PolicySampler, find_policy
 from turnwise.training.session import TrainingSession
 from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
+from turnwise.training.steer import give_order, read_settings
 from turnwise.training.table import MetricTable
 from turnwise.watch.curve import run_svg
 from turnwise.watch.loggers import MetricLogger
 from turnwise.watch.observer import Observer
 from turnwise.watch.report import dialogue_lines, report_lines
 from turnwise.watch.status import is_training, read_status
-from turnwise.watch.steer import give_order, read_settings
 from turnwise.watch.terminal import open_view
 from turnwise.watch.watchdog import StalledError
 
@@ -368,12 +369,12 @@ class Run:
         config = self.config
         title = f"{config.env.name}, {config.model.alias or config.model.name}, {config.method.name}"
         with RunReader(self.directory) as run:
-            return "\n".join(report_lines(run, title=title, num_dialogues=config.run.dialogues))
+            return "\n".join(report_lines(run, best_evaluation(run), title=title, num_dialogues=config.run.dialogues))
 
     def curve(self) -> str:
         """Held-out success and reward over steps, as an SVG picture."""
         with RunReader(self.directory) as run:
-            return run_svg(run, self.directory.name)
+            return run_svg(run, self.directory.name, best_evaluation(run))
 
     def close(self) -> None:
         """Free the models of `best` and `last`; a run that goes on is not touched."""
