@@ -25,6 +25,7 @@ from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.config.files import config_to_yaml
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
@@ -37,7 +38,6 @@ from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
 from turnwise.training.critic import Critic
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.runlog.reader import RunReader
+from turnwise.training.steer import give_order
 from turnwise.watch.status import is_training, read_status
-from turnwise.watch.steer import give_order
 
 WORLD = "turnwise.bench.slow_world:SlowWorld"
 WARM_SHARE = 0.2

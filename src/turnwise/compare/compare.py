@@ -32,6 +32,7 @@ from turnwise.compare.runs import GridJob, RunOrder, run_jobs
 from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
 from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
@@ -40,7 +41,6 @@ from turnwise.methods.grpo import Grpo
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.setup import find_model
 from turnwise.watch.alarms import AlarmConfig
 from turnwise.watch.status import LOCK_FILE, STATUS_FILE

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from turnwise.config.checks import check_groups, check_lag, check_play, check_service, check_stored
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
 from turnwise.config.training import EvalConfig, RunConfig, TrainConfig, WarmupConfig
 from turnwise.credit.shaping import RewardConfig
@@ -30,7 +31,6 @@ from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.section import Section
-from turnwise.training.critic_config import CriticConfig
 from turnwise.watch.alarms import AlarmConfig
 
 

@@ -18,14 +18,21 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from turnwise.config.config import Config, options_of
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
 from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import is_outside
-from turnwise.methods.lookup import DEFAULT_METHOD, SHIPPED, choices_left_behind, every_option, find_options
+from turnwise.methods.lookup import (
+    DEFAULT_METHOD,
+    SHIPPED,
+    choices_left_behind,
+    every_option,
+    find_options,
+    read_stored_method,
+)
 from turnwise.runtime.section import Section, explain
 from turnwise.runtime.suggest import did_you_mean, nearest
-from turnwise.training.critic_config import CriticConfig
 
 AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
@@ -125,6 +132,7 @@ def config_from_yaml(text: str, source: str) -> Config:
     tree = parse_yaml(text, source)
     _fill_in(tree)
     _turn_off(tree, None)
+    tree["method"] = read_stored_method(tree["method"])
     return tree_to_config(tree)
 
 

@@ -134,9 +134,10 @@ class DataConfig(Section):
     """Stored data to learn from, for the methods that read some."""
 
     dialogues: str = Field(
-        default="", description="sft: a run whose successes in training are imitated; empty: the world's dialogues."
+        default="",
+        description="For sft: a run directory; its successes in training are imitated. Empty: the world's dialogues.",
     )
-    pairs: str = Field(default="", description="Preference pairs to learn from, as `turnwise pairs` writes them.")
+    pairs: str = Field(default="", description="A file of preference pairs to learn from, made by `turnwise pairs`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

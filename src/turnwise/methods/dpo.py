@@ -72,7 +72,7 @@ class Dpo:
 
         name: str = "dpo"
         turn_weights: Literal["none", "dmpo"] = Field(
-            default="none", description="All turns count alike, or later ones less, as in DMPO."
+            default="none", description="Whether all turns count the same, or later turns count less, as in DMPO."
         )
         dmpo_gamma: float = Field(default=0.7, gt=0, le=1, description="DMPO's discount per turn.")
 

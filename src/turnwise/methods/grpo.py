@@ -58,8 +58,9 @@ class Compared(MethodOptions):
 
     advantage: Literal["centered", "normalized", "leave_one_out", "max_rl"] = Field(
         default="centered",
-        description="Return minus the group's mean; also divided by its deviation; minus the others' mean; divided by "
-        "the mean.",
+        description="How to compute the advantage: return minus the group's mean (centered), also divided by "
+        "the group's deviation (normalized) or by its mean (max_rl), or return minus the mean of "
+        "the others (leave_one_out).",
     )
 
     @property
@@ -76,7 +77,9 @@ class CreditedByTurn(MethodOptions):
     """A method that can credit each turn with what came after it."""
 
     credit: Literal["trajectory", "reward_to_go"] = Field(
-        default="trajectory", description="One advantage for all turns, or each turn by the rewards from it on."
+        default="trajectory",
+        description="Give all turns of an attempt one advantage, or credit each turn with the rewards from "
+        "that turn on.",
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, never per token.")
 

@@ -33,7 +33,7 @@ class Gspo(Grpo):
             default="seq_mean", description=Weighed.model_fields["normalisation"].description
         )
         sequence: Literal["trajectory", "turn"] = Field(
-            default="trajectory", description="What one ratio spans, the whole attempt or each turn."
+            default="trajectory", description="What one ratio covers: the whole attempt or each turn."
         )
 
         default_loss = "gspo"

@@ -32,10 +32,13 @@ class Branching(MethodOptions):
     """A method that continues one dialogue several times."""
 
     branch_turn: Literal["uniform", "geometric"] = Field(
-        default="uniform", description="How the turn to branch at is drawn."
+        default="uniform", description="How to draw the turn to branch at."
     )
     branch_p: float = Field(
-        default=0.3, gt=0, lt=1, description="Parameter of the geometric distribution over turns; more is earlier."
+        default=0.3,
+        gt=0,
+        lt=1,
+        description="Parameter of the geometric distribution over turns; a larger value draws earlier turns.",
     )
 
     branches = True
@@ -59,10 +62,11 @@ class LaGrpo:
 
         name: str = "la_grpo"
         trained_turns: Literal["branch", "from_branch"] = Field(
-            default="branch", description="Train the turn branched at, or that and all after it."
+            default="branch", description="Train only the turn of the branch, or that turn and all later ones."
         )
         divide_by_probability: bool = Field(
-            default=False, description="Weigh a group by 1 / P(its turn), for the sum over all turns."
+            default=False,
+            description="Weight a group by 1 / P(its turn), which gives the gradient of the sum over all turns.",
         )
 
         def build(self, setup: MethodSetup) -> LaGrpo:

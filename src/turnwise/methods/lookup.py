@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 
@@ -72,6 +72,19 @@ def read_method(given: Any) -> MethodOptions:
     return options.model_validate({**kept, "name": name})
 
 
+def read_stored_method(given: Any) -> MethodOptions | Any:
+    """The section `method` of a run on disk. A method that cannot be found here is kept as it was written down: the run
+    can be looked at, and going on with it says what is missing."""
+    name = str(given.get("name") or "") if isinstance(given, Mapping) else ""
+    if not is_outside(name) or name in _PASSED:
+        return given
+    try:
+        find_options(name)
+    except (ConfigError, ImportError) as cause:
+        return MissingMethod.model_validate({**given, "why": str(cause)})
+    return given
+
+
 AnyMethodOptions = Annotated[SerializeAsAny[MethodOptions], BeforeValidator(read_method)]
 """The type of `Config.method`: the options of one method, told apart by `name`."""
 
@@ -101,6 +114,26 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
     if options:
         raise ConfigError(f"{min(options)} beside a method that is built; give the options to its constructor")
     return PassedMethod.remember(method)
+
+
+class MissingMethod(MethodOptions):
+    """A method from outside the package that this process cannot find, with the options that a run wrote down."""
+
+    model_config = ConfigDict(extra="allow")
+
+    why: str = Field(default="", exclude=True)
+    """Why it was not found."""
+
+    @property
+    def learns_from_one(self) -> bool:
+        return True
+
+    def build(self, setup: MethodSetup) -> AnyMethod:  # noqa: ARG002
+        raise ConfigError(self.why)
+
+    @classmethod
+    def is_shipped(cls) -> bool:
+        return False
 
 
 class PassedMethod(MethodOptions):

@@ -49,9 +49,7 @@ class AdvantageKl:
 class MethodOptions(Section):
     """What makes a gradient out of attempts."""
 
-    name: str = Field(
-        default="", description="The method; docs/algorithms tells them apart. `module:Class` is one of your own."
-    )
+    name: str = Field(default="", description="The method; docs/algorithms explains each. `module:Class` is your own.")
 
     default_loss: ClassVar[str] = "importance_sampling"
     """The loss by name; the only one, unless the method lets it be chosen (`FreeLoss`)."""
@@ -180,8 +178,9 @@ class Weighed(MethodOptions):
 
     normalisation: Normalisation = Field(
         default="token_mean",
-        description="How trained tokens share a step: all alike, each attempt alike, by their number, by a fixed "
-        "length, each turn alike, each turn of an attempt alike, each task alike.",
+        description="What counts the same in a step: every token (token_mean), attempt (seq_mean), turn "
+        "(turn_mean), turn of an attempt (traj_turn_mean) or task (prompt_mean). seq_sum adds up "
+        "the tokens of an attempt; const divides them by a fixed length.",
     )
 
     def weighting(self, setup: MethodSetup) -> Weighting:
@@ -193,33 +192,35 @@ class PolicyTerms(PolicyOptions, MethodOptions):
 
     kl_place: Literal["advantages", "loss"] = Field(
         default="advantages",
-        description="Where the KL stands: taken off each token's advantage (one more forward pass), or a term of the "
-        "loss.",
+        description="Where to put the KL: subtract it from each token's advantage (one more forward pass), or "
+        "add it to the loss.",
     )
     kl_gamma: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="For a KL in advantages: how much of the next token's KL a token answers for; 0 is its own alone.",
+        description="For a KL in advantages: discount of later tokens' KL in a token's advantage; 0 counts "
+        "only the token's own.",
     )
     kl_estimator: Literal["k2", "k3"] = Field(
-        default="k2", description="For a KL in the loss: how it is estimated; k2 is the reverse KL, k3 the forward KL."
+        default="k2", description="How to estimate a KL in the loss: k2 is the reverse KL, k3 the forward KL."
     )
     kl_importance: bool = Field(
-        default=False, description="For a KL in the loss: weigh it by policy / sampler, which is right off-policy."
+        default=False, description="Weight a KL in the loss by policy / sampler, which makes it correct off-policy."
     )
     entropy_coef: float = Field(
-        default=0.0, ge=0, description="Weight of a bonus on the entropy of each trained token's distribution."
+        default=0.0, ge=0, description="Weight of a bonus for the entropy of each trained token's distribution."
     )
     old_policy: bool = Field(
         default=False,
-        description="Ratios against the weights at the start of the batch (one more forward pass), times their ratio "
-        "to the sampler; false takes ratios against the sampler.",
+        description="Take ratios against the weights at the start of the batch (one more forward pass), times "
+        "their ratio to the sampler; false takes ratios against the sampler.",
     )
     old_policy_from: Literal["forward", "loglinear"] = Field(
         default="forward",
-        description="With old_policy and train.max_staleness: that forward pass, or `loglinear`, which saves it: each "
-        "token's logprob between the sampler's and the trainer's, by their versions.",
+        description="With old_policy and train.max_staleness: `forward` makes that forward pass; `loglinear` "
+        "saves it and places each token's old logprob between the sampler's and the trainer's, by "
+        "their versions.",
     )
 
     @property

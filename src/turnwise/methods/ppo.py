@@ -50,7 +50,9 @@ class Ppo:
         name: str = "ppo"
         loss_fn: str = Field(default="ppo", description=FreeLoss.model_fields["loss_fn"].description)
         gae: Literal["token", "turn", "bilevel"] = Field(
-            default="token", description="What a step of the advantage's recursion is; bilevel is turns, then tokens."
+            default="token",
+            description="What one step of the advantage's recursion is: a token or a turn; bilevel takes turns "
+            "first, then tokens.",
         )
         gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, never per token.")
         policy_lambda: float | Literal["adaptive"] = Field(
@@ -58,7 +60,7 @@ class Ppo:
             description="Lambda of the policy's advantages, 0 to 1; `adaptive` follows the length of the attempt.",
         )
         alpha: float = Field(
-            default=1.5, gt=0, description="Reach of the adaptive lambda as a share of the attempt; VAPO has 0.05."
+            default=1.5, gt=0, description="Reach of the adaptive lambda as a share of the attempt; VAPO uses 0.05."
         )
         critic_lambda: float = Field(
             default=1.0, ge=0, le=1, description="Lambda of the critic's targets; 1 is plain returns."

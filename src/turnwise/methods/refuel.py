@@ -34,7 +34,7 @@ class Referenced(MethodOptions):
 
     reference: Literal["sampler", "base"] = Field(
         default="sampler",
-        description="The policy that log-ratios are taken against: the one that sampled, or the base model.",
+        description="The policy to take log-ratios against: the one that sampled, or the base model.",
     )
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
@@ -20,7 +21,6 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams

@@ -12,9 +12,9 @@ from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.training.assemble import Parts, split_evenly
 from turnwise.training.critic import Critic
+from turnwise.training.metrics import Learned
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import AdamParams, ForwardBackwardOutput
-from turnwise.watch.metrics import Learned
 from turnwise.watch.watchdog import Watchdog
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from turnwise.config.critic import CriticConfig
 from turnwise.methods.lookup import read_method
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.plateau import Plateau
 
 

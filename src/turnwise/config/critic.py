@@ -12,27 +12,38 @@ from turnwise.runtime.section import Section
 class CriticConfig(Section):
     """The critic: a value head with an adapter of its own on the same base model."""
 
-    rank: int = Field(default=0, ge=0, description="Rank of its adapter; 0 takes model.rank.")
-    learning_rate: float = Field(default=0.0, ge=0, description="Of its AdamW; 0 is twice train.learning_rate.")
-    updates: int = Field(default=1, ge=1, description="Its optimizer steps on the attempts of each policy step.")
+    rank: int = Field(default=0, ge=0, description="Rank of the critic's adapter; 0 takes model.rank.")
+    learning_rate: float = Field(
+        default=0.0, ge=0, description="Learning rate of the critic; 0 is twice train.learning_rate."
+    )
+    updates: int = Field(
+        default=1, ge=1, description="Optimizer steps of the critic on the attempts of each policy step."
+    )
     value_clip: float = Field(
-        default=0.2, ge=0, description="Values that move further than this from the old ones gain nothing; 0 is off."
+        default=0.2, ge=0, description="Largest change of a value that still lowers the loss; 0 is off."
     )
     pretrain_steps: int = Field(
         default=50,
         ge=0,
-        description="Most batches that it learns before the policy's first step, the policy left alone; 0 is none.",
+        description="Most batches that the critic learns from before the policy's first step; the policy does "
+        "not change. 0 is no pre-training.",
     )
     pretrain_from: str = Field(
         default="rollouts",
         min_length=1,
-        description="What it learns then: `rollouts` of the policy as it is, `demonstrations` of the world, or a run "
-        "directory.",
+        description="What the critic learns from before the first step: `rollouts` of the unchanged policy, "
+        "`demonstrations` of the world, or a run directory.",
     )
-    pretrain_learning_rate: float = Field(default=1e-3, gt=0, description="Of its AdamW, meanwhile.")
-    pretrain_updates: int = Field(default=4, ge=1, description="Its optimizer steps on each of those batches.")
+    pretrain_learning_rate: float = Field(
+        default=1e-3, gt=0, description="Learning rate of the critic during pre-training."
+    )
+    pretrain_updates: int = Field(
+        default=4, ge=1, description="Optimizer steps of the critic on each batch of the pre-training."
+    )
     pretrain_patience: int = Field(
-        default=5, ge=1, description="It ends when neither explained variance nor loss got better for so many batches."
+        default=5,
+        ge=1,
+        description="End the pre-training if neither explained variance nor loss improved for this many batches.",
     )
 
     def check(self, method: MethodOptions) -> None:
