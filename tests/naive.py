@@ -16,7 +16,7 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import LoraWeights, Policy
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.training.trainable import LoraAdapter
-from turnwise.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
+from turnwise.types import Datum, LoraConfig, ModelInput, SampleRequest, SampleResponse, SamplingParams
 
 T = TypeVar("T")
 VOCAB = 97
@@ -56,15 +56,10 @@ def sample_many(
                 raise reply
             replies[index] = reply
 
-        engine.sampler.submit(
-            prompt,
-            SamplingParams(**{"stop": [], **params}),
-            policy,
-            num_samples=num_samples,
-            prompt_logprobs=prompt_logprobs,
-            topk_prompt_logprobs=topk,
-            on_done=keep,
+        request = SampleRequest(
+            prompt, SamplingParams(**{"stop": [], **params}), num_samples, prompt_logprobs, topk_prompt_logprobs=topk
         )
+        engine.sampler.submit(request, policy, on_done=keep)
     for _ in range(10_000):
         if not engine.sampler.has_work:
             return [replies[i] for i in range(len(requests))]

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  turnwise train guess_number model=tiny  train on a world; --plan says first what it costs
-  turnwise eval runs/NAME                 measure it on held-out tasks
-  turnwise sample runs/NAME               talk to it
-  turnwise model list                     what is here, and how to get the rest
-  turnwise model fetch smollm2            a small chat model, no account needed
-  turnwise model path smollm2             where it is, for use in $(...)
+  turnwise train guess_number model=tiny  train on a world; add --plan to see the cost first
+  turnwise eval runs/NAME                 measure a run on held-out tasks
+  turnwise sample runs/NAME               chat with what a run trained
+  turnwise model list                     list the models, and how to get missing ones
+  turnwise model fetch smollm2            download a small chat model; no account needed
+  turnwise model path smollm2             print its directory, for use in $(...)
   turnwise retriever serve --corpus FILE  answer the searches of agents over HTTP
-  turnwise serve --model smollm2          serve it to the Tinker and MinT SDKs
-  turnwise bench sample --help            measure sampling on this machine
+  turnwise serve --model smollm2          serve a model to the Tinker and MinT SDKs
+  turnwise bench sample --help            show the options of the sampling benchmark
 
-models live in $TURNWISE_HOME, or ~/.cache/turnwise. `turnwise COMMAND --help` tells more.
+Models are stored in $TURNWISE_HOME, or in ~/.cache/turnwise. `turnwise COMMAND --help` shows a command's options.
 """
 
 
@@ -158,7 +158,7 @@ def _print_models(rows: Sequence[ModelRow]) -> None:
             "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.1f} MB",
             (row.architecture or "").removesuffix("ForCausalLM"),
             "" if row.context_length is None else str(row.context_length),
-            "[green]ready[/green]" if row.is_ready else "[yellow]not here[/yellow]",
+            "[green]ready[/green]" if row.is_ready else "[yellow]missing[/yellow]",
             row.description,
         )
     console = Console(highlight=False)
@@ -166,7 +166,7 @@ def _print_models(rows: Sequence[ModelRow]) -> None:
     console.print(f"\nstore: {home() / 'models'}", soft_wrap=True, markup=False)
     for row in rows:
         if not row.is_ready:
-            console.print(f"{row.name} is not here yet: {row.how_to_get}", soft_wrap=True, markup=False)
+            console.print(f"{row.name} is missing: {row.how_to_get}", soft_wrap=True, markup=False)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -183,22 +183,25 @@ def _build_parser() -> argparse.ArgumentParser:
     check_cli.add_parser(commands)
     service_cli.add_commands(commands)
     _add_model_commands(
-        commands.add_parser("model", help="fetch, list and find models", description="Find, fetch and list models.")
+        commands.add_parser(
+            "model", help="download, list and find models", description="Download, list and find models."
+        )
     )
     retriever_cli.add_parser(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure this machine: sample, train, both, agreement, tree, branch, async, ...",
-        description="Measure speed on this machine; `turnwise bench NAME --help` shows the options of one.",
+        help="measure speed on this machine: sample, train, both, agreement, tree, branch, async, ...",
+        description="Measure speed on this machine. `turnwise bench NAME --help` shows the options of one benchmark.",
     )
     bench.set_defaults(parser=bench)
     bench.add_argument(
         "benchmark",
         nargs="?",
         metavar="NAME",
-        help="sample (tokens drawn per second), train (tokens trained per second), both (what sampling and training by "
-        "turns costs), agreement (sampler against trainer), tree (shared prefixes), branch (branched dialogues), "
-        "tenants (many adapters), busy (other work beside it), rollout, async, sandbox, service",
+        help="sample (tokens sampled per second), train (tokens trained per second), both (cost of switching between "
+        "sampling and training), agreement (sampler and trainer logprobs), tree (shared prefixes), branch (branched "
+        "dialogues), tenants (many adapters), busy (a machine with other work), rollout (slow envs), async (training "
+        "ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP)",
     )
     return parser
 
@@ -207,10 +210,10 @@ def _add_model_commands(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
 
-    fetch = actions.add_parser("fetch", help="download or make one of the store's own models")
+    fetch = actions.add_parser("fetch", help="download or make a model of the store")
     fetch.add_argument("name", help="smollm2 (a 135M chat model) or tiny (random weights, for tests)")
 
-    actions.add_parser("list", help="show the store: what is ready, and how to get the rest")
+    actions.add_parser("list", help="list the models of the store, and how to get missing ones")
 
     path = actions.add_parser("path", help="print the directory of a model")
     path.add_argument("name", help="a directory, a .gguf file, a name in the store or a name on the Hugging Face hub")
@@ -222,7 +225,7 @@ def _add_alias_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="A=B",
-        help="use model B where A is asked for; may be repeated (also TURNWISE_ALIASES=A=B,C=D)",
+        help="use model B in place of model A; may be repeated (also TURNWISE_ALIASES=A=B,C=D)",
     )
 
 

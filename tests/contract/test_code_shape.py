@@ -25,9 +25,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "Captures": TO_DO,
     "Failure": TO_DO,
-    "Run": TO_DO,
+    "Options": "each method declares its own, inside its class",
 }
 
 KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
@@ -36,14 +35,11 @@ WORLD_OPTIONS = "each parameter is an option of the world (`env.options.NAME`) a
 ROOM = "its owner replaces it by a value object"
 MANY_PARAMETERS = {
     "engine/ops/": KERNELS,
-    "engine/model/body.py": KERNELS,
-    "engine/training/logprobs.py": KERNELS,
     "client/local.py:create_lora_training_client": TINKERS_SIGNATURE,
     "client/remote.py:create_lora_training_client": TINKERS_SIGNATURE,
     "client/remote.py:__init__": TINKERS_SIGNATURE,
     "envs/adapters/": WORLD_OPTIONS,
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
-    "engine/sampling/sampler.py": ROOM,
     "recipes/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
@@ -64,10 +60,8 @@ PRIVATE_NAMES_IN_TESTS = {
     "contract/sdk/load_client.py": ENDS_A_PROCESS,
     "contract/sdk/runner.py": ENDS_A_PROCESS,
     "contract/sdk/remote_mint_checks.py": ROOM,
-    "numerics/": ROOM,
     "unit/client/": ROOM,
     "unit/engine/": ROOM,
-    "unit/training/test_memory.py": ROOM,
 }
 
 

@@ -27,7 +27,9 @@ BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 
 def _named_options(text: str) -> set[str]:
     found = {first or second for first, second in NAMED.findall(text)}
-    return {name for name in found if not name.startswith("env.options.") and name not in FILES}
+    return {
+        name for name in found if not name.startswith(("env.options.", "method.loss_options.")) and name not in FILES
+    }
 
 
 def _commands(text: str) -> list[tuple[str, list[str]]]:

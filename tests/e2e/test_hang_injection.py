@@ -25,11 +25,11 @@ from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.config.files import config_to_yaml
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.envs.tools import Toolbox, tool
-from turnwise.methods.config import MethodConfig
-from turnwise.methods.ppo import make_gae
+from turnwise.methods.ppo import Ppo
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
@@ -38,7 +38,6 @@ from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
 from turnwise.training.critic import Critic
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.loop import Loop
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
@@ -230,7 +229,7 @@ async def test_a_critic_that_never_answers_while_it_learns_alone_is_named(tmp_pa
 
     client: Any = Silent()
     parts = _run(tmp_path, renderer, HangingWorld(), RecordingTrainer(_sampler(renderer))).parts
-    gae = make_gae(MethodConfig(name="ppo"))
+    gae = Ppo.Options().make_gae()
     critic = Critic(
         client, CriticConfig(pretrain_steps=1), gae, make_optim(parts.config, 1e-3), renderer, max_tokens=64
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 
 from turnwise.cli import main
-from turnwise.methods.config import FIXED_LOSS, METHOD_OPTIONS, READING_METHODS, MethodName
-from turnwise.methods.registry import BUILDERS
+from turnwise.losses.table import LOSSES
+from turnwise.methods.lookup import SHIPPED
+from turnwise.methods.registry import METHODS
 from turnwise.runlog.reader import RunReader
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
@@ -32,14 +32,14 @@ def run_train(directory: Path, *overrides: str) -> RunReader:
     return RunReader(directory)
 
 
-def test_every_name_has_a_builder_options_and_a_loss() -> None:
-    names = get_args(MethodName)
-    assert sorted(BUILDERS) == sorted(METHOD_OPTIONS) == sorted(names)
-    assert all(name in FIXED_LOSS or "loss_fn" in METHOD_OPTIONS[name] for name in names)
+def test_every_method_has_a_name_of_its_own_a_builder_and_a_loss() -> None:
+    assert len(SHIPPED) == len(METHODS)
+    assert all(options.default_loss in LOSSES for options in SHIPPED.values())
+    assert all("build" in vars(options) and options.__doc__ for options in SHIPPED.values())
 
 
 @pytest.mark.usefixtures("tiny_dir")
-@pytest.mark.parametrize("name", sorted(get_args(MethodName)))
+@pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_every_method_learns_for_two_steps(name: str, tmp_path: Path) -> None:
     with run_train(tmp_path / "run", f"method={name}", *SHORTER.get(name, ())) as run:
         norms = [value for _, value in run.metric("train/grad_norm")]
@@ -47,12 +47,12 @@ def test_every_method_learns_for_two_steps(name: str, tmp_path: Path) -> None:
         assert all(norm > 0 for norm in norms)
         assert run.checkpoints()[-1].step == 2
         outcomes = {row.outcome for row in run.attempts(phase="train")}
-        assert outcomes == set() if name in READING_METHODS else "trained" in outcomes
+        assert outcomes == set() if SHIPPED[name].only_stored else "trained" in outcomes
         assert all(row.is_exact for row in run.certificates())
-        assert len(run.certificates()) == (0 if name in READING_METHODS else 2)
+        assert len(run.certificates()) == (0 if SHIPPED[name].only_stored else 2)
         trained = [value for _, value in run.metric("train/num_trained_tokens")]
         assert all(value > 0 for value in trained)
-        if name not in READING_METHODS:
+        if not SHIPPED[name].only_stored:
             assert all(value > 0 for _, value in run.metric("rollout/tokens_drawn"))
 
 

@@ -18,6 +18,7 @@ from turnwise.engine.model.lora import Route, Span
 from turnwise.engine.ops import torch_layers
 from turnwise.engine.ops.interface import Heads, Rotation
 from turnwise.engine.training.pack import pack
+from turnwise.runtime import tolerances
 
 MakeEngine = Callable[..., Engine]
 
@@ -51,17 +52,17 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(
     engine = make_engine(arch_dir)
     body = engine.model.fused
     assert body is not None
-    layers_run: list[int] = []
-    forward_layer = body._forward_layer
-    monkeypatch.setattr(body, "_forward_layer", lambda i, *rest: (layers_run.append(i), forward_layer(i, *rest))[1])
+    blocks_run: list[int] = []
+    run_block = body.run_block
+    monkeypatch.setattr(body, "run_block", lambda i, *rest: (blocks_run.append(i), run_block(i, *rest))[1])
     grads = []
     for most in (body.most_kept_bytes, 1000):
-        layers_run.clear()
+        blocks_run.clear()
         body.most_kept_bytes = most
         adapter = displaced_adapter(engine, rank=4)
         run(engine.forward_backward(adapter, datums, "importance_sampling", None))
         grads.append(adapter.grad.clone())
-    assert layers_run == [0, 1, 1, 0]
+    assert blocks_run == [0, 1, 1, 0]
     assert grads[0].norm() > 0
     assert torch.equal(grads[0], grads[1])
 
@@ -87,7 +88,7 @@ def test_low_rank_parts_inside_the_products_are_those_beside_them(
         found.append([hidden.detach(), adapter.grad.clone()])
         adapter.grad.zero_()
     for inside, beside in zip(*found, strict=True):
-        assert relative_error(inside, beside) < 1e-5
+        assert relative_error(inside, beside) < tolerances.GRADIENTS
 
 
 def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engine: MakeEngine) -> None:
@@ -150,7 +151,7 @@ def test_a_pass_keeps_exactly_the_tensors_that_its_block_lists(
     ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
     hidden = model.hidden(ids, positions, batch.plan, Route(spans=[adapter.span(0, 70)]))
     listed = kept_tensors(model.sizes, model.dtype.itemsize, 4, model.ops.facts)
-    for kept in hidden.grad_fn.kept_blocks:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    for kept in hidden.grad_fn.kept.blocks:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept.tensors()}
         assert sum(storage.nbytes() for storage in storages.values()) == 70 * sum(k.size * k.itemsize for k in listed)
 

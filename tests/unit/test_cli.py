@@ -55,7 +55,7 @@ def test_model_list_shows_what_to_do_for_models_that_are_missing(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["name", "smollm2", "tiny"]
     assert "ready" in lines[2]
-    assert lines[-1] == "smollm2 is not here yet: turnwise model fetch smollm2"
+    assert lines[-1] == "smollm2 is missing: turnwise model fetch smollm2"
 
 
 @pytest.mark.usefixtures("own_home")

@@ -1,1 +1,1 @@
-"""One module per figure in the README: each runs our engine and a peer in the same run and reports ratios."""
+"""One module per speed figure in docs/results.md: each measures our engine and a peer in one run, and prints ratios."""

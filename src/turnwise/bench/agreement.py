@@ -1,4 +1,4 @@
-"""Does the sampler draw from the distribution that the trainer computes? Logprobs of both, token by token.
+"""Compare the sampler's and the trainer's logprobs, token by token.
 
 An adapter that has moved away from its start is sampled from, merged into the weights and beside them, in batches of
 several sizes and over the turns of dialogues whose earlier turns are cached. The trainer then reads what was sampled.
@@ -30,11 +30,13 @@ DISPLACEMENT = 0.01
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="prompts sampled at once")
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=8, help="sampled for each prompt and in each turn")
-    parser.add_argument("--dialogues", type=int, default=8, help="0 leaves the dialogues out")
-    parser.add_argument("--turns", type=int, default=6, help="of each dialogue: prompt, sampled, observed")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 32, 256], help="numbers of prompts to sample together"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=int, default=8, help="tokens to sample per prompt or turn")
+    parser.add_argument("--dialogues", type=int, default=8, help="number of dialogues; 0 skips them")
+    parser.add_argument("--turns", type=int, default=6, help="turns in each dialogue")
     parser.add_argument("--observed", type=int, default=8, help="tokens that the world adds after each turn")
 
 

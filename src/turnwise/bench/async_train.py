@@ -1,4 +1,4 @@
-"""Training ahead of slow envs: env steps per second and held-out success, with lag and without, at equal groups."""
+"""Measure training with slow envs, with lag and without: env steps per second and held-out success."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ WORLD = "turnwise.bench.slow_world:SlowWorld"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model="tiny")
     parser.add_argument("--lag", type=int, default=2, help="train.max_staleness of the run that plays ahead")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--tasks", type=int, default=4, help="groups per step")
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--median-s", type=float, default=0.1, help="of the env's time per answer")
-    parser.add_argument("--p99-s", type=float, default=5.0)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--held-out", type=int, default=64, help="held-out tasks, answered without delay")
+    parser.add_argument("--group-size", type=int, default=4, help="attempts per group")
+    parser.add_argument("--turns", type=int, default=3, help="turns in each attempt")
+    parser.add_argument("--median-s", type=float, default=0.1, help="median time of an env's answer, in seconds")
+    parser.add_argument("--p99-s", type=float, default=5.0, help="99th percentile of that time, in seconds")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="learning rate of each run")
+    parser.add_argument("--held-out", type=int, default=64, help="held-out tasks; their envs answer at once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sampling and training on one device in one process: what going back and forth costs a step of RL.
+"""Measure what it costs a step of RL to switch between sampling and training on one device.
 
 A step publishes the adapter, plays a batch of dialogues with it and trains on what they sampled. The same sampling is
 timed without training between, from an empty cache since a new version finds nothing in it, and the same training
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=4, help="dialogues that begin with the same prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=2, help="of each dialogue")
-    parser.add_argument("--new-tokens", type=int, default=16, help="sampled in each turn")
+    parser.add_argument("--prompts", type=int, default=4, help="number of prompts")
+    parser.add_argument("--group-size", type=int, default=4, help="dialogues per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens in each prompt")
+    parser.add_argument("--turns", type=int, default=2, help="turns in each dialogue")
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens to sample in each turn")
     parser.add_argument("--observed", type=int, default=16, help="tokens that the world adds between two turns")
 
 

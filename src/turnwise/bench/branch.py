@@ -1,4 +1,4 @@
-"""Training on branched dialogues: continuations of one prefix, as a tree and as separate rows of our own engine.
+"""Measure training on branched dialogues, as a tree against separate rows of the same engine.
 
 The datums are what `method=la_grpo` makes: several turns that a group shares, then a turn of its own, which alone is
 trained.
@@ -21,11 +21,11 @@ from turnwise.types import Datum
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--groups", type=int, default=1)
-    parser.add_argument("--group-size", type=int, default=8, help="continuations of each prefix")
+    parser.add_argument("--groups", type=int, default=1, help="number of groups")
+    parser.add_argument("--group-size", type=int, default=8, help="continuations per group")
     parser.add_argument("--turns", type=int, default=5, help="turns that a group shares")
-    parser.add_argument("--observation", type=int, default=100, help="tokens that the world says before each turn")
-    parser.add_argument("--reply", type=int, default=60, help="tokens that the policy says in each turn")
+    parser.add_argument("--observation", type=int, default=100, help="tokens that the world adds before each turn")
+    parser.add_argument("--reply", type=int, default=60, help="tokens that the policy adds in each turn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sampling and training while other processes keep cores busy: as we start, with one thread, sleeping; transformers.
+"""Measure sampling and training while other processes keep the cores busy, against transformers.
 
 Every side is a process that has loaded and waits; one at a time is asked for a measurement, first with nothing beside
 it, then beside processes that compute without end. Our sides differ in what the OpenMP runtime is told: nothing
@@ -50,14 +50,18 @@ class Figure:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device="cpu", repeats=2)
     parser.add_argument(
-        "--beside", type=int, nargs="+", default=[1, os.cpu_count() or 1], help="processes that compute beside it"
+        "--beside",
+        type=int,
+        nargs="+",
+        default=[1, os.cpu_count() or 1],
+        help="numbers of busy processes to run beside it",
     )
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each trained sequence")
-    parser.add_argument("--trained", type=float, default=1.0, help="share of positions that are targets")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts in the batch")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens to sample for each prompt")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences to train on")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens in each of these sequences")
+    parser.add_argument("--trained", type=float, default=1.0, help="share of tokens that are trained")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

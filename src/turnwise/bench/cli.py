@@ -38,7 +38,9 @@ BENCHES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="turnwise bench", description="Measure this machine, ours beside a peer.")
+    parser = argparse.ArgumentParser(
+        prog="turnwise bench", description="Measure speed on this machine, and compare it with another library."
+    )
     benches = parser.add_subparsers(dest="bench", required=True)
     for name, module in BENCHES.items():
         summary = (module.__doc__ or "").strip().splitlines()[0]

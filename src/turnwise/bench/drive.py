@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Policy
-from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def sample_sequences(
                 raise reply
             replies[index] = reply.sequences
 
-        engine.sampler.submit(prompt, params, policy, num_samples=num_samples, on_done=keep)
+        engine.sampler.submit(SampleRequest(prompt, params, num_samples), policy, on_done=keep)
     while engine.sampler.has_work:
         engine.sampler.step()
     return list(itertools.chain.from_iterable(replies[index] for index in range(len(prompts))))

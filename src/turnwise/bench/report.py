@@ -35,14 +35,16 @@ class Timing:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", help="name, directory, or random:qwen3-0.6b (shape only)")
+    parser.add_argument(
+        "--model", default="smollm2", help="a model's name or directory, or random:qwen3-0.6b for random weights"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side; the median counts")
-    parser.add_argument("--warmups", type=int, default=1, help="runs before the timed ones")
-    parser.add_argument("--rank", type=int, default=16, help="LoRA rank; 0 samples from the base alone")
-    parser.add_argument("--peer", choices=("transformers", "none"), default="transformers")
-    parser.add_argument("--rounds", type=int, default=1, help="processes of each side, taking turns")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side; the median is reported")
+    parser.add_argument("--warmups", type=int, default=1, help="untimed runs before the timed ones")
+    parser.add_argument("--rank", type=int, default=16, help="LoRA rank; 0 means no adapter")
+    parser.add_argument("--peer", choices=("transformers", "none"), default="transformers", help="what to compare with")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each side; the sides take turns")
     parser.add_argument("--side", choices=("both", "ours", "peer"), default="both", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

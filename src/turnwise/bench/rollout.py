@@ -1,4 +1,4 @@
-"""Conversations with slow envs: how busy they keep the sampler, beside the same conversations with envs that are not.
+"""Measure how busy conversations with slow envs keep the sampler, against the same conversations with fast envs.
 
 The whole path of a training rollout runs: `play_groups`, the local client, the engine's worker and its sampler. Wall
 time falls into three parts. *Busy*: the worker is inside `Sampler.step`. *Waiting*: a request was made and not answered
@@ -40,11 +40,13 @@ SEED = 0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model="tiny")
-    parser.add_argument("--conversations", type=int, default=64, help="all at once")
+    parser.add_argument("--conversations", type=int, default=64, help="number of conversations at the same time")
     parser.add_argument("--turns", type=int, default=8, help="replies in each conversation")
-    parser.add_argument("--reply", type=int, default=64, help="tokens that the policy says in each turn, at most")
-    parser.add_argument("--latency-ms", type=float, default=200.0, help="each env call takes 0 to this, uniformly")
-    parser.add_argument("--blocking", action="store_true", help="envs with plain methods, a thread for each")
+    parser.add_argument("--reply", type=int, default=64, help="most tokens in each reply")
+    parser.add_argument(
+        "--latency-ms", type=float, default=200.0, help="longest time of an env call; times are uniform from 0"
+    )
+    parser.add_argument("--blocking", action="store_true", help="use envs with plain methods, each in a thread")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sampling: one batch of prompts, and dialogues that grow; against transformers' `generate`.
+"""Measure sampling, of a batch of prompts and of growing dialogues, against transformers' `generate`.
 
 The dialogue load is what multi-turn RL does: each turn samples, then observed tokens arrive. Ours reads what is new;
 `generate` reads the dialogue again. Both sample at temperature 1 and never stop early; each
@@ -20,18 +20,18 @@ from turnwise.bench.report import machine, make_engine, median_of, model_directo
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
 from turnwise.engine.model.lora import Policy
-from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+from turnwise.types import LoraConfig, SampleRequest, SampleResponse, SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--dialogues", type=int, default=16, help="0 leaves the dialogue load out")
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--dialogue-prompt", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=32, help="prompts in the batch")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to sample for each prompt")
+    parser.add_argument("--dialogues", type=int, default=16, help="number of dialogues; 0 skips this part")
+    parser.add_argument("--turns", type=int, default=6, help="turns in each dialogue")
+    parser.add_argument("--dialogue-prompt", type=int, default=128, help="tokens in the first prompt of a dialogue")
     parser.add_argument("--observed", type=int, default=32, help="tokens that the world adds after each turn")
-    parser.add_argument("--sampled", type=int, default=32, help="tokens sampled in each turn")
+    parser.add_argument("--sampled", type=int, default=32, help="tokens to sample in each turn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def play_all(
             if turn + 1 < len(seen):
                 ask(index, turn + 1)
 
-        engine.sampler.submit(histories[index], params, policy, on_done=go_on)
+        engine.sampler.submit(SampleRequest(histories[index], params), policy, on_done=go_on)
 
     for index in range(len(histories)):
         ask(index, 0)

@@ -1,4 +1,4 @@
-"""The sandbox: what an execution costs over the same program as a bare subprocess of the host."""
+"""Measure what the sandbox adds to the time of a program, against a bare subprocess."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROGRAM = ("-I", "-S", "-c", "print(6 * 7)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--executions", type=int, default=50, help="of each kind, taking turns")
-    parser.add_argument("--parallel", type=int, default=8, help="executions at once, for the throughput")
+    parser.add_argument("--executions", type=int, default=50, help="number of runs of each kind; the kinds take turns")
+    parser.add_argument("--parallel", type=int, default=8, help="programs at the same time, for the throughput")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

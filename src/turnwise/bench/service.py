@@ -1,4 +1,4 @@
-"""The service: sampling over HTTP, from a client in a process of its own, against the same engine in process.
+"""Measure sampling over HTTP from a separate client process, against the same engine in process.
 
 Server, client and the in-process engine are three processes. The two sides take turns with the same prompts, so that
 noise disturbs both alike; the share is of the medians. On a machine that does other work too, the server waits for a
@@ -31,11 +31,11 @@ from turnwise.types import SampleRequest, SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=64, help="in flight at any time")
-    parser.add_argument("--waves", type=int, default=4, help="requests that each sends, one after the other")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--client", choices=("http", "tinker"), default="http", help="bare HTTP, or the tinker SDK")
+    parser.add_argument("--requests", type=int, default=64, help="requests at the same time")
+    parser.add_argument("--waves", type=int, default=4, help="number of rounds of these requests")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to sample for each prompt")
+    parser.add_argument("--client", choices=("http", "tinker"), default="http", help="plain HTTP, or the tinker SDK")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--vocab-size", type=int, default=0, help=argparse.SUPPRESS)
 

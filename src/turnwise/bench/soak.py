@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.runlog.reader import RunReader
+from turnwise.training.steer import give_order
 from turnwise.watch.status import is_training, read_status
-from turnwise.watch.steer import give_order
 
 WORLD = "turnwise.bench.slow_world:SlowWorld"
 WARM_SHARE = 0.2
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--lag", type=int, default=2)
-    parser.add_argument("--every-s", type=float, default=2.0, help="between two looks at the memory")
-    parser.add_argument("--run-dir", help="keep the run here")
+    parser.add_argument("--every-s", type=float, default=2.0, help="seconds between two readings of the memory")
+    parser.add_argument("--run-dir", help="directory of the run; the run is kept there")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as place:
         figure = soak(options, Path(options.run_dir or Path(place) / "run"))

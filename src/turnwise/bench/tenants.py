@@ -1,4 +1,4 @@
-"""Many tenants: requests of many adapters of different ranks in shared batches, against one adapter for all."""
+"""Measure sampling from many adapters of different ranks in shared batches, against one adapter for all."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ RANKS = (4, 8, 16, 32)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tenants", type=int, default=8, help="adapters, of ranks 4, 8, 16, 32 by turns")
-    parser.add_argument("--requests", type=int, default=4, help="requests of each tenant")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--tenants", type=int, default=8, help="number of adapters; their ranks are 4, 8, 16, 32, 4, ..."
+    )
+    parser.add_argument("--requests", type=int, default=4, help="requests per adapter")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to sample for each prompt")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""LoRA training: tokens per second and peak memory, against peft with full logits.
+"""Measure LoRA training, in tokens per second and peak memory, against peft with full logits.
 
 Each side runs in a process of its own, so that the peak memory is its own.
 """
@@ -20,9 +20,9 @@ from turnwise.types import Datum, LoraConfig, ModelInput
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each sequence")
-    parser.add_argument("--trained", type=float, default=1.0, help="share of positions that are targets")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences in the batch")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in each sequence")
+    parser.add_argument("--trained", type=float, default=1.0, help="share of tokens that are trained")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

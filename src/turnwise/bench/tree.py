@@ -1,4 +1,4 @@
-"""Prefix-tree training: a group that shares its prompt, against the same datums as unshared rows of our own engine."""
+"""Measure training on groups that share a prefix, as a tree against separate rows of the same engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from turnwise.types import Datum, LoraConfig, ModelInput
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--groups", type=int, default=1)
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=1, help="number of groups")
+    parser.add_argument("--group-size", type=int, default=8, help="branches per group")
     parser.add_argument("--prefix", type=int, default=800, help="tokens that a group shares")
     parser.add_argument("--branch", type=int, default=200, help="tokens of each branch, all trained")
 

@@ -1,4 +1,4 @@
-"""The commands around training, for the command line: their options, and who runs them. Imports nothing heavy."""
+"""The options of the training commands, and the functions that run them. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMMANDS = (
 
 _TRAIN_EXAMPLES = """\
 examples:
-  turnwise train guess_number model=tiny                  a shipped preset, with another model
-  turnwise train my.yaml train.steps=100 run.dir=runs/a   a file, with overrides
-  turnwise train my_envs.py:MyWorld --plan                what it would cost, and nothing more
-  turnwise train --resume runs/a                          go on where a run stopped
+  turnwise train guess_number model=tiny                  train a preset with another model
+  turnwise train my.yaml train.steps=100 run.dir=runs/a   train a config file with changed options
+  turnwise train my_envs.py:MyWorld --plan                print the cost and train nothing
+  turnwise train --resume runs/a                          continue a run that stopped
 """
 
 
@@ -27,20 +27,34 @@ def add_commands(commands: Any) -> None:
     _add_export(commands)
     _add_pairs(commands)
     _add_compare(commands)
-    certify = commands.add_parser("certify", help="show that a run trained on exactly the sampled tokens")
+    certify = commands.add_parser(
+        "certify",
+        help="check that a run trained on exactly the sampled tokens",
+        description="Check that a run trained on exactly the tokens that it sampled, and print the result.",
+    )
     certify.add_argument("run", metavar="RUN", help="a run directory")
-    certify.add_argument("--turns", action="store_true", help="also a line for every turn")
-    replay = commands.add_parser("replay", help="play one stored attempt of a run again, and compare")
+    certify.add_argument("--turns", action="store_true", help="also print a line for every turn")
+    replay = commands.add_parser(
+        "replay",
+        help="play one stored attempt of a run again, and compare",
+        description="Play one stored attempt of a run again, and compare it with the stored one.",
+    )
     replay.add_argument("run", metavar="RUN", help="a run directory")
-    replay.add_argument("--attempt", type=int, metavar="ID", help="which attempt; without it, the latest are listed")
-    curve = commands.add_parser("curve", help="draw the held-out success of runs, seeds say, in one picture")
+    replay.add_argument("--attempt", type=int, metavar="ID", help="the attempt; without it, list the latest attempts")
+    curve = commands.add_parser(
+        "curve",
+        help="draw the learning curves of several runs in one picture",
+        description="Draw the held-out success of several runs, for example several seeds, in one picture.",
+    )
     curve.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
-    curve.add_argument("--out", default="curves.svg", metavar="FILE", help="the picture (default: %(default)s)")
-    curve.add_argument("--title", default="", help="what stands above it (default: the world and the model)")
+    curve.add_argument(
+        "--out", default="curves.svg", metavar="FILE", help="the SVG file to write (default: %(default)s)"
+    )
+    curve.add_argument("--title", default="", help="title of the picture (default: the world and the model)")
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run what was parsed; returns the exit code."""
+    """Run the parsed command and return the exit code."""
     if options.command == "train":
         from turnwise.commands.train import run_train
 
@@ -88,18 +102,18 @@ def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model on a world",
-        description="Train a model on a world; the plan is printed before anything is spent.",
+        description="Train a model on a world. The plan, with its cost, is printed first.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME|FILE", help="a preset, a YAML file, or a world")
+    parser.add_argument("name", nargs="?", metavar="NAME|FILE", help="a preset, a YAML file or a world")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="options, read as YAML; model=, method=, env= for short",
+        help="options, with YAML values; model=, method= and env= are short for model.name= and so on",
     )
-    parser.add_argument("--plan", action="store_true", help="print the plan and stop")
-    parser.add_argument("--resume", metavar="RUN", help="go on with a run, from its latest checkpoint")
+    parser.add_argument("--plan", action="store_true", help="print the plan and train nothing")
+    parser.add_argument("--resume", metavar="RUN", help="continue a run from its latest checkpoint")
     plain_help = parser.format_help
 
     def full_help() -> str:
@@ -109,32 +123,36 @@ def _add_train(commands: Any) -> None:
         presets = f"presets: {', '.join(preset_names())}"
         return "\n".join([plain_help(), presets, "", "options, with their defaults:", help_text(), "", _TRAIN_EXAMPLES])
 
-    parser.format_help = full_help  # the list of options takes pydantic, so it is made when somebody asks
+    parser.format_help = full_help  # the list of options needs pydantic, so it is made only when somebody asks for help
 
 
 def _add_steering(commands: Any) -> None:
     status = commands.add_parser(
         "status",
-        help="what a run is doing at this moment",
-        description="Show how far a run is, what it waits for and since when, its pool, its alarms and its numbers.",
+        help="show what a run is doing now",
+        description="Show the progress of a run, what it is waiting for and since when, its pool, alarms and metrics.",
     )
     status.add_argument("run", metavar="RUN", help="a run directory")
-    status.add_argument("--watch", action="store_true", help="again every second, until it ends")
+    status.add_argument("--watch", action="store_true", help="refresh every second until the run ends")
     status.add_argument("--json", action="store_true", help="print one JSON object")
     stop = commands.add_parser(
         "stop",
-        help="end a run that is going on; it can be resumed",
-        description="End a run after the step it is learning, saved so that it goes on as if it had not stopped.",
+        help="stop a run; it can be resumed",
+        description="Stop a run after its current step. The run saves a checkpoint, so it can be resumed without loss.",
     )
     stop.add_argument("run", metavar="RUN", help="a run directory")
-    stop.add_argument("--now", action="store_true", help="at once; what came after the last checkpoint is done again")
+    stop.add_argument(
+        "--now", action="store_true", help="stop at once; a resume repeats the work after the last checkpoint"
+    )
     steer = commands.add_parser(
         "steer",
-        help="change a setting of a run that is going on",
-        description="Change train.learning_rate or train.steps of a run that is going on, from its next step on.",
+        help="change a setting of a run while it trains",
+        description="Change train.learning_rate or train.steps of a run while it trains, from its next step on.",
     )
     steer.add_argument("run", metavar="RUN", help="a run directory")
-    steer.add_argument("overrides", nargs="+", metavar="train.key=value", help="such as train.learning_rate=1e-5")
+    steer.add_argument(
+        "overrides", nargs="+", metavar="train.key=value", help="the new value, such as train.learning_rate=1e-5"
+    )
 
 
 def _run_steering(options: argparse.Namespace) -> int:
@@ -154,25 +172,25 @@ examples:
   turnwise compare 'methods=ppo,ppo[critic.pretrain_steps=0]' env=key_door model=tiny tokens=50000 --out runs/ppo
   turnwise compare methods=grpo,rloo 'worlds=key_door[tokens=50000],bargain' model=tiny seeds=10 jobs=8 dir=runs/study
 
-options of its own, beside section.key=value of `turnwise train` for every run:
-  methods=A,B   methods, each with options of its own in brackets; the first is what the others are compared with
-  worlds=A,B    presets, files or worlds, likewise (env=A is the same); tokens=N in brackets is for that world
-  seeds=3       runs of every method in every world
-  tokens=N      sampled tokens of a run (default: the preset's train.max_sampled_tokens, or what the first run samples
-                in its train.steps)
-  jobs=1        runs at once; each has its share of the cores and of the GPU's memory
+options of compare (every section.key=value of `turnwise train` also works, for all runs):
+  methods=A,B   methods; options of one method go in brackets; the others are compared with the first
+  worlds=A,B    presets, files or worlds; options of one world go in brackets, also tokens=N (env=A means worlds=A)
+  seeds=3       number of runs of every method in every world
+  tokens=N      sampled tokens per run (default: the preset's train.max_sampled_tokens, or the tokens that the first
+                run samples in its train.steps)
+  jobs=1        number of runs at the same time; they share the cores and the GPU's memory
   dir=DIR       the same as --out
 
-A comparison that was broken off goes on where it stopped: the same command skips the runs that are done.
+To continue an interrupted comparison, repeat the command: it skips the runs that are done.
 """
 
 
 def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
-        help="train with several methods at equal sampled tokens, and compare",
-        description="Train with several methods, in several worlds and over several seeds, at equal sampled tokens; a "
-        "table with paired intervals and a figure of learning curves come out.",
+        help="compare methods at the same number of sampled tokens",
+        description="Train with several methods, in several worlds and with several seeds, at the same number of "
+        "sampled tokens.\nWrite a table with paired intervals and a figure of learning curves.",
         epilog=_COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -182,24 +200,26 @@ def _add_compare(commands: Any) -> None:
         metavar="option=value",
         help="methods=A,B and worlds=A,B; also seeds, tokens, jobs, dir, and any section.key=value of `turnwise train`",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the runs and the results go (default runs/compare-WORLD)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory for the runs and the results (default runs/compare-WORLD)"
+    )
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--step", metavar="STEP", help="of a run: the checkpoint of a step, `best` (the default) or `last`"
+        "--step", metavar="STEP", help="which checkpoint of a run: a step number, `best` (the default) or `last`"
     )
 
 
 def _add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
-        help="write what a run trained as files that other programs load",
-        description="Write a checkpoint as a PEFT adapter, or with --merged as a whole Hugging Face model.",
+        help="write the trained weights as files for other programs",
+        description="Write a checkpoint as a PEFT adapter, or with --merged as a complete Hugging Face model.",
     )
-    parser.add_argument("target", metavar="RUN|CHECKPOINT")
-    parser.add_argument("out", metavar="DIR", help="a directory that is not there yet")
-    parser.add_argument("--merged", action="store_true", help="the adapter added to the base model's weights")
+    parser.add_argument("target", metavar="RUN|CHECKPOINT", help="a run directory or a checkpoint")
+    parser.add_argument("out", metavar="DIR", help="a new directory to write")
+    parser.add_argument("--merged", action="store_true", help="add the adapter to the base model's weights")
     _add_step(parser)
 
 
@@ -209,9 +229,9 @@ def _add_eval(commands: Any) -> None:
         help="measure a run, a checkpoint or a model on held-out tasks",
         description="Play held-out tasks and print success and reward with 95 % intervals.",
     )
-    parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as eval.tasks=200")
-    parser.add_argument("--env", metavar="NAME", help="the world; a run has one already")
+    parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL", help="a run directory, a checkpoint or a model")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options, such as eval.tasks=200")
+    parser.add_argument("--env", metavar="NAME", help="the world (default: the world of the run)")
     _add_step(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -220,22 +240,25 @@ def _add_sample(commands: Any) -> None:
     parser = commands.add_parser(
         "sample",
         help="chat with a run, a checkpoint or a model",
-        description="Chat in the terminal until Ctrl-D; from a pipe, every line is a message and every reply a line.",
+        description="Chat in the terminal; Ctrl-D ends the chat. In a pipe, every input line is a message and every "
+        "reply is one line.",
     )
-    parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL")
+    parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL", help="a run directory, a checkpoint or a model")
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of one reply (default 256)")
-    parser.add_argument("--seed", type=int, help="same seed, same replies")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy (default 0.7)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum number of tokens in a reply (default 256)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same replies")
     _add_step(parser)
 
 
 _PAIRS_EXAMPLES = """\
 examples:
-  turnwise pairs smollm2 --env key_door --out pairs.parquet          8 dialogues per task, best against worst
-  turnwise pairs runs/a --kind refuel --out pairs.parquet            two continuations of one dialogue
-  turnwise pairs runs/a runs/b --stored --out pairs.parquet          from what these runs played
-  turnwise train key_door method=dpo data.pairs=pairs.parquet        and then learn from them
+  turnwise pairs smollm2 --env key_door --out pairs.parquet       play 8 dialogues per task; pair the best and the worst
+  turnwise pairs runs/a --kind refuel --out pairs.parquet         play two continuations of each dialogue
+  turnwise pairs runs/a runs/b --stored --out pairs.parquet       pair the attempts that these runs stored
+  turnwise train key_door method=dpo data.pairs=pairs.parquet     learn from the pairs
 """
 
 
@@ -247,25 +270,29 @@ def _add_pairs(commands: Any) -> None:
         epilog=_PAIRS_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("targets", nargs="+", metavar="RUN|CHECKPOINT|MODEL", help="the policy; --stored: runs")
+    parser.add_argument(
+        "targets", nargs="+", metavar="RUN|CHECKPOINT|MODEL", help="the policy that plays; with --stored, runs to read"
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help="the Parquet file to write")
     parser.add_argument(
         "--kind",
         choices=("dpo", "refuel"),
         default="dpo",
-        help="dpo: the best against the worst of some dialogues; refuel: continuations of one, by lot (default dpo)",
+        help="dpo: the best and the worst of several dialogues; refuel: random pairs of continuations (default dpo)",
     )
-    parser.add_argument("--env", metavar="NAME", help="the world; a run has one already")
-    parser.add_argument("--tasks", type=int, default=64, metavar="N", help="train tasks to play (default 64)")
-    parser.add_argument("--samples", type=int, metavar="N", help="dialogues per task (dpo 8, refuel 2)")
+    parser.add_argument("--env", metavar="NAME", help="the world (default: the world of the run)")
+    parser.add_argument("--tasks", type=int, default=64, metavar="N", help="number of train tasks to play (default 64)")
     parser.add_argument(
-        "--turn", choices=("uniform", "geometric"), default="uniform", help="refuel: how the turn is drawn"
+        "--samples", type=int, metavar="N", help="dialogues per task (default: 8 for dpo, 2 for refuel)"
     )
-    parser.add_argument("--stored", action="store_true", help="play nothing: pair the attempts that runs have stored")
+    parser.add_argument(
+        "--turn", choices=("uniform", "geometric"), default="uniform", help="refuel: how to draw the turn to branch at"
+    )
+    parser.add_argument("--stored", action="store_true", help="play nothing; pair the stored attempts of runs")
     parser.add_argument(
         "--across-seeds",
         action="store_true",
-        help="--stored, dpo: also pair attempts at a task that met different env seeds",
+        help="with --stored and dpo: also pair attempts with different env seeds",
     )
     _add_step(parser)
     parser.set_defaults(overrides=[])
@@ -282,9 +309,11 @@ def _run_pairs(options: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}; expected at least {least}")
     if options.across_seeds and not options.stored:
-        raise ConfigError("--across-seeds is for --stored; what is played for pairs shares its env seed")
+        raise ConfigError(
+            "--across-seeds works only with --stored; dialogues that are played for pairs share their env seed"
+        )
     if options.across_seeds and options.kind == "refuel":
-        raise ConfigError("--across-seeds is for --kind dpo; continuations of one dialogue share its env seed")
+        raise ConfigError("--across-seeds works only with --kind dpo; continuations of one dialogue share its env seed")
     overrides = [text for text in options.targets if "=" in text]
     return run_pairs(
         [text for text in options.targets if "=" not in text],

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.service.config import ServeConfig
 
 COMMANDS = ("serve", "keys")
+FLAGS = {
+    "host": "host",
+    "port": "port",
+    "autosave": "autosave",
+    "device": "engine.device",
+    "dtype": "engine.dtype",
+    "kv_cache_gib": "engine.kv_cache_gib",
+    "max_adapters": "max_resident_adapters",
+    "max_policies": "max_resident_policies",
+}
+"""Flags of `turnwise serve` to the options of `ServeConfig` that they set."""
 
 _SERVE_EXAMPLES = """\
 examples:
-  turnwise serve --model smollm2                     on http://127.0.0.1:8000, for this machine alone
-  turnwise keys create alice                         prints a key; from then on every caller needs one
-  turnwise serve --model smollm2 --host 0.0.0.0      for others, with keys
+  turnwise serve --model smollm2                     serve on http://127.0.0.1:8000, for this machine only
+  turnwise keys create alice                         print a new key; from now on every caller needs a key
+  turnwise serve --model smollm2 --host 0.0.0.0      serve other machines too; this needs keys
+  turnwise serve --model smollm2 engine.block_size=32 gap_s=120
+
+KEY is any field of turnwise.service.config.ServeConfig; docs/config.md lists the fields of the section `engine`.
 """
 
 
@@ -20,42 +37,46 @@ def add_commands(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve models to the Tinker and MinT SDKs",
-        description="Serve models over HTTP to the Tinker and MinT SDKs, and whatever is built on them.",
+        description="Serve models over HTTP to the Tinker and MinT SDKs, and to programs that use them.",
         epilog=_SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("--model", action="append", required=True, metavar="MODEL", help="base model; may be repeated")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000; 0 for any free one)")
+    serve.add_argument("--model", action="append", required=True, metavar="MODEL", help="a base model; may be repeated")
+    serve.add_argument("options", nargs="*", metavar="KEY=VALUE", help="any other option, such as engine.block_size=32")
+    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to listen on (default 8000; 0 takes any free port)")
     _add_data_dir(serve)
+    autosave = "optimizer steps between snapshots; a restarted server continues from them (default 10; 0 is off)"
+    serve.add_argument("--autosave", type=int, metavar="N", help=autosave)
+    serve.add_argument("--device", help="auto, cpu, cuda or cuda:N (default auto)")
+    serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of the frozen weights")
+    serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: automatic)")
     serve.add_argument(
-        "--autosave",
-        type=int,
-        default=10,
-        metavar="N",
-        help="optimizer steps between snapshots; a restarted server goes on from there (default 10; 0: off)",
+        "--max-adapters", type=int, metavar="N", help="most training adapters on the device (default 32)"
     )
-    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
-    serve.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the frozen weights")
-    serve.add_argument("--kv-cache-gib", type=float, default=0.0, metavar="GIB", help="KV cache (default: chosen)")
-    serve.add_argument("--max-adapters", type=int, default=32, metavar="N", help="training adapters on the device")
-    serve.add_argument("--max-policies", type=int, default=64, metavar="N", help="published weights on the device")
     serve.add_argument(
-        "--max-resident-gib",
-        type=float,
-        default=8.0,
-        metavar="GIB",
-        help="device memory of the adapters, and again of the published weights (default 8)",
+        "--max-policies", type=int, metavar="N", help="most published weights on the device (default 64)"
     )
+    resident = "device memory for adapters, and the same again for published weights (default 8)"
+    serve.add_argument("--max-resident-gib", type=float, metavar="GIB", help=resident)
 
-    keys = commands.add_parser("keys", help="make, list and revoke the service's API keys")
+    keys = commands.add_parser(
+        "keys",
+        help="make, list and revoke the service's API keys",
+        description="Make, list and revoke the API keys of `turnwise serve`.",
+    )
     keys.set_defaults(parser=keys)
     actions = keys.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    create = actions.add_parser("create", help="print a new key")
-    create.add_argument("name", help="whose key it is, for the list")
-    create.add_argument("--style", choices=("tml", "sk"), default="tml", help="tml (any SDK) or sk (MinT's habit)")
+    create = actions.add_parser("create", help="make a key and print it")
+    create.add_argument("name", help="a name for the key, shown by `turnwise keys list`")
+    create.add_argument(
+        "--style",
+        choices=("tml", "sk"),
+        default="tml",
+        help="prefix of the key: tml works with any SDK, sk is MinT's form (default tml)",
+    )
     listed = actions.add_parser("list", help="show the keys' numbers and names")
-    revoke = actions.add_parser("revoke", help="make a key useless, at once")
+    revoke = actions.add_parser("revoke", help="revoke a key; it stops working at once")
     revoke.add_argument("key_id", type=int, metavar="ID", help="the number that `turnwise keys list` shows")
     for parser in (create, listed, revoke):
         _add_data_dir(parser)
@@ -63,12 +84,16 @@ def add_commands(commands: Any) -> None:
 
 def _add_data_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--data-dir", type=Path, default=None, metavar="DIR", help="default: `service` in the model store's home"
+        "--data-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="directory for the service's data (default: `service` in $TURNWISE_HOME)",
     )
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run what was parsed; returns the exit code."""
+    """Run the parsed command and return the exit code."""
     from turnwise.models.store import home
     from turnwise.service import commands
 
@@ -80,19 +105,17 @@ def run_command(options: argparse.Namespace) -> int:
         if options.action == "create":
             return commands.create(data_dir, options.name, options.style)
         return commands.list_all(data_dir) if options.action == "list" else commands.revoke(data_dir, options.key_id)
-    from turnwise.engine.config import EngineConfig
+    return commands.serve(_read_config(options, data_dir))
+
+
+def _read_config(options: argparse.Namespace, data_dir: Path) -> ServeConfig:
+    """The service's config, from flags and `KEY=VALUE` options."""
+    from turnwise.config.files import build_section
     from turnwise.service.config import ServeConfig
 
-    engine = EngineConfig(device=options.device, dtype=options.dtype, kv_cache_gib=options.kv_cache_gib)
-    config = ServeConfig(
-        models=tuple(options.model),
-        data_dir=data_dir,
-        host=options.host,
-        port=options.port,
-        autosave=options.autosave,
-        max_resident_adapters=options.max_adapters,
-        max_resident_policies=options.max_policies,
-        max_resident_bytes=int(options.max_resident_gib * 2**30),
-        engine=engine,
-    )
-    return commands.serve(config)
+    flags = {option: getattr(options, flag) for flag, option in FLAGS.items()}
+    if options.max_resident_gib is not None:
+        flags["max_resident_bytes"] = int(options.max_resident_gib * 2**30)
+    given = {"models": tuple(options.model), "data_dir": data_dir}
+    given |= {option: value for option, value in flags.items() if value is not None}
+    return build_section(ServeConfig, given, options.options)

@@ -11,8 +11,8 @@ from pathlib import Path
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.training.steer import SETTINGS, give_order, read_settings
 from turnwise.watch.status import Status, is_training, read_status, seconds_ago
-from turnwise.watch.steer import SETTINGS, give_order, read_settings
 from turnwise.watch.terminal import format_duration
 
 REFRESH_S = 1.0

@@ -32,14 +32,15 @@ from turnwise.compare.runs import GridJob, RunOrder, run_jobs
 from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
 from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
-from turnwise.methods.config import DataConfig, MethodConfig
+from turnwise.methods.base import DataConfig
+from turnwise.methods.grpo import Grpo
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.critic_config import CriticConfig
 from turnwise.training.setup import find_model
 from turnwise.watch.alarms import AlarmConfig
 from turnwise.watch.status import LOCK_FILE, STATUS_FILE
@@ -268,7 +269,7 @@ def _check_bounds(runs: Sequence[GridRun]) -> None:
 
 def _only_warmup(config: Config) -> Config:
     """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
-    plain = {"method": MethodConfig(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
+    plain = {"method": Grpo.Options(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
     rollout = {
         "kv_across_updates": "recompute",

@@ -13,7 +13,7 @@ from html import escape
 
 import numpy as np
 
-from turnwise.training.intervals import mean_interval
+from turnwise.watch.intervals import mean_interval
 
 PANEL_WIDTH, HEIGHT = 420, 340
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 56, 64

@@ -15,7 +15,8 @@ from pathlib import Path
 from turnwise.config.config import Config
 from turnwise.config.files import left_out
 from turnwise.errors import ConfigError
-from turnwise.methods.config import METHOD_OPTIONS
+from turnwise.losses.outside import is_outside
+from turnwise.methods.lookup import SHIPPED
 from turnwise.training.setup import read_config
 
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
@@ -166,8 +167,8 @@ def _options(text: str) -> list[str]:
 def _variant(item: str) -> Variant:
     method, _, options = item.rstrip("]").partition("[")
     method = method.strip()
-    if method not in METHOD_OPTIONS:
-        raise ConfigError(f"methods names {method!r}; expected some of {', '.join(METHOD_OPTIONS)}")
+    if method not in SHIPPED and not is_outside(method):
+        raise ConfigError(f"methods names {method!r}; expected some of {', '.join(SHIPPED)}, or module:Class")
     named = [option if "." in option.partition("=")[0] else f"method.{option}" for option in _options(options)]
     return Variant(label=item, method=method, overrides=tuple(named))
 

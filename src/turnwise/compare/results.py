@@ -25,8 +25,8 @@ from turnwise.config.files import Tree
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.training.critic import NUM_PARTS
-from turnwise.training.intervals import Interval, mean_interval
 from turnwise.training.tokens import num_drawn_tokens
+from turnwise.watch.intervals import Interval, mean_interval
 
 LEVEL = 0.05
 

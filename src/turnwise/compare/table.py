@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.compare.request import CompareRequest
 from turnwise.compare.results import Difference, Result, Summary, summarize
-from turnwise.training.intervals import Interval
+from turnwise.watch.intervals import Interval
 from turnwise.watch.terminal import format_duration
 
 HEADER = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from turnwise.methods.fit import why_not_own_worlds, why_not_potential, why_not_so_many
+from turnwise.losses.outside import is_outside
 
 if TYPE_CHECKING:
     from turnwise.config.config import Config
@@ -65,9 +65,9 @@ def check_lag(config: Config) -> None:
             f"alarms.max_stale_share={config.alarms.max_stale_share} is not read while train.max_staleness is 0: "
             "nothing grows old; leave it out"
         )
-    if not lag and config.method.old_policy_from != "forward":
+    if not lag and config.method.old_policy_source == "loglinear":
         raise ValueError(
-            f"method.old_policy_from={config.method.old_policy_from} is not read while train.max_staleness is 0: it "
+            "method.old_policy_from=loglinear is not read while train.max_staleness is 0: it "
             "goes by how many updates a token lags, and none does; leave it out"
         )
 
@@ -76,13 +76,16 @@ def check_groups(config: Config) -> None:
     """Refuse how attempts at a task are played, or rewarded, where the method cannot use it."""
     method, count = config.method, config.rollout.group_size
     asked = (
-        ("rollout.same_start=false", not config.rollout.same_start, why_not_own_worlds(method)),
-        (f"rollout.group_size={count}", not config.data.pairs, why_not_so_many(method, count)),
-        ("reward.potential=true", config.reward.potential, why_not_potential(method)),
+        ("rollout.same_start=false", not config.rollout.same_start, method.why_not_own_worlds()),
+        (f"rollout.group_size={count}", not config.data.pairs, method.why_not_group_size(count)),
+        ("reward.potential=true", config.reward.potential, method.why_not_potential()),
     )
     for option, is_asked, why in asked:
         if is_asked and why is not None:
             raise ValueError(f"{option}, and method={method.name} {why}")
+    why = method.why_discount_unread()
+    if why is not None and not config.reward.potential:
+        raise ValueError(f"method.gamma={method.discount} is not read {why}; leave it out")
 
 
 def check_play(config: Config) -> None:
@@ -108,5 +111,10 @@ def check_service(config: Config) -> None:
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
     if unread:
         raise ValueError(f"{unread[0]} is not read with model.base_url: the service has its own; leave it out")
+    if is_outside(config.method.loss):
+        raise ValueError(
+            f"method.loss_fn={config.method.loss} runs in this process, and model.base_url trains in another: a "
+            "service imports nothing that a request names; leave one of them out"
+        )
     if config.rollout.stop:
         raise ValueError("rollout.stop cannot be sent to a service beside the end of turn; leave it out")

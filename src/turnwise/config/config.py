@@ -11,27 +11,27 @@ would look like success. 0 means "chosen for you" where a description says so. T
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from turnwise.config.checks import check_groups, check_lag, check_play, check_service, check_stored
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
 from turnwise.config.training import EvalConfig, RunConfig, TrainConfig, WarmupConfig
 from turnwise.credit.shaping import RewardConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.envs.config import EnvConfig
-from turnwise.methods.config import READING_METHODS, DataConfig, LossFn, MethodConfig
+from turnwise.methods.base import DataConfig
+from turnwise.methods.grpo import Grpo
+from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
+from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.section import Section
-from turnwise.training.critic_config import CriticConfig
 from turnwise.watch.alarms import AlarmConfig
-
-LONE_METHODS = ("ppo", "reinforce_pp", "rebn", "rft")
-"""Methods that can learn from a single attempt at a task."""
-LAGGING_LOSS: LossFn = "cispo"
-"""What takes the place of plain importance sampling when attempts are older than the weights."""
 
 
 class Config(Section):
@@ -41,7 +41,7 @@ class Config(Section):
     env: EnvConfig = Field(default_factory=EnvConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    method: MethodConfig = Field(default_factory=MethodConfig)
+    method: AnyMethodOptions = Field(default_factory=Grpo.Options)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -63,20 +63,14 @@ class Config(Section):
                 f"train.substeps={self.train.substeps} is more than train.tasks_per_step={self.train.tasks_per_step}; "
                 "each optimizer step needs a group"
             )
-        self.data.check(self.method.name)
-        self.critic.check(self.method.name)
+        check_data(self.data, self.method)
+        self.critic.check(self.method)
         check_play(self)
         check_service(self)
         check_lag(self)
         check_stored(self)
         check_groups(self)
-        if self.method.omega == 0 and self.method.gamma is not None and not self.reward.potential:
-            raise ValueError(
-                f"method.gamma={self.method.gamma} is not read while method.omega is 0: whole attempts are not "
-                "discounted; leave it out"
-            )
-        alone = self.reads_stored or (self.method.name in LONE_METHODS and not self.method.group_baseline)
-        if self.rollout.group_size == 1 and not alone:
+        if self.rollout.group_size == 1 and not self.reads_stored and not self.method.learns_from_one:
             raise ValueError(
                 f"rollout.group_size=1, and method={self.method.name} compares the attempts at a task; "
                 "expected 2 or more"
@@ -86,15 +80,13 @@ class Config(Section):
     @property
     def reads_stored(self) -> bool:
         """It learns from stored data: nothing is played for training."""
-        return self.method.name in READING_METHODS or bool(self.data.pairs)
+        return self.method.only_stored or bool(self.data.pairs)
 
     @property
-    def method_in_use(self) -> MethodConfig:
+    def method_in_use(self) -> MethodOptions:
         """The method as it runs: where samplers lag and no loss was chosen, `importance_sampling` gives way to
         `cispo`, whose weights on stale tokens are bounded (docs/async.md)."""
-        method = self.method
-        is_open = method.loss_fn is None and method.loss == "importance_sampling"
-        return method.model_copy(update={"loss_fn": LAGGING_LOSS}) if self.train.max_staleness and is_open else method
+        return self.method.when_lagging() if self.train.max_staleness else self.method
 
     @property
     def engine_in_use(self) -> EngineConfig:
@@ -104,3 +96,8 @@ class Config(Section):
         if self.rollout.deterministic:
             update |= {"max_num_seqs": 1, "prefix_cache": False}
         return engine.model_copy(update=update)
+
+
+def options_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The options of a section. The section `method` has those of every shipped method, and a run has some of them."""
+    return every_option() if section is MethodOptions else section.model_fields

@@ -12,26 +12,35 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from turnwise.config.config import Config
+from turnwise.config.config import Config, options_of
+from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
 from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
-from turnwise.methods.config import BRANCHING_METHODS, CHOICE_OPTIONS, METHOD_OPTIONS, READING_METHODS, MethodConfig
-from turnwise.runtime.section import explain
-from turnwise.runtime.suggest import nearest
-from turnwise.training.critic_config import CriticConfig
+from turnwise.losses.outside import is_outside
+from turnwise.methods.lookup import (
+    DEFAULT_METHOD,
+    SHIPPED,
+    choices_left_behind,
+    every_option,
+    find_options,
+    read_stored_method,
+)
+from turnwise.runtime.section import Section, explain
+from turnwise.runtime.suggest import did_you_mean, nearest
 
+AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
 """A config as YAML holds it: sections of keys, not yet checked."""
 
 SHORTHANDS = ("model", "method", "env")
 """Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
-SHORT_KEYS = {"base_url": "model.base_url"}
+SHORT_KEYS = {"base_url": "model.base_url", "loss": "method.loss_fn"}
 SWITCHES = {
     "eval.tasks": tuple(EvalConfig.model_fields),
     "warmup.steps": ("batch_size", "learning_rate"),
@@ -123,6 +132,7 @@ def config_from_yaml(text: str, source: str) -> Config:
     tree = parse_yaml(text, source)
     _fill_in(tree)
     _turn_off(tree, None)
+    tree["method"] = read_stored_method(tree["method"])
     return tree_to_config(tree)
 
 
@@ -131,9 +141,10 @@ def _fill_in(tree: Tree) -> None:
     rollout, train, method = (tree.setdefault(name, {}) for name in ("rollout", "train", "method"))
     if "same_start" in rollout or "group_size" not in rollout:
         return
-    name = method.get("name", "grpo")
-    is_stored = name in READING_METHODS or bool(tree.get("data", {}).get("pairs"))
-    rollout["same_start"] = is_stored or name in (*BRANCHING_METHODS, "dpo")
+    name = str(method.get("name") or DEFAULT_METHOD)
+    options = SHIPPED[name]() if name in SHIPPED else None
+    is_stored = (options is not None and options.only_stored) or bool(tree.get("data", {}).get("pairs"))
+    rollout["same_start"] = is_stored or (options is not None and options.why_not_own_worlds() is not None)
     if name == "refuel" and not is_stored:
         rollout["group_size"] = 2
     train.setdefault("eps", 1e-12)
@@ -144,9 +155,30 @@ def _fill_in(tree: Tree) -> None:
         rollout.pop("min_group_size", None)
 
 
+def build_section(kind: type[AnySection], given: Mapping[str, Any], overrides: Sequence[str]) -> AnySection:
+    """A section that stands alone, such as a service's, from values by dotted name and `key=value` overrides.
+
+    An override that says something else than `given` is refused: both were written by the same user.
+    """
+    known, values = list(option_paths(kind)), dict(given)
+    for text in overrides:
+        key, separator, value = (part.strip() for part in text.partition("="))
+        if not separator:
+            raise ConfigError(f"{text!r} is no option; expected key=value, for example {known[-1]}=...")
+        if key not in known:
+            raise ConfigError(f"{key} is not an option{did_you_mean(key, known)}; there are {', '.join(known)}")
+        read = _read_value(key, value)
+        if values.setdefault(key, read) != read:
+            raise ConfigError(f"{key}={read}, and a flag says {values[key]}; expected one of them")
+    tree: Tree = {}
+    for key, value in values.items():
+        _apply(tree, key.split("."), value)
+    return kind(**tree)
+
+
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every option's full name: `train.steps`, `reward.weights.outcome`, ..."""
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from option_paths(inner, f"{prefix}{name}.")
@@ -180,24 +212,26 @@ def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str
     line itself says is never left behind, nor is a key that is no option: that is told as a mistake.
     """
     method = tree.get("method")
-    if isinstance(method, dict):
-        name = str(method.get("name", MethodConfig.model_fields["name"].default))
-        if given.get("method.name", name) != name:
-            return _forget(method, list(MethodConfig.model_fields), f"method={name}", source)
-        notes: list[str] = []
-        for choice, options in CHOICE_OPTIONS.items():
-            default = METHOD_OPTIONS.get(name, {}).get(choice, MethodConfig.model_fields[choice].default)
-            chosen = method.get(choice) or default
-            if given.get(f"method.{choice}", chosen) != chosen:
-                notes += _forget(method, options, f"{choice}={chosen}", source)
-        return notes
-    return []
+    name = str(method.get("name") or DEFAULT_METHOD) if isinstance(method, dict) else ""
+    if not isinstance(method, dict) or not (name in SHIPPED or is_outside(name)):
+        return []
+    if given.get("method.name", name) != name:
+        return _forget(method, [*every_option(), *find_options(name).model_fields], f"method={name}", source)
+    notes: list[str] = []
+    for choice, (chosen, options) in choices_left_behind(method).items():
+        if given.get(f"method.{choice}", chosen) != chosen:
+            notes += _forget(method, options, f"{choice}={chosen}", source)
+    return notes
 
 
 def _forget(method: Tree, options: Sequence[str], owner: str, source: str) -> list[str]:
-    fields = MethodConfig.model_fields
-    gone = {key: method.pop(key) for key in list(method) if key in options and key != "name"}
-    said = [f"method.{key}={value}" for key, value in gone.items() if value != fields[key].default]
+    fields = find_options(str(method.get("name") or DEFAULT_METHOD)).model_fields
+    gone = {key: method.pop(key) for key in sorted(method) if key in options and key != "name"}
+    said = [
+        f"method.{key}={value}"
+        for key, value in gone.items()
+        if value is not None and (key not in fields or value != fields[key].get_default(call_default_factory=True))
+    ]
     return [f"left out, because {source} says it for {owner}: {', '.join(said)}"] if said else []
 
 
@@ -215,12 +249,17 @@ def _parse(text: str) -> tuple[str, Any]:
         raise ConfigError(f"{text!r}: {key} is a section; expected {key}.KEY=value, such as {first}")
     if "." not in key:
         raise ConfigError(f"{key!r} is not an option{_nearest(key)}; expected section.key=value")
-    if value.startswith("@"):  # which YAML reserves: the name of a file, as a judge's rubric
-        return key, value
+    return key, _read_value(key, value)
+
+
+def _read_value(key: str, text: str) -> Any:
+    """The value of an override, read as YAML; a leading `@`, which YAML reserves, is the name of a file."""
+    if text.startswith("@"):
+        return text
     try:
-        return key, yaml.load(value, Loader=_Loader) if value.strip() else ""
+        return yaml.load(text, Loader=_Loader) if text.strip() else ""
     except yaml.YAMLError as cause:
-        raise ConfigError(f"{key}={value} is not valid YAML: {cause}") from cause
+        raise ConfigError(f"{key}={text} is not valid YAML: {cause}") from cause
 
 
 def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from turnwise.config.config import Config
+from turnwise.config.config import Config, options_of
 from turnwise.config.spellings import ONLY_OFF, SPELLINGS
+from turnwise.methods.lookup import SHIPPED, methods_that
+from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
 
 HEADER = """\
 # Options
@@ -25,13 +27,13 @@ train:
   steps: 100
 ```
 
-`model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, and `base_url=URL` for `model.base_url`
-(docs/service_openai.md). Values are read as YAML. An option that is unknown, or that nothing would read in the given
-combination, is refused before anything is spent. A file's section `method` is written for its own method: where the
-command line, or `turnwise compare`, names another one, that begins with its own defaults; with another
-`method.loss_fn` or `method.correction` the bounds of the file's go. The plan says what was left out. `eval.tasks=0`,
-`warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn off. The whole config,
-defaults included, is the first thing that a run writes down.
+`model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, `loss=NAME` for `method.loss_fn`, and
+`base_url=URL` for `model.base_url` (docs/service_openai.md). Values are read as YAML. An option that is unknown, or
+that nothing would read in the given combination, is refused before anything is spent. A file's section `method` is
+written for its own method: where the command line, or `turnwise compare`, names another one, that begins with its own
+defaults; with another `method.loss_fn` or `method.correction` the bounds of the file's go. The plan says what was left
+out. `eval.tasks=0`, `warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn
+off. The whole config, defaults included, is the first thing that a run writes down.
 
 This page is made from the fields of the rooms' sections, which `turnwise.config.config` puts together
 (`python -m turnwise.config.reference > docs/config.md`).
@@ -56,13 +58,16 @@ class Option:
 
 
 def options(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Option]:
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from options(inner, f"{prefix}{name}.")
         else:
-            default = _show(field.get_default(call_default_factory=True))
-            yield Option(f"{prefix}{name}", _kind(field), default, field.description or "")
+            yield _option(f"{prefix}{name}", field)
+
+
+def _option(path: str, field: FieldInfo) -> Option:
+    return Option(path, _kind(field), _show(field.get_default(call_default_factory=True)), field.description or "")
 
 
 def reference_page(config: type[BaseModel] = Config) -> str:
@@ -71,13 +76,42 @@ def reference_page(config: type[BaseModel] = Config) -> str:
     for section, field in config.model_fields.items():
         assert isinstance(field.annotation, type)
         about = (field.annotation.__doc__ or "").splitlines()[0]
-        parts += [f"## {section}", "", about, "", "| Option | Value | Default | Meaning |", "|---|---|---|---|"]
-        for option in options(config):
-            if option.path.startswith(f"{section}."):
-                kind, about = (text.replace("|", "\\|") for text in (option.kind, option.description))
-                parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {about} |")
-        parts.append("")
+        parts += [f"## {section}", "", about, ""]
+        if field.annotation is MethodOptions:
+            parts += _method_tables()
+        else:
+            parts += _table([option for option in options(config) if option.path.startswith(f"{section}.")])
     return "\n".join([*parts, SPELLINGS_HEADER, *_spelling_rows(), ""])
+
+
+def _table(rows: Sequence[Option]) -> list[str]:
+    parts = ["| Option | Value | Default | Meaning |", "|---|---|---|---|"]
+    for option in rows:
+        kind, about = (text.replace("|", "\\|") for text in (option.kind, option.description))
+        parts.append(f"| `{option.path}` | {kind} | `{option.default}` | {about} |")
+    return [*parts, ""]
+
+
+def _method_tables() -> list[str]:
+    """The options that methods share, once, and those of each method with its own defaults."""
+    parts = _table([_option("method.name", MethodOptions.model_fields["name"])])
+    shared: dict[str, FieldInfo] = {"name": MethodOptions.model_fields["name"]}
+    for title, mixin in (("Every loss that compares policies", PolicyTerms), ("A loss that can be chosen", FreeLoss)):
+        own = {name: field for name, field in mixin.model_fields.items() if name not in shared}
+        shared |= own
+        readers = methods_that(lambda shipped, mixin=mixin: issubclass(shipped, mixin))
+        parts += [f"### {title}", "", f"Read by {', '.join(f'`{name}`' for name in readers)}.", ""]
+        parts += _table([_option(f"method.{name}", field) for name, field in own.items()])
+    for name, shipped in SHIPPED.items():
+        fields = shipped.model_fields.items()
+        own = {key: field for key, field in fields if key != "name" and not _is_same(field, shared.get(key))}
+        parts += [f"### method={name}", "", (shipped.__doc__ or "").splitlines()[0], ""]
+        parts += _table([_option(f"method.{key}", field) for key, field in own.items()])
+    return parts
+
+
+def _is_same(field: FieldInfo, other: FieldInfo | None) -> bool:
+    return other is not None and (field.default, field.description) == (other.default, other.description)
 
 
 def _spelling_rows() -> list[str]:

@@ -1,7 +1,7 @@
 """The sections that the training loop reads: `train`, `eval`, `warmup` and `run`.
 
-They are the loop's own, and stand beside the config that the loop is given, so that `turnwise.training` imports
-`turnwise.config` and nothing goes the other way.
+The loop is given the whole config, so its own sections stand here, and `turnwise.training` imports `turnwise.config`,
+never the other way.
 """
 
 from __future__ import annotations
@@ -21,80 +21,90 @@ class TrainConfig(Section):
     steps: int = Field(
         default=50,
         ge=0,
-        description="Steps to make: play a batch of groups (or several, `accumulate`) and learn from it.",
+        description="Number of steps. A step plays a batch of groups (or several, with `accumulate`) and "
+        "learns from it.",
     )
     max_sampled_tokens: int = Field(
         default=0,
         ge=0,
-        description="End after the step by which so many tokens were sampled for training; 0 is no bound.",
+        description="End after the step in which this many tokens have been sampled for training; 0 is no limit.",
     )
-    tasks_per_step: int = Field(default=8, ge=1, description="Tasks, that is groups, in one batch.")
+    tasks_per_step: int = Field(default=8, ge=1, description="Tasks in one batch; each task is one group.")
     num_tasks: int = Field(
-        default=512, ge=1, description="Train tasks to draw from the world; each is met once per pass."
+        default=512, ge=1, description="Train tasks to take from the world; each is played once per pass."
     )
     max_staleness: int = Field(
         default=0,
         ge=0,
         le=4,
-        description="Updates that a token may lag behind the weights that learn from it; 0 is synchronous: play, "
-        "learn, play. 1 or 2 goes on playing while it learns (docs/async.md).",
+        description="Updates that a token may lag behind the weights that learn from it. 0 is synchronous: "
+        "play, learn, play. With 1 or 2 the run goes on playing while it learns (docs/async.md).",
     )
     min_batch: int = Field(
         default=0,
         ge=0,
-        description="With max_staleness: an update starts when so many groups are done, and takes up to "
-        "tasks_per_step; 0 is tasks_per_step.",
+        description="With max_staleness: start an update when this many groups are done; it takes up to "
+        "tasks_per_step groups. 0 is tasks_per_step.",
     )
     max_wait: int = Field(
         default=0,
         ge=0,
-        description="With max_staleness: updates after which a group that is still played is waited for; 0 is "
-        "max_staleness, and drops nothing. More is faster, and drops the longest dialogues.",
+        description="With max_staleness: wait for an unfinished group after this many updates. 0 is "
+        "max_staleness, which drops nothing. A larger value is faster but drops the longest "
+        "dialogues.",
     )
     call_deadline_s: float = Field(
-        default=1800.0, gt=0, description="Seconds for one call of the trainer, checkpoints included; then it stops."
+        default=1800.0, gt=0, description="Seconds for one call of the trainer or one checkpoint; then the run stops."
     )
     stall_deadline_s: float = Field(
-        default=1800.0, gt=0, description="Seconds in which nothing comes back from anybody; then the run stops."
+        default=1800.0, gt=0, description="Stop the run if no call of any kind has returned for this many seconds."
     )
-    substeps: int = Field(default=1, ge=1, description="Optimizer steps per batch, each on its share of the groups.")
+    substeps: int = Field(
+        default=1, ge=1, description="Optimizer steps per batch; each learns from its share of the groups."
+    )
     accumulate: int = Field(
         default=1,
         ge=1,
-        description="Batches that are played and learned from before the weights move; their gradients are averaged.",
+        description="Batches to play and learn from before the weights change; their gradients are averaged.",
     )
-    learning_rate: float = Field(default=4e-5, gt=0, description="Of AdamW; the most that a schedule reaches.")
+    learning_rate: float = Field(
+        default=4e-5, gt=0, description="Learning rate of AdamW; a schedule starts from this value."
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="How the learning rate goes down over train.steps, or over train.max_sampled_tokens if these run "
-        "out first.",
+        description="How the learning rate goes down over train.steps, or over train.max_sampled_tokens if "
+        "that ends the run first.",
     )
     lr_warmup: int = Field(
-        default=0, ge=0, description="Steps in which the learning rate rises to its full size; 0 starts with it."
+        default=0,
+        ge=0,
+        description="Steps in which the learning rate rises to its full value; 0 starts with the full value.",
     )
     lr_floor: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the learning rate that a schedule leaves at the end."
+        default=0.0, ge=0, lt=1, description="Share of the learning rate that is left at the end of a schedule."
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the square.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the gradient's mean.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the gradient's square.")
     eps: float = Field(
-        default=1e-8, gt=0, description="AdamW's term under the fraction, which bounds the step of a small gradient."
+        default=1e-8, gt=0, description="AdamW's epsilon in the denominator; it limits the step of a small gradient."
     )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip_norm: float = Field(default=1.0, ge=0, description="Clip the gradient's norm to this; 0 is off.")
-    seed: int = Field(default=0, ge=0, description="Of the adapter, the tasks, their order, the envs and the sampler.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of the adapter, the tasks, their order, the envs and the sampler."
+    )
     save_every: int = Field(
         default=25,
         ge=0,
-        description="Save a checkpoint every so many steps, and batches of a critic's pre-training; 0 saves at the end "
-        "of each only.",
+        description="Save a checkpoint every this many steps, and every this many batches of a critic's "
+        "pre-training; 0 saves only at the end of each.",
     )
-    keep_checkpoints: int = Field(default=3, ge=1, description="How many of the latest checkpoints are kept.")
+    keep_checkpoints: int = Field(default=3, ge=1, description="Number of the latest checkpoints to keep.")
     max_empty_steps: int = Field(
         default=20,
         ge=1,
-        description="End after so many steps in a row that left nothing to learn from: well when every attempt of "
-        "them succeeded, else with an error.",
+        description="End after this many steps in a row without anything to learn from: normally if every "
+        "attempt succeeded, otherwise with an error.",
     )
 
     @property
@@ -132,15 +142,17 @@ class EvalConfig(Section):
     """Held-out tasks, played at the start, every so often, and at the end."""
 
     every: int = Field(
-        default=10, ge=0, description="Evaluate every so many steps; 0 evaluates at the start and the end only."
+        default=10, ge=0, description="Evaluate every this many steps; 0 evaluates only at the start and at the end."
     )
-    tasks: int = Field(default=64, ge=0, description="Held-out tasks; 0 evaluates never.")
+    tasks: int = Field(default=64, ge=0, description="Held-out tasks to evaluate on; 0 never evaluates.")
     samples: int = Field(default=1, ge=1, description="Attempts per held-out task.")
-    temperature: float = Field(default=1.0, ge=0, le=100, description="Of sampling; 0 is greedy.")
+    temperature: float = Field(
+        default=1.0, ge=0, le=100, description="Sampling temperature in evaluations; 0 is greedy."
+    )
     keep_best: bool = Field(
         default=True,
-        description="Keep the checkpoint with the best held-out success (reward, where the world judges no success) "
-        "beside the latest ones; `turnwise sample`, `eval` and `export` take it.",
+        description="Also keep the checkpoint with the best held-out success (or reward, if the world does "
+        "not judge success); `turnwise sample`, `eval` and `export` use it.",
     )
 
     @model_validator(mode="after")
@@ -155,12 +167,12 @@ class EvalConfig(Section):
 class WarmupConfig(Section):
     """Supervised steps on the world's scripted dialogues before anything else; counted apart."""
 
-    steps: int = Field(default=0, ge=0, description="Supervised steps; 0 is no warm-up.")
+    steps: int = Field(default=0, ge=0, description="Supervised steps before training; 0 is no warm-up.")
     demonstrations: int = Field(
-        default=64, ge=1, description="Scripted dialogues to learn from, here and in critic.pretrain_from."
+        default=64, ge=1, description="Scripted dialogues to learn from, in the warm-up and in critic.pretrain_from."
     )
     batch_size: int = Field(default=8, ge=1, description="Dialogues per step.")
-    learning_rate: float = Field(default=1e-3, gt=0, description="Of AdamW, during the warm-up.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of AdamW during the warm-up.")
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
@@ -174,12 +186,14 @@ class WarmupConfig(Section):
 class RunConfig(Section):
     """Where the run is written down."""
 
-    dir: str = Field(default="", description="The run's directory; empty: `runs/` and the run's name.")
-    name: str = Field(default="", description="What the run is called; empty: world, model and time.")
-    max_size_mb: int = Field(default=512, ge=1, description="Bound on run.db: beyond it, old token arrays go first.")
-    loggers: tuple[Logger, ...] = Field(default=(), description="Also log metrics to these.")
-    project: str = Field(default="turnwise", min_length=1, description="The project's name, for wandb and trackio.")
-    dialogues: int = Field(default=3, ge=0, description="Dialogues to print at the end.")
+    dir: str = Field(default="", description="Directory of the run; empty: `runs/` and the run's name.")
+    name: str = Field(default="", description="Name of the run; empty: world, model and time.")
+    max_size_mb: int = Field(
+        default=512, ge=1, description="Largest size of run.db; old token arrays are deleted first."
+    )
+    loggers: tuple[Logger, ...] = Field(default=(), description="More places to log metrics to.")
+    project: str = Field(default="turnwise", min_length=1, description="Project name for wandb and trackio.")
+    dialogues: int = Field(default=3, ge=0, description="Number of dialogues to print at the end.")
 
     @field_validator("loggers", mode="before")
     @classmethod

@@ -32,8 +32,10 @@ class RewardWeights(Section):
 
     outcome: float = Field(default=1.0, description="Weight of the task's own reward.")
     format: float = Field(default=1.0, description="Weight of the reward for a well-formed reply.")
-    shaping: float = Field(default=1.0, description="Weight of help on the way, the env's and that of the potential.")
-    penalty: float = Field(default=1.0, description="Weight of what is taken off.")
+    shaping: float = Field(
+        default=1.0, description="Weight of shaping rewards: the env's own and those of the potential."
+    )
+    penalty: float = Field(default=1.0, description="Weight of penalties.")
     judge: float = Field(default=1.0, description="Weight of a judge's score.")
 
 
@@ -42,18 +44,24 @@ class RewardConfig(Section):
 
     weights: RewardWeights = Field(default_factory=RewardWeights, description="Weights of the channels.")
     potential: bool = Field(
-        default=False, description="Shape by the env's `potential()`, with the method's own discount."
+        default=False, description="Shape rewards with the env's `potential()` and the method's own discount."
     )
     turn_decay: float = Field(
         default=1.0, gt=0, le=1, description="Multiply the outcome by this for every turn after the first; 1 is off."
     )
     max_length: int = Field(
-        default=0, ge=0, description="Sampled tokens of an attempt from which the length penalty is 1 in full; 0: off."
+        default=0,
+        ge=0,
+        description="Sampled tokens in an attempt from which the full length penalty applies; 0 is off.",
     )
-    length_buffer: int = Field(default=0, ge=0, description="The penalty grows over this many tokens before that.")
-    length_penalty: float = Field(default=1.0, ge=0, description="Size of that penalty.")
+    length_buffer: int = Field(
+        default=0, ge=0, description="The length penalty grows from 0 to full over this many tokens before max_length."
+    )
+    length_penalty: float = Field(default=1.0, ge=0, description="Size of the full length penalty.")
     on_truncated: Literal["keep", "mask"] = Field(
-        default="keep", description="An attempt that a limit cut short: trained like others, or left out of the loss."
+        default="keep",
+        description="What to do with an attempt that a limit cut short: train it like others, or leave it out "
+        "of the loss.",
     )
 
     @model_validator(mode="after")

@@ -12,22 +12,20 @@ from turnwise.runtime.section import Section
 class EngineConfig(Section):
     """How one engine uses its device; 0 means that the engine chooses for the device and the model."""
 
-    device: str = Field(
-        default="auto", description="`cpu`, `cuda` or `cuda:1`; `auto` takes the GPU when there is one."
-    )
+    device: str = Field(default="auto", description="`cpu`, `cuda` or `cuda:1`; `auto` takes the GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of the frozen weights and the activations; `auto` is float32 on a CPU and bfloat16 on a GPU. "
         "Adapters, losses and optimizer state are always float32.",
     )
     max_num_seqs: int = Field(
-        default=256, ge=1, description="Most sequences that are decoded at once; the others wait."
+        default=256, ge=1, description="Most sequences to decode at the same time; the others wait."
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that weights, KV cache and training plan with; a CPU does not read it.",
+        description="Share of a GPU's memory for weights, KV cache and training; not used on a CPU.",
     )
     kv_cache_gib: float = Field(
         default=0.0,
@@ -44,20 +42,22 @@ class EngineConfig(Section):
     )
     merge_adapter: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Sample from base weights with the adapter added in (a second copy of the adapted weights), or "
-        "beside it; `auto` merges while one policy has the sampler to itself and the copy fits.",
+        description="Whether to sample from a second copy of the adapted weights with the adapter added in, "
+        "or with the adapter beside the weights; `auto` merges while only one policy uses the "
+        "sampler and the copy fits.",
     )
     share_prefixes: bool = Field(
-        default=True, description="Train datums that share leading tokens as one tree, which computes them once."
+        default=True,
+        description="Train datums that share leading tokens as one tree, which computes the shared tokens once.",
     )
     micro_batch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Tokens in one training pass; datums that share a beginning may take four times as many. 0: 2048 "
-        "on a CPU (4096 where they share), as many as fit on a GPU, up to 32768. A pass that does not fit computes its "
-        "activations twice instead of keeping them.",
+        description="Tokens in one training pass; datums that share a beginning may take four times as many. "
+        "0: 2048 on a CPU (4096 if they share), as many as fit on a GPU, up to 32768. A pass that "
+        "does not fit computes its activations twice instead of keeping them.",
     )
     seed: int | None = Field(
         default=None,
-        description="Seed of requests that bring none of their own; null: `train.seed` in a run, random in a service.",
+        description="Seed of requests that have none; null: `train.seed` in a run, random in a service.",
     )

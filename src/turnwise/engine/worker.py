@@ -30,7 +30,7 @@ from turnwise.types import SampleRequest, SampleResponse
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
     from turnwise.engine.model.lora import Policy
-    from turnwise.engine.sampling.scheduler import OnToken
+    from turnwise.engine.sampling.requests import OnToken
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -243,17 +243,10 @@ class EngineWorker:
             sample.future.set_running_or_notify_cancel()
             return
         self._samples.add(sample)
-        request = sample.request
+        on_done = partial(self._finish_sample, sample)
         try:
             sample.request_id = engine.sampler.submit(
-                request.prompt,
-                request.sampling_params,
-                sample.policy,
-                num_samples=request.num_samples,
-                prompt_logprobs=request.include_prompt_logprobs,
-                topk_prompt_logprobs=request.topk_prompt_logprobs,
-                on_done=partial(self._finish_sample, sample),
-                on_token=sample.on_token,
+                sample.request, sample.policy, on_done=on_done, on_token=sample.on_token
             )
         except Exception as error:  # noqa: BLE001 - it is the requester's
             self._finish_sample(sample, error)

@@ -19,14 +19,14 @@ examples:
 """
 
 
-_ABOUT = "Play a world or an env against every rule, and say what came and what to do."
+_ABOUT = "Check a world or an env against every rule, and say what is wrong and what to do."
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `check-env` to the command line's subcommands."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check-env",
-        help="does an env of yours keep the rules?",
+        help="check that your env keeps the rules",
         description=_ABOUT,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,13 +43,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks to play (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of tasks, envs and replies (default 0)")
     parser.add_argument(
-        "--deadline", type=float, default=5.0, metavar="SECONDS", help="what one call may take (default 5)"
+        "--deadline", type=float, default=5.0, metavar="SECONDS", help="time limit for one call (default 5)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and print; 0 when every rule is kept, 1 when one is broken."""
+    """Check and print; return 0 if the env keeps every rule, 1 if it breaks one."""
     from turnwise.envs.check import check_env
 
     if args.tasks < 1:

@@ -63,26 +63,31 @@ class PolicyOptions(LossOptions):
         description="Multiply the KL in the loss by policy / sampler, which makes its gradient right off-policy.",
     )
     entropy_coef: float = Field(
-        default=0.0, description="Weight of a bonus on the entropy of each trained token's distribution."
+        default=0.0, description="Weight of a bonus for the entropy of each trained token's distribution."
     )
     correction: Correction = Field(
         default="none",
-        description="What is done about a sampler that drifted: truncate its ratio (tis, which needs the old policy) "
-        "or reject (mask), by token, by the product over a sequence, or by its geometric mean.",
+        description="How to correct for a sampler that differs from the trainer: truncate the ratio (tis, "
+        "which needs the old policy) or reject tokens (mask), by token, by the product over a "
+        "sequence, or by its geometric mean.",
     )
     correction_low: float | None = Field(
-        default=None, ge=0, description="Lowest ratio that a mask keeps; null is the correction's own."
+        default=None, ge=0, description="Lowest ratio that a mask keeps; null is the correction's own default."
     )
     correction_high: float | None = Field(
-        default=None, gt=0, description="Highest ratio kept, or the truncation; null is the correction's own."
+        default=None,
+        gt=0,
+        description="Highest ratio that a mask keeps, or the value to truncate at; null is the correction's "
+        "own default.",
     )
     outlier_rejection: bool = Field(
-        default=False, description="Reject a sequence that holds a token with a ratio outside 1e-4 to 100."
+        default=False, description="Reject a sequence that has a token with a ratio outside 1e-4 to 100."
     )
     opsm_threshold: float = Field(
         default=0.0,
         ge=0,
-        description="Reject tokens of negative advantage in sequences that drifted more than this (1e-4); 0 is off.",
+        description="Reject tokens with a negative advantage in sequences that drifted more than this (1e-4); "
+        "0 is off.",
     )
 
     @property
@@ -167,15 +172,13 @@ class DpoOptions(LossOptions):
     """Direct preference optimisation."""
 
     beta: float = Field(default=0.1, gt=0, description="Pull towards the reference.")
-    reward_offset: float = Field(
-        default=0.0, ge=0, description="Margin that is asked for per unit of reward difference."
-    )
+    reward_offset: float = Field(default=0.0, ge=0, description="Margin per unit of reward difference.")
 
 
 class RefuelOptions(LossOptions):
     """Regression of log-ratios on rewards."""
 
-    eta: float = Field(default=1.0, gt=0, description="Log-ratio per unit of reward that the loss asks for.")
+    eta: float = Field(default=1.0, gt=0, description="Log-ratio that the loss aims at per unit of reward.")
     form: Literal["paper", "repo"] = Field(
         default="paper", description="The loss as in the paper, or eta^2 times that, as in the paper's code."
     )

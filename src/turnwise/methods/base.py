@@ -1,5 +1,5 @@
-"""What the loop asks of a method: where its data comes from, which groups to keep, what each turn deserves, and the
-loss that reads it.
+"""What the loop asks of a method: where its data comes from, which groups to keep, what each turn deserves, and which
+loss reads it. What a method can be told stands in `options.py`.
 
     kept = method.keep(groups)
     lessons = method.lessons(kept.groups)
@@ -11,22 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from turnwise.credit.datums import TurnAdvantage, trained_mask, trajectory_to_datums
 from turnwise.credit.values import TrajectoryValues, Values
 from turnwise.credit.weights import Weighting, share_of, weigh
-from turnwise.methods.config import DataConfig, MethodConfig
 from turnwise.rollout.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
+from turnwise.runtime.section import Section
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import Datum, TensorData
 
 __all__ = [
     "PLAY_GROUPS",
+    "AnyMethod",
     "Credited",
+    "DataConfig",
     "Kept",
     "Lesson",
     "Method",
@@ -124,11 +127,23 @@ class ReadingMethod(Protocol[Item_contra]):
     def lessons(self, items: Sequence[Item_contra]) -> list[Lesson]: ...
 
 
+AnyMethod = Method | ReadingMethod[Any]
+
+
+class DataConfig(Section):
+    """Stored data to learn from, for the methods that read some."""
+
+    dialogues: str = Field(
+        default="",
+        description="For sft: a run directory; its successes in training are imitated. Empty: the world's dialogues.",
+    )
+    pairs: str = Field(default="", description="A file of preference pairs to learn from, made by `turnwise pairs`.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodSetup:
-    """What a method is built from."""
+    """What a method is built from besides its own options."""
 
-    config: MethodConfig
     data: DataConfig
     group_size: int
     """Attempts per task."""

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from turnwise.credit.preferences import PreferencePair, best_and_worst, dmpo_weights, side_to_datums
 from turnwise.errors import DataError
+from turnwise.losses.table import DpoOptions
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Kept,
@@ -26,7 +30,7 @@ from turnwise.methods.base import (
     keep_by,
     why_unusable,
 )
-from turnwise.methods.refuel import forget_attempt, pair_lesson
+from turnwise.methods.refuel import Referenced, forget_attempt, pair_lesson
 from turnwise.trajectory import TrajectoryGroup
 
 
@@ -62,6 +66,35 @@ class PairsToLessons:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dpo:
     """Pairs from the attempts that are played for each step."""
+
+    class Options(Referenced, DpoOptions):
+        """DPO: prefer the best attempt at a task to the worst."""
+
+        name: str = "dpo"
+        turn_weights: Literal["none", "dmpo"] = Field(
+            default="none", description="Whether all turns count the same, or later turns count less, as in DMPO."
+        )
+        dmpo_gamma: float = Field(default=0.7, gt=0, le=1, description="DMPO's discount per turn.")
+
+        default_loss = "dpo"
+        data_options = ("pairs",)
+
+        def build(self, setup: MethodSetup) -> Dpo | StoredDpo:
+            read = PairsToLessons(
+                dmpo_gamma=self.dmpo_gamma if self.turn_weights == "dmpo" else None, uses_sampler=self.uses_sampler
+            )
+            if setup.data.pairs:
+                return StoredDpo(source=ReadPairs(path=setup.data.pairs), loss_config=self.loss_config, read=read)
+            return Dpo(loss_config=self.loss_config, read=read)
+
+        def why_not_own_worlds(self) -> str | None:
+            return "prefers one attempt to another, and between two worlds it would prefer the luckier one"
+
+        @model_validator(mode="after")
+        def _dmpo_gamma_is_read(self) -> Self:
+            if self.dmpo_gamma != type(self).model_fields["dmpo_gamma"].default and self.turn_weights != "dmpo":
+                raise ValueError(f"dmpo_gamma is not read by turn_weights={self.turn_weights}; set turn_weights: dmpo")
+            return self
 
     loss_config: Mapping[str, float | str]
     read: PairsToLessons = PairsToLessons()
@@ -102,15 +135,3 @@ def _why_dropped(group: TrajectoryGroup) -> str | None:
     if not all(any(turn.is_trained for turn in t.turns) for t in (pair.chosen, pair.rejected)):
         return "masked"
     return "identical" if pair.is_identical else None
-
-
-def make_dpo(setup: MethodSetup) -> Dpo | StoredDpo:
-    config = setup.config
-    is_dmpo = config.chosen("turn_weights") == "dmpo"
-    read = PairsToLessons(
-        dmpo_gamma=config.chosen("dmpo_gamma") if is_dmpo else None,
-        uses_sampler=config.chosen("reference") == "sampler",
-    )
-    if setup.data.pairs:
-        return StoredDpo(source=ReadPairs(path=setup.data.pairs), loss_config=config.loss_config, read=read)
-    return Dpo(loss_config=config.loss_config, read=read)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from turnwise.credit.advantages import center_by_group, reward_to_go, step_advantages
 from turnwise.credit.shaping import undiscounted_return
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import ConfigError
 from turnwise.methods.base import (
     PLAY_GROUPS,
@@ -34,13 +35,38 @@ from turnwise.methods.base import (
     make_lessons,
     why_no_signal,
 )
-from turnwise.methods.grpo import COMPARISONS, Comparison
+from turnwise.methods.grpo import Compared, Comparison
+from turnwise.methods.options import FreeLoss, Weighed
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gigpo:
     """Group-in-group advantages."""
+
+    class Options(Compared, FreeLoss, Weighed):
+        """GiGPO: compare attempts, and turns that were taken in the same state."""
+
+        name: str = "gigpo"
+        gamma: float = Field(default=0.95, gt=0, le=1, description="Discount per turn, never per token.")
+        omega: float = Field(default=1.0, ge=0, description="Weight of the step advantage.")
+
+        def why_discount_unread(self) -> str | None:
+            is_changed = self.gamma != type(self).model_fields["gamma"].default
+            if self.omega == 0 and is_changed:
+                return "while method.omega is 0: whole attempts are not discounted"
+            return None
+
+        def build(self, setup: MethodSetup) -> Gigpo:
+            return Gigpo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=self.compare,
+                weigh=self.weighting(setup),
+                gamma=self.gamma,
+                omega=self.omega,
+                potential_weight=setup.potential_weight,
+            )
 
     loss_fn: str
     loss_config: Mapping[str, float | str]
@@ -77,16 +103,3 @@ def _anchors(trajectory: Trajectory) -> list[str]:
             "give it a method state_key() -> str, or use method=grpo"
         )
     return keys
-
-
-def make_gigpo(setup: MethodSetup) -> Gigpo:
-    config = setup.config
-    return Gigpo(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        compare=COMPARISONS[config.chosen("advantage")],
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        gamma=config.chosen("gamma"),
-        omega=config.chosen("omega"),
-        potential_weight=setup.potential_weight,
-    )

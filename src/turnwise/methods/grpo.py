@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from turnwise.credit.advantages import (
     center_by_group,
@@ -25,7 +27,7 @@ from turnwise.credit.advantages import (
     normalise_by_group,
     reward_to_go,
 )
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Kept,
@@ -38,6 +40,7 @@ from turnwise.methods.base import (
     make_lessons,
     why_no_signal,
 )
+from turnwise.methods.options import FreeLoss, MethodOptions, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
 Comparison = Callable[[Sequence[float]], NDArray[np.float64]]
@@ -50,9 +53,61 @@ COMPARISONS: Mapping[str, Comparison] = {
 }
 
 
+class Compared(MethodOptions):
+    """A method that compares the returns of a group."""
+
+    advantage: Literal["centered", "normalized", "leave_one_out", "max_rl"] = Field(
+        default="centered",
+        description="How to compute the advantage: return minus the group's mean (centered), also divided by "
+        "the group's deviation (normalized) or by its mean (max_rl), or return minus the mean of "
+        "the others (leave_one_out).",
+    )
+
+    @property
+    def compare(self) -> Comparison:
+        return COMPARISONS[self.advantage]
+
+    def why_not_potential(self) -> str | None:
+        if self.advantage == "max_rl":
+            return "(advantage: max_rl) divides by the mean return, which potentials lower by phi(s_0)"
+        return super().why_not_potential()
+
+
+class CreditedByTurn(MethodOptions):
+    """A method that can credit each turn with what came after it."""
+
+    credit: Literal["trajectory", "reward_to_go"] = Field(
+        default="trajectory",
+        description="Give all turns of an attempt one advantage, or credit each turn with the rewards from "
+        "that turn on.",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, never per token.")
+
+    @model_validator(mode="after")
+    def _discount_is_read(self) -> Self:
+        if self.gamma != 1 and self.credit != "reward_to_go":
+            raise ValueError(f"gamma={self.gamma} is not read by credit={self.credit}; set credit: reward_to_go")
+        return self
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grpo:
     """Group-relative advantages, with constant groups dropped and counted."""
+
+    class Options(Compared, CreditedByTurn, FreeLoss, Weighed):
+        """GRPO: compare the attempts at a task."""
+
+        name: str = "grpo"
+
+        def build(self, setup: MethodSetup) -> Grpo:
+            return Grpo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=self.compare,
+                weigh=self.weighting(setup),
+                per_turn=self.credit == "reward_to_go",
+                gamma=self.gamma,
+            )
 
     loss_fn: str
     loss_config: Mapping[str, float | str]
@@ -78,15 +133,3 @@ class Grpo:
             return [np.full(n, a) for n, a in zip(lengths, self.compare(group.rewards), strict=True)]
         to_go = [reward_to_go([t.reward for t in one.turns], discount=self.gamma) for one in group.trajectories]
         return compare_by_turn(to_go, self.compare)
-
-
-def make_grpo(setup: MethodSetup) -> Grpo:
-    config = setup.config
-    return Grpo(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        compare=COMPARISONS[config.chosen("advantage")],
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        per_turn=config.chosen("credit") == "reward_to_go",
-        gamma=config.chosen("gamma"),
-    )

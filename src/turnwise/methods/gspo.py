@@ -10,11 +10,41 @@ moves little; every attempt weighs the same (`seq_mean`).
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
+from typing import Literal
 
+from pydantic import Field
+
+from turnwise.losses.table import GspoOptions
 from turnwise.methods.base import MethodSetup
-from turnwise.methods.grpo import Grpo, make_grpo
+from turnwise.methods.grpo import Compared, CreditedByTurn, Grpo
+from turnwise.methods.options import Normalisation, PolicyTerms, Weighed
 
 
-def make_gspo(setup: MethodSetup) -> Grpo:
-    return dataclasses.replace(make_grpo(setup), is_split=setup.config.chosen("sequence") == "turn")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gspo(Grpo):
+    """Group-relative advantages, with one ratio per sequence."""
+
+    class Options(Compared, CreditedByTurn, PolicyTerms, GspoOptions, Weighed):
+        """GSPO: one ratio for a whole attempt, or for each of its turns."""
+
+        name: str = "gspo"
+        normalisation: Normalisation = Field(
+            default="seq_mean", description=Weighed.model_fields["normalisation"].description
+        )
+        sequence: Literal["trajectory", "turn"] = Field(
+            default="trajectory", description="What one ratio covers: the whole attempt or each turn."
+        )
+
+        default_loss = "gspo"
+
+        def build(self, setup: MethodSetup) -> Gspo:
+            return Gspo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=self.compare,
+                weigh=self.weighting(setup),
+                per_turn=self.credit == "reward_to_go",
+                gamma=self.gamma,
+                is_split=self.sequence == "turn",
+            )

@@ -14,19 +14,71 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.branching import train_turns, trim_tail
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, Values, keep_by, make_lessons, why_unusable
-from turnwise.methods.grpo import COMPARISONS, Comparison
+from turnwise.methods.grpo import Compared, Comparison
+from turnwise.methods.options import FreeLoss, MethodOptions, Weighed
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import Datum, TensorData
+
+
+class Branching(MethodOptions):
+    """A method that continues one dialogue several times."""
+
+    branch_turn: Literal["uniform", "geometric"] = Field(
+        default="uniform", description="How to draw the turn to branch at."
+    )
+    branch_p: float = Field(
+        default=0.3,
+        gt=0,
+        lt=1,
+        description="Parameter of the geometric distribution over turns; a larger value draws earlier turns.",
+    )
+
+    branches = True
+
+    def branch_source(self, setup: MethodSetup, *, redraw: bool = True) -> PlayBranches:
+        return PlayBranches(continuations=setup.group_size, turn=self.branch_turn, p=self.branch_p, redraw=redraw)
+
+    @model_validator(mode="after")
+    def _branch_p_is_read(self) -> Self:
+        if self.branch_p != type(self).model_fields["branch_p"].default and self.branch_turn != "geometric":
+            raise ValueError(f"branch_p is not read by branch_turn={self.branch_turn}; set branch_turn: geometric")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaGrpo:
     """Group-relative advantages among continuations of the same dialogue."""
+
+    class Options(Compared, Branching, FreeLoss, Weighed):
+        """LA-GRPO: compare continuations of one dialogue, and train the turn that they differ in."""
+
+        name: str = "la_grpo"
+        trained_turns: Literal["branch", "from_branch"] = Field(
+            default="branch", description="Train only the turn of the branch, or that turn and all later ones."
+        )
+        divide_by_probability: bool = Field(
+            default=False,
+            description="Weight a group by 1 / P(its turn), which gives the gradient of the sum over all turns.",
+        )
+
+        def build(self, setup: MethodSetup) -> LaGrpo:
+            return LaGrpo(
+                source=self.branch_source(setup, redraw=not self.divide_by_probability),
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=self.compare,
+                weigh=self.weighting(setup),
+                trains_later_turns=self.trained_turns == "from_branch",
+                divides_by_probability=self.divide_by_probability,
+            )
 
     source: PlayBranches
     loss_fn: str
@@ -81,22 +133,3 @@ def _scaled(datum: Datum, factor: float) -> Datum:
         return datum
     weights = datum.loss_fn_inputs["weights"].to_numpy() * factor
     return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": TensorData(weights.tolist())})
-
-
-def make_la_grpo(setup: MethodSetup) -> LaGrpo:
-    config = setup.config
-    divides = bool(config.chosen("divide_by_probability"))
-    return LaGrpo(
-        source=PlayBranches(
-            continuations=setup.group_size,
-            turn=config.chosen("branch_turn"),
-            p=config.chosen("branch_p"),
-            redraw=not divides,
-        ),
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        compare=COMPARISONS[config.chosen("advantage")],
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        trains_later_turns=config.chosen("trained_turns") == "from_branch",
-        divides_by_probability=divides,
-    )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from turnwise.credit.advantages import outcome_plus_turn
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Kept,
@@ -29,12 +30,33 @@ from turnwise.methods.base import (
     make_lessons,
     why_no_signal,
 )
+from turnwise.methods.options import FreeLoss, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtGrpo:
     """Outcome and turn advantages, added up."""
+
+    class Options(FreeLoss, Weighed):
+        """MT-GRPO: normalise outcomes and rewards of turns apart."""
+
+        name: str = "mt_grpo"
+        turn_coef: float = Field(default=1.0, ge=0, description="Weight of the turn's own reward.")
+
+        def build(self, setup: MethodSetup) -> MtGrpo:
+            return MtGrpo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                weigh=self.weighting(setup),
+                turn_coef=self.turn_coef,
+            )
+
+        def why_not_potential(self) -> str | None:
+            return (
+                "takes the reward of the last turn for the outcome: with potentials that is r - phi(s_last), and every "
+                "turn would pay for a good state before the end"
+            )
 
     loss_fn: str
     loss_config: Mapping[str, float | str]
@@ -53,13 +75,3 @@ class MtGrpo:
         """[K] per attempt: one number per turn."""
         rewards = [[turn.reward for turn in trajectory.turns] for trajectory in group.trajectories]
         return outcome_plus_turn(rewards, coefficient=self.turn_coef)
-
-
-def make_mt_grpo(setup: MethodSetup) -> MtGrpo:
-    config = setup.config
-    return MtGrpo(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        turn_coef=config.chosen("turn_coef"),
-    )

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from turnwise.credit.gae import Gae, whiten
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
+from turnwise.losses.table import Settings
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Credited,
@@ -29,16 +33,75 @@ from turnwise.methods.base import (
     make_lessons,
     why_unusable,
 )
-from turnwise.methods.config import MethodConfig
+from turnwise.methods.options import FreeLoss, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
-PPO_LOSS: Mapping[str, float] = {"clip_high_threshold": 1.28, "dual_clip": 3.0}
+PPO_LOSS: Settings = {"clip_high_threshold": 1.28, "dual_clip": 3.0}
 """Where this method's loss differs from the loss `ppo` by itself: clip-higher, and the dual clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ppo:
     """Advantages over a critic's values; only groups with nothing to train are dropped."""
+
+    class Options(FreeLoss, Weighed):
+        """PPO: advantages over the values of a critic."""
+
+        name: str = "ppo"
+        loss_fn: str = Field(default="ppo", description=FreeLoss.model_fields["loss_fn"].description)
+        gae: Literal["token", "turn", "bilevel"] = Field(
+            default="token",
+            description="What one step of the advantage's recursion is: a token or a turn; bilevel takes turns "
+            "first, then tokens.",
+        )
+        gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per turn, never per token.")
+        policy_lambda: float | Literal["adaptive"] = Field(
+            default="adaptive",
+            description="Lambda of the policy's advantages, 0 to 1; `adaptive` follows the length of the attempt.",
+        )
+        alpha: float = Field(
+            default=1.5, gt=0, description="Reach of the adaptive lambda as a share of the attempt; VAPO uses 0.05."
+        )
+        critic_lambda: float = Field(
+            default=1.0, ge=0, le=1, description="Lambda of the critic's targets; 1 is plain returns."
+        )
+        whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
+
+        default_loss = "ppo"
+        loss_defaults: ClassVar[dict[str, Settings]] = {"ppo": PPO_LOSS}
+        needs_critic = True
+
+        @property
+        def learns_from_one(self) -> bool:
+            return True
+
+        def build(self, setup: MethodSetup) -> Ppo:
+            return Ppo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                gae=self.make_gae(),
+                is_whitened=self.whiten,
+                weigh=self.weighting(setup),
+            )
+
+        def make_gae(self) -> Gae:
+            is_adaptive = self.policy_lambda == "adaptive"
+            return Gae(
+                level=self.gae,
+                gamma=self.gamma,
+                policy_lambda=None if is_adaptive else float(self.policy_lambda),
+                alpha=self.alpha,
+                critic_lambda=self.critic_lambda,
+            )
+
+        @model_validator(mode="after")
+        def _lambda_fits(self) -> Self:
+            if isinstance(self.policy_lambda, float):
+                if not 0 <= self.policy_lambda <= 1:
+                    raise ValueError(f"policy_lambda={self.policy_lambda}; expected 0 to 1, or adaptive")
+                if self.alpha != type(self).model_fields["alpha"].default:
+                    raise ValueError(f"alpha is not read by policy_lambda={self.policy_lambda}; leave one of them out")
+            return self
 
     loss_fn: str
     loss_config: Mapping[str, float | str]
@@ -69,27 +132,3 @@ class Ppo:
             replace(lesson, returns=credit.returns, values=known)
             for lesson, credit, known in zip(lessons, found, values, strict=True)
         ]
-
-
-def make_gae(config: MethodConfig) -> Gae:
-    """How a method with a critic estimates; the critic learns its returns."""
-    chosen = config.chosen("policy_lambda")
-    return Gae(
-        level=config.chosen("gae"),
-        gamma=config.chosen("gamma"),
-        policy_lambda=None if chosen == "adaptive" else float(chosen),
-        alpha=config.chosen("alpha"),
-        critic_lambda=config.chosen("critic_lambda"),
-    )
-
-
-def make_ppo(setup: MethodSetup) -> Ppo:
-    config = setup.config
-    own = PPO_LOSS if config.loss == "ppo" else {}
-    return Ppo(
-        loss_fn=config.loss,
-        loss_config={**own, **config.loss_config},
-        gae=make_gae(config),
-        is_whitened=config.chosen("whiten"),
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-    )

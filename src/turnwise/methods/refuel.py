@@ -14,18 +14,64 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import Field
 
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import train_turns
 from turnwise.credit.preferences import PreferencePair, disjoint_pairs, side_to_datums
+from turnwise.losses.table import RefuelOptions
 from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, ReadPairs, Values, keep_by, why_unusable
+from turnwise.methods.la_grpo import Branching
+from turnwise.methods.options import MethodOptions
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import Datum
+
+
+class Referenced(MethodOptions):
+    """A method whose loss takes log-ratios against a reference."""
+
+    reference: Literal["sampler", "base"] = Field(
+        default="sampler",
+        description="The policy to take log-ratios against: the one that sampled, or the base model.",
+    )
+
+    @property
+    def uses_sampler(self) -> bool:
+        return self.reference == "sampler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuel:
     """Pairs of continuations, played for each step."""
+
+    class Options(Branching, Referenced, RefuelOptions):
+        """REFUEL: regress log-ratios between two continuations on their difference in reward."""
+
+        name: str = "refuel"
+
+        default_loss = "refuel"
+        data_options = ("pairs",)
+
+        def build(self, setup: MethodSetup) -> Refuel | StoredRefuel:
+            if setup.data.pairs:
+                return StoredRefuel(
+                    source=ReadPairs(path=setup.data.pairs, only_branch_turn=True),
+                    loss_config=self.loss_config,
+                    uses_sampler=self.uses_sampler,
+                )
+            return Refuel(
+                source=self.branch_source(setup), loss_config=self.loss_config, uses_sampler=self.uses_sampler
+            )
+
+        def why_not_group_size(self, num_attempts: int) -> str | None:
+            if num_attempts % 2:
+                return (
+                    "pairs the continuations of a dialogue two by two, and one would be left over; expected an even "
+                    "number"
+                )
+            return None
 
     source: PlayBranches
     loss_config: Mapping[str, float | str]
@@ -93,21 +139,3 @@ def _why_dropped(group: TrajectoryGroup) -> str | None:
         return unusable
     reasons = [_why_no_pair(pair) for pair in disjoint_pairs(group)]
     return None if None in reasons else Counter(reasons).most_common(1)[0][0]
-
-
-def make_refuel(setup: MethodSetup) -> Refuel | StoredRefuel:
-    config = setup.config
-    uses_sampler = config.chosen("reference") == "sampler"
-    if setup.data.pairs:
-        return StoredRefuel(
-            source=ReadPairs(path=setup.data.pairs, only_branch_turn=True),
-            loss_config=config.loss_config,
-            uses_sampler=uses_sampler,
-        )
-    return Refuel(
-        source=PlayBranches(
-            continuations=setup.group_size, turn=config.chosen("branch_turn"), p=config.chosen("branch_p")
-        ),
-        loss_config=config.loss_config,
-        uses_sampler=uses_sampler,
-    )

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from turnwise.credit.advantages import center_by_group, compare_by_turn, reward_to_go, whiten
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Credited,
@@ -30,6 +31,7 @@ from turnwise.methods.base import (
     make_lessons,
     why_unusable,
 )
+from turnwise.methods.options import FreeLoss, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
 
@@ -83,23 +85,51 @@ class Reinforce:
         return compare_by_turn(to_go, center_by_group) if self.group_baseline else to_go
 
 
-def make_rebn(setup: MethodSetup) -> Reinforce:
-    config = setup.config
-    return Reinforce(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        counts_tokens=False,
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        gamma=config.chosen("gamma"),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebn(Reinforce):
+    """Return batch normalisation: mean and deviation over all turns."""
+
+    class Options(FreeLoss, Weighed):
+        """ReBN: discounted returns, normalised over all turns of the batch."""
+
+        name: str = "rebn"
+        gamma: float = Field(default=0.95, gt=0, le=1, description="Discount per turn, never per token.")
+
+        @property
+        def learns_from_one(self) -> bool:
+            return True
+
+        def build(self, setup: MethodSetup) -> Rebn:
+            return Rebn(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                counts_tokens=False,
+                weigh=self.weighting(setup),
+                gamma=self.gamma,
+            )
 
 
-def make_reinforce_pp(setup: MethodSetup) -> Reinforce:
-    config = setup.config
-    return Reinforce(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        counts_tokens=True,
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        group_baseline=config.chosen("group_baseline"),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePp(Reinforce):
+    """REINFORCE++: mean and deviation over all trained tokens."""
+
+    class Options(FreeLoss, Weighed):
+        """REINFORCE++: returns, normalised over all trained tokens of the batch."""
+
+        name: str = "reinforce_pp"
+        group_baseline: bool = Field(
+            default=False, description="Subtract the group's mean before the batch is normalised."
+        )
+
+        @property
+        def learns_from_one(self) -> bool:
+            return not self.group_baseline
+
+        def build(self, setup: MethodSetup) -> ReinforcePp:
+            return ReinforcePp(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                counts_tokens=True,
+                weigh=self.weighting(setup),
+                group_baseline=self.group_baseline,
+            )

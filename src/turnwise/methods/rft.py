@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from turnwise.credit.weights import Weighting, token_mean, weighting
+from pydantic import Field
+
+from turnwise.credit.weights import Weighting, token_mean
 from turnwise.methods.base import (
     PLAY_GROUPS,
     Credited,
@@ -24,12 +26,37 @@ from turnwise.methods.base import (
     make_lessons,
     why_unusable,
 )
+from turnwise.methods.options import Weighed
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rft:
     """Cross-entropy on the attempts that were good enough."""
+
+    class Options(Weighed):
+        """RFT: imitate the attempts that succeeded."""
+
+        name: str = "rft"
+        threshold: float | None = Field(
+            default=None, description="Keep attempts with more reward than this; null keeps successes."
+        )
+
+        default_loss = "cross_entropy"
+
+        @property
+        def learns_from_one(self) -> bool:
+            return True
+
+        def build(self, setup: MethodSetup) -> Rft:
+            return Rft(threshold=self.threshold, weigh=self.weighting(setup))
+
+        @property
+        def judges_success(self) -> bool:
+            return self.threshold is None
+
+        def why_not_potential(self) -> str | None:
+            return "holds returns against a bound, and potentials lower them by phi(s_0)"
 
     threshold: float | None = None
     """Of the reward; None: what the env calls a success, or any reward above 0 where it never says."""
@@ -58,11 +85,3 @@ class Rft:
         if unusable is not None:
             return unusable
         return None if any(self.is_good(trajectory) for trajectory in group.trajectories) else "no_success"
-
-
-def make_rft(setup: MethodSetup) -> Rft:
-    config = setup.config
-    return Rft(
-        threshold=config.chosen("threshold"),
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-    )

@@ -8,19 +8,34 @@ averaged (`seq_sum`), for the same reason.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from pydantic import Field
+
 from turnwise.credit.advantages import leave_one_out
-from turnwise.credit.weights import weighting
 from turnwise.methods.base import MethodSetup
-from turnwise.methods.grpo import Grpo
+from turnwise.methods.grpo import CreditedByTurn, Grpo
+from turnwise.methods.options import FreeLoss, Normalisation, Weighed
 
 
-def make_rloo(setup: MethodSetup) -> Grpo:
-    config = setup.config
-    return Grpo(
-        loss_fn=config.loss,
-        loss_config=config.loss_config,
-        compare=leave_one_out,
-        weigh=weighting(config.chosen("normalisation"), max_tokens=setup.max_tokens),
-        per_turn=config.chosen("credit") == "reward_to_go",
-        gamma=config.chosen("gamma"),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rloo(Grpo):
+    """Group-relative advantages against the mean of the others."""
+
+    class Options(CreditedByTurn, FreeLoss, Weighed):
+        """RLOO: compare each attempt with the mean of the others."""
+
+        name: str = "rloo"
+        normalisation: Normalisation = Field(
+            default="seq_sum", description=Weighed.model_fields["normalisation"].description
+        )
+
+        def build(self, setup: MethodSetup) -> Rloo:
+            return Rloo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=leave_one_out,
+                weigh=self.weighting(setup),
+                per_turn=self.credit == "reward_to_go",
+                gamma=self.gamma,
+            )

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from turnwise.credit.weights import Weighting, token_mean, weigh, weighting
+from turnwise.credit.weights import Weighting, token_mean, weigh
 from turnwise.methods.base import Lesson, MethodSetup, ReadDialogues
+from turnwise.methods.options import Weighed
 from turnwise.types import Datum
 
 
@@ -26,6 +27,18 @@ class Dialogue:
 class Sft:
     """Supervised fine-tuning on replies."""
 
+    class Options(Weighed):
+        """SFT: imitate written dialogues, or the successes of a stored run."""
+
+        name: str = "sft"
+
+        default_loss = "cross_entropy"
+        data_options = ("dialogues",)
+        only_stored = True
+
+        def build(self, setup: MethodSetup) -> Sft:
+            return Sft(source=ReadDialogues(path=setup.data.dialogues), weigh=self.weighting(setup))
+
     source: ReadDialogues
     weigh: Weighting = token_mean
     loss_fn: str = "cross_entropy"
@@ -34,10 +47,3 @@ class Sft:
     def lessons(self, items: Sequence[Dialogue]) -> list[Lesson]:
         weighted = weigh([item.datums for item in items], self.weigh)
         return [Lesson(trajectory=None, advantages=(), datums=tuple(datums)) for datums in weighted]
-
-
-def make_sft(setup: MethodSetup) -> Sft:
-    return Sft(
-        source=ReadDialogues(path=setup.data.dialogues),
-        weigh=weighting(setup.config.chosen("normalisation"), max_tokens=setup.max_tokens),
-    )

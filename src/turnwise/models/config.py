@@ -13,14 +13,15 @@ class ModelConfig(Section):
     """The base model and the adapter that is trained on it."""
 
     name: str = Field(
-        default="smollm2", min_length=1, description="A model directory, a .gguf file, or a name: store or hub."
+        default="smollm2",
+        min_length=1,
+        description="The model: a directory, a .gguf file, or a name in the store or on the hub.",
     )
-    alias: str = Field(
-        default="", description="A model that is used in place of `name`; the plan says so. Empty: none."
-    )
+    alias: str = Field(default="", description="A model to use in place of `name`; the plan shows it. Empty: none.")
     base_url: str = Field(
         default="",
-        description="A service that trains and samples: `turnwise serve`, Tinker or MinT. Empty: this process does.",
+        description="Address of a service that trains and samples: `turnwise serve`, Tinker or MinT. Empty: "
+        "this process trains and samples.",
     )
     rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
     train_attn: bool = Field(default=True, description="Adapt the attention projections.")

@@ -16,12 +16,12 @@ DEFAULT_PORT = 8000
 
 _EXAMPLES = """\
 examples:
-  turnwise retriever corpus fiction.jsonl           the passages that the world `search` asks about
+  turnwise retriever corpus fiction.jsonl           write the passages of the world `search`
   turnwise retriever serve --corpus fiction.jsonl   answer POST /retrieve on http://127.0.0.1:8000
   turnwise retriever serve --corpus wiki.jsonl --index hybrid --port 8100
   turnwise train search env.options.retriever_url=http://127.0.0.1:8000
 
-a corpus is a file of JSON lines, {"id": ..., "contents": ...}
+A corpus is a file of JSON lines: {"id": ..., "contents": ...}
 """
 
 
@@ -38,19 +38,32 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
     _add_serve(actions.add_parser("serve", help="answer POST /retrieve over a corpus"))
     corpus = actions.add_parser("corpus", help="write the invented corpus of the world `search`")
-    corpus.add_argument("file", help="where to; JSON lines")
-    corpus.add_argument("--seed", type=int, default=0, help="env.options.corpus_seed of the world (default 0)")
+    corpus.add_argument("file", help="the JSON lines file to write")
+    corpus.add_argument(
+        "--seed", type=int, default=0, help="seed of the corpus; env.options.corpus_seed of the world (default 0)"
+    )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id and contents")
-    parser.add_argument("--index", choices=("bm25", "dense", "hybrid"), default="bm25", help="default bm25")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; 0 takes a free one")
-    parser.add_argument("--topk", type=int, default=10, metavar="N", help="passages when a request names no number")
-    parser.add_argument("--deadline", type=float, default=20.0, metavar="SECONDS", help="for one request (default 20)")
+    parser.add_argument("--corpus", required=True, metavar="FILE", help="the passages: JSON lines with id and contents")
     parser.add_argument(
-        "--cache", default="", metavar="DIR", help="where indexes are kept (default: the store); `none` keeps none"
+        "--index", choices=("bm25", "dense", "hybrid"), default="bm25", help="kind of index (default bm25)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"port (default {DEFAULT_PORT}; 0 takes any free port)"
+    )
+    parser.add_argument(
+        "--topk", type=int, default=10, metavar="N", help="passages per query if a request gives no number (default 10)"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=20.0, metavar="SECONDS", help="time for one request (default 20)"
+    )
+    parser.add_argument(
+        "--cache",
+        default="",
+        metavar="DIR",
+        help="directory for indexes (default: the model store); `none` stores nothing",
     )
 
 

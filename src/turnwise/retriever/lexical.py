@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,26 @@ def best(scores_N: npt.NDArray[np.float32], topk: int, *, above: float) -> Ranke
 
 def _bm25s() -> Any:
     try:
-        import bm25s
+        with _without_jax():
+            import bm25s
     except ImportError as cause:
         raise ConfigError(f"a BM25 index needs the package bm25s: {INSTALL}") from cause
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # the package sets it to DEBUG
     return bm25s
+
+
+@contextmanager
+def _without_jax() -> Iterator[None]:
+    """Hide JAX while bm25s is imported.
+
+    Where JAX is installed, bm25s starts it, and JAX then takes three quarters of a GPU's memory. We rank the scores
+    ourselves (`best`), so nothing of it is needed. A program that imported JAX before keeps it.
+    """
+    if "jax" in sys.modules or "bm25s" in sys.modules:
+        yield
+        return
+    sys.modules["jax"] = None  # pyright: ignore[reportArgumentType] - the import system reads None as "not there"
+    try:
+        yield
+    finally:
+        del sys.modules["jax"]

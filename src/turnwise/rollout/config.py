@@ -21,70 +21,81 @@ class RolloutConfig(RolloutLimits):
     backend: str = Field(
         default="local",
         min_length=1,
-        description="Who samples: `local` is the engine in this process; a backend of your own is `module:Class` or "
-        "`path/to/file.py:Class` (docs/backends.md).",
+        description="What samples: `local` is the engine in this process; your own backend is `module:Class` "
+        "or `path/to/file.py:Class` (docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
-        default=True, description="One message per turn; false keeps all turns of an attempt in one assistant message."
+        default=True,
+        description="Use one message per turn; false keeps all turns of an attempt in one assistant message.",
     )
     renderer: Literal["auto", "chatml", "template"] = Field(
         default="auto",
-        description="Messages to tokens; `auto` is ChatML where the model's template is, else the template.",
+        description="How messages become tokens; `auto` is ChatML if the model's template is ChatML, else the "
+        "model's template.",
     )
     strip_thinking: bool = Field(
-        default=False, description="ChatML: earlier replies lose their thinking, as in Qwen3's format."
+        default=False, description="For ChatML: remove the thinking from earlier replies, as Qwen3's format does."
     )
     group_size: int = Field(
         default=8,
         ge=1,
-        description="Attempts per task: the group that advantages are centred in. 1 is for methods that compare no "
-        "attempts of one task: ppo, reinforce_pp, rebn and rft, and those that read stored data.",
+        description="Attempts per task; advantages are centred inside this group. 1 works only with methods "
+        "that do not compare attempts of one task: ppo, reinforce_pp, rebn, rft, and methods that "
+        "read stored data.",
     )
     min_group_size: int = Field(
-        default=2, ge=1, description="A group with fewer attempts left is dropped, and counted; 2 or more in training."
+        default=2,
+        ge=1,
+        description="Drop and count a group that has fewer attempts left than this; at least 2 in training.",
     )
     same_start: bool = Field(
         default=True,
-        description="The attempts at a task start in the same world: they share the env's seed, and differ by what the "
-        "policy says. false: each draws a world of its own, and luck is compared too. Evaluations always do that.",
+        description="All attempts of a group share the env's seed, so they start in the same world and differ "
+        "only by what the policy says. false: each attempt has its own seed, so luck is compared "
+        "too. Evaluations always use false.",
     )
     temperature: float = Field(
         default=1.0,
         ge=0,
         le=100,
-        description="Temperature of sampling; the trainer uses the same one. There is no top-p or top-k: the loss "
-        "needs logprobs of the whole distribution.",
+        description="Sampling temperature; the trainer uses the same one. There is no top-p or top-k, because "
+        "the loss needs logprobs of the whole distribution.",
     )
-    max_retries: int = Field(default=2, ge=0, description="How often a failed attempt is played again, in a fresh env.")
-    max_concurrency: int = Field(default=64, ge=1, description="Attempts under way at once, over all groups.")
-    stop: tuple[str, ...] = Field(default=(), description="Strings that end a reply, besides the format's end of turn.")
+    max_retries: int = Field(default=2, ge=0, description="How often to play a failed attempt again, in a new env.")
+    max_concurrency: int = Field(default=64, ge=1, description="Attempts at the same time, over all groups.")
+    stop: tuple[str, ...] = Field(
+        default=(), description="Strings that end a reply, in addition to the format's end of turn."
+    )
     on_unparsable: Literal["penalise", "mask", "end"] = Field(
         default="penalise",
-        description="What an unreadable reply costs: a penalty, its place in the loss, or the attempt.",
+        description="What happens to a reply that the env cannot parse: it gets a penalty, it is left out of "
+        "the loss, or it ends the attempt.",
     )
     unparsable_penalty: float = Field(
-        default=0.0, ge=0, description="Taken off the reward by `penalise`; 0 lets the env's own reward stand."
+        default=0.0, ge=0, description="What `penalise` subtracts from the reward; 0 keeps the env's own reward."
     )
     quarantine_task_after: int = Field(
         default=2,
         ge=1,
-        description="A task is not played again after so many groups in a row that ended without an attempt left.",
+        description="Stop playing a task after this many groups in a row in which every attempt failed.",
     )
     quarantine_world_after: int = Field(
         default=200,
         ge=1,
-        description="Nothing is played any more after so many tries in a row, over all tasks, that the env or a tool "
-        "failed.",
+        description="Stop playing altogether after this many tries in a row, over all tasks, in which the env "
+        "or a tool failed.",
     )
     deterministic: bool = Field(
         default=False,
-        description="With max_staleness 0: replies do not depend on what else is sampled, so a resumed run equals an "
-        "unbroken one bit for bit at any max_concurrency. One sequence at a time and no prefix reuse: slower.",
+        description="Make each reply independent of what else is sampled, so a resumed run equals an "
+        "uninterrupted one bit for bit at any max_concurrency. It decodes one sequence at a time "
+        "and reuses no prefix, so it is slower. It needs max_staleness 0.",
     )
     kv_across_updates: Literal["recompute", "keep"] = Field(
         default="recompute",
-        description="A dialogue that goes on over an update: its next turns are drawn with the new weights, which "
-        "read it again (recompute), or with the old ones to its end (keep). Logprobs are exact either way.",
+        description="What to do when the weights change during a dialogue: sample its next turns with the new "
+        "weights, which read the dialogue again (recompute), or finish it with the old weights "
+        "(keep). Logprobs are exact in both cases.",
     )
 
     @field_validator("stop", mode="before")

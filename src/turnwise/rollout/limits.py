@@ -18,24 +18,25 @@ class RolloutLimits(Section):
 
     max_turns: int = Field(default=0, ge=0, description="Most replies in one attempt; 0 takes the world's own limit.")
     max_tokens_per_turn: int = Field(
-        default=0, ge=0, description="Most sampled tokens of one reply; 0 takes the world's own limit."
+        default=0, ge=0, description="Most sampled tokens in one reply; 0 takes the world's own limit."
     )
     max_trajectory_tokens: int = Field(
-        default=0, ge=0, description="Most tokens of one attempt, prompts included; 0 takes the model's context."
+        default=0, ge=0, description="Most tokens in one attempt, including prompts; 0 takes the model's context."
     )
     attempt_deadline_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for a whole attempt, from making the env on; then it is cut, and what was played counts.",
+        description="Seconds for a whole attempt, including making the env; then it is cut short, and the "
+        "played turns count.",
     )
     step_deadline_s: float = Field(
-        default=60.0, gt=0, description="Seconds for one call of the env; then it has failed."
+        default=60.0, gt=0, description="Seconds for one call of the env; then the attempt fails."
     )
-    sample_deadline_s: float = Field(default=300.0, gt=0, description="Seconds for one reply, the wait included.")
+    sample_deadline_s: float = Field(default=300.0, gt=0, description="Seconds for one reply, including the wait.")
     close_deadline_s: float = Field(
         default=10.0,
         gt=0,
-        description="Seconds to close the env, also beyond the attempt's deadline.",
+        description="Seconds for closing the env, also after the attempt's deadline.",
     )
 
     @field_validator("max_trajectory_tokens")

@@ -1,63 +1,78 @@
-"""Settings of one service."""
+"""The settings of one service."""
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import Field, field_validator
+
 from turnwise.engine.config import EngineConfig
-from turnwise.errors import ConfigError
+from turnwise.runtime.section import Section
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """What to serve, where, and how much of everything one machine gives away."""
+class ServeConfig(Section):
+    """What to serve, where, and how much of the machine callers may use."""
 
-    models: tuple[str, ...]
-    """Base models, as names or directories; the first is the default of commands, none is special to clients."""
-    data_dir: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    autosave: int = 10
-    """Optimizer steps between two snapshots of a training client; requests since the last one are kept on disk and
-    replayed after a restart. 0: keep neither, a restart loses unsaved weights."""
-    max_body_bytes: int = 64 * MIB
-    """Largest request body, compressed or not."""
-    max_queued_bytes: int = 1024 * MIB
-    """Request bytes that may wait in memory; beyond that, submissions are told to come back later."""
-    max_queued_requests: int = 20_000
-    """Unfinished requests of one key."""
-    max_resident_adapters: int = 32
-    """Training adapters kept on the device; the longest idle are parked on disk."""
-    max_resident_policies: int = 64
-    """Published weights kept on the device for sampling."""
-    max_resident_bytes: int = 8192 * MIB
-    """Device memory of training adapters (with gradient and optimizer), and again of published weights."""
-    park_after_s: float = 900.0
-    """An adapter that nobody used for this long is parked."""
-    max_rank: int = 256
-    max_kept_result_bytes: int = 512 * MIB
-    """Finished results kept for clients that ask again."""
-    hold_s: float = 20.0
-    """How long a poll waits for its request before it is told to ask again; SDKs give up reading after 45 s."""
-    gap_s: float = 60.0
-    """How long a training request waits for an earlier one that was never seen."""
-    token_s: float = 3600.0
-    """Lifetime of a token from /auth/token, and of a download link."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    models: tuple[str, ...] = Field(
+        description="Base models, as names or directories; the first is the default of commands."
+    )
+    data_dir: Path = Field(description="Directory of the service's database, journal and checkpoints.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, lt=65536, description="Port to listen on; 0 is any free one.")
+    autosave: int = Field(
+        default=10,
+        ge=0,
+        description="Optimizer steps between two snapshots of a training client. Requests since the last one are kept "
+        "on disk and replayed after a restart. 0 keeps neither: a restart loses unsaved weights.",
+    )
+    max_body_bytes: int = Field(default=64 * MIB, ge=1, description="Largest request body, compressed or not.")
+    max_queued_bytes: int = Field(
+        default=1024 * MIB,
+        ge=1,
+        description="Request bytes that may wait in memory; beyond that, callers are told to come back later.",
+    )
+    max_queued_requests: int = Field(default=20_000, ge=1, description="Unfinished requests of one key.")
+    max_resident_adapters: int = Field(
+        default=32, ge=1, description="Training adapters kept on the device; the longest idle are parked on disk."
+    )
+    max_resident_policies: int = Field(
+        default=64, ge=1, description="Published weights kept on the device for sampling."
+    )
+    max_resident_bytes: int = Field(
+        default=8192 * MIB,
+        ge=1,
+        description="Device memory of training adapters (with gradient and optimizer), and again of published weights.",
+    )
+    park_after_s: float = Field(
+        default=900.0, ge=0, description="Seconds without use after which an adapter is parked."
+    )
+    max_rank: int = Field(default=256, ge=1, description="Largest rank of an adapter.")
+    max_kept_result_bytes: int = Field(
+        default=512 * MIB, ge=0, description="Size of the finished results that are kept for clients that ask again."
+    )
+    hold_s: float = Field(
+        default=20.0,
+        ge=0,
+        description="Seconds that a poll waits for its request before the client must ask again; SDKs stop reading "
+        "after 45 s.",
+    )
+    gap_s: float = Field(
+        default=60.0, ge=0, description="Seconds that a training request waits for an earlier one that has not come."
+    )
+    token_s: float = Field(
+        default=3600.0, ge=0, description="Seconds for which a token from /auth/token, or a download link, is valid."
+    )
+    engine: EngineConfig = Field(default_factory=EngineConfig)
 
-    def __post_init__(self) -> None:
-        if not self.models:
-            raise ConfigError("no model to serve; name one: turnwise serve --model smollm2")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port}; expected 0 (any free one) to 65535")
-        for name in ("autosave", "max_rank", "max_resident_adapters", "max_resident_policies", "max_resident_bytes"):
-            low = 0 if name == "autosave" else 1
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name}={getattr(self, name)}; expected at least {low}")
+    @field_validator("models")
+    @classmethod
+    def _serves_something(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        if not models:
+            raise ValueError("no model to serve; name one: turnwise serve --model smollm2")
+        return models
 
     @property
     def is_loopback(self) -> bool:

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.config import Config
+from turnwise.config.critic import CriticConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
-from turnwise.methods.base import MethodSetup
-from turnwise.methods.config import METHOD_OPTIONS
-from turnwise.methods.registry import AnyMethod, build_method
+from turnwise.methods.base import AnyMethod, MethodSetup
+from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
-from turnwise.training.critic_config import CRITIC_METHODS, CriticConfig
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams
@@ -54,7 +53,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     world = objects.make_world(config.env, max_turns=config.rollout.max_turns)
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
-    if config.method.name in CRITIC_METHODS and config.critic.pretrain_steps:
+    if config.method.needs_critic and config.critic.pretrain_steps:
         check_pretraining(config.critic, world)
     rollout = config.rollout.for_world(world, facts.context_length)
     train = config.train
@@ -104,9 +103,11 @@ def make_eval_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
 
 
 def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
-    return build_method(
+    options = config.method_in_use
+    if isinstance(options, FreeLoss):
+        options.check_outside_loss()
+    return options.build(
         MethodSetup(
-            config=config.method_in_use,
             data=config.data,
             group_size=config.rollout.group_size,
             max_turns=limits.max_turns,
@@ -118,9 +119,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
 
 def make_shaping(config: Config) -> Shaping:
     """The rewards' section, with the discount that the method itself credits with."""
-    reward, method = config.reward, config.method
-    gamma = method.chosen("gamma") if "gamma" in METHOD_OPTIONS[method.name] else 1.0
-    return Shaping(reward, gamma=gamma if reward.potential else 1.0)
+    return Shaping(config.reward, gamma=config.method.discount if config.reward.potential else 1.0)
 
 
 def make_optim(config: Config, learning_rate: float) -> AdamParams:

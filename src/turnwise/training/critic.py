@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from turnwise.client.base import TrainingClient
+from turnwise.config.critic import CriticConfig
 from turnwise.credit.gae import Gae
 from turnwise.credit.values import (
     FloatArray,
@@ -27,11 +28,10 @@ from turnwise.credit.values import (
 )
 from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
-from turnwise.training.critic_config import CriticConfig
+from turnwise.training.metrics import strip_reductions
 from turnwise.training.plateau import Plateau
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
-from turnwise.watch.metrics import strip_reductions
 
 NUM_PARTS = 5
 """Of an attempt, by which the error on held-out attempts is told."""

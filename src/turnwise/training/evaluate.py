@@ -9,8 +9,8 @@ from turnwise.envs.base import Task
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.intervals import NOT_MEASURED, mean_interval, success_interval
 from turnwise.trajectory import TrajectoryGroup
+from turnwise.watch.intervals import NOT_MEASURED, mean_interval, success_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

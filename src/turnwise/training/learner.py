@@ -12,9 +12,9 @@ from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.training.assemble import Parts, split_evenly
 from turnwise.training.critic import Critic
+from turnwise.training.metrics import Learned
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.types import AdamParams, ForwardBackwardOutput
-from turnwise.watch.metrics import Learned
 from turnwise.watch.watchdog import Watchdog
 
 
@@ -87,14 +87,14 @@ class Learner:
             values = await self._watchdog.call("critic", "values", asked)
             lessons = cast(Method, method).lessons(items, values)
         datums = datums_of(lessons)
-        if config.kl_coef and config.kl_place == "advantages" and datums:
+        if (kl := config.advantage_kl) is not None and datums:
             work = self._trainer.forward(datums, "cross_entropy", {"kl_reference": "base"})
             known = [one["logprobs"] for one in (await self._call("forward", work)).loss_fn_outputs]
-            lessons = with_kl_penalty(lessons, known, coef=config.kl_coef, gamma=config.kl_gamma)
+            lessons = with_kl_penalty(lessons, known, coef=kl.coef, gamma=kl.gamma)
             datums = datums_of(lessons)
-        if not config.old_policy or not datums:
+        if config.old_policy_source == "none" or not datums:
             return lessons
-        if config.old_policy_from == "loglinear":
+        if config.old_policy_source == "loglinear":
             return with_old_share(lessons, version)
         output = await self._call("forward", self._trainer.forward(datums, "cross_entropy"))
         return with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])

@@ -19,26 +19,26 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
+from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.learner import Learner
+from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.training.pretrain import pretrain
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError
 from turnwise.training.record import Recorder
 from turnwise.training.run_state import RunState
 from turnwise.training.schedule import rate_factor
+from turnwise.training.steer import Steering
 from turnwise.training.supply import Batch, Supply
 from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
-from turnwise.watch.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.watch.observer import ObserverError
-from turnwise.watch.steer import Steering
 from turnwise.watch.watchdog import StalledError, Watchdog
 
 SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError)
@@ -59,7 +59,7 @@ class Loop:
         *,
         publisher: Publisher,
         critic: Critic | None = None,
-        k2_tolerance: float = K2_TOLERANCE,
+        k2_tolerance: float = tolerances.K2["float32"],
         watchdog: Watchdog | None = None,
         steering: Steering | None = None,
     ) -> None:

@@ -16,7 +16,6 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.facts import ModelFacts
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.training.critic_config import CRITIC_METHODS
 
 ADAPTER_COPIES = 6
 """Weights, gradient, two Adam moments, the copy that is sampled from, and the gradient before a pass that may fail."""
@@ -104,7 +103,7 @@ def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int
     model = config.model
     cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
     total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
-    if config.method.name in CRITIC_METHODS:
+    if config.method.needs_critic:
         without_head = model.model_copy(update={"train_unembed": False})
         num_critic = facts.num_adapter_parameters(without_head, config.critic.rank)
         total += num_critic * FLOAT32_BYTES * (ADAPTER_COPIES - 2)

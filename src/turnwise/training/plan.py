@@ -13,13 +13,12 @@ from turnwise.config.training import TrainConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
-from turnwise.methods.config import BRANCHING_METHODS
+from turnwise.losses.table import LOSSES
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
 from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import critic_rate
-from turnwise.training.critic_config import CRITIC_METHODS
 from turnwise.training.memory import Memory, estimate_memory
 
 
@@ -59,11 +58,7 @@ def make_plan(
     num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
     eval_attempts = num_evaluations * num_test_tasks * evaluation.samples
-    shared = (
-        train.steps * train.accumulate * train.tasks_per_step
-        if group_size and config.method.name in BRANCHING_METHODS
-        else 0
-    )
+    shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)
     return Plan(
@@ -99,7 +94,7 @@ def _training(config: Config, plan: Plan) -> str:
     count = config.train.tasks_per_step * config.train.accumulate
     if not attempts_per_task(config):
         return f"{plan.num_steps} steps x {count} {'pairs' if config.data.pairs else 'dialogues'} that are stored"
-    kind = "continuations" if config.method.name in BRANCHING_METHODS else "attempts"
+    kind = "continuations" if config.method.branches else "attempts"
     each = attempts_per_task(config)
     bound = config.train.max_sampled_tokens
     until = f", or until {bound:,} tokens are sampled" if bound else ""
@@ -194,7 +189,7 @@ def _threads(plan: Plan) -> dict[str, str]:
 def _critic(config: Config) -> dict[str, str]:
     """The line about the critic, where the method has one."""
     critic = config.critic
-    if config.method.name not in CRITIC_METHODS:
+    if not config.method.needs_critic:
         return {}
     trained = f"LoRA rank {critic.rank or config.model.rank}, {critic.updates} updates per policy step, learning rate "
     trained += f"{critic_rate(config):g}"
@@ -231,8 +226,9 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     if plan.num_test_tasks < config.eval.tasks:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
     unread = [f"reward.{name}" for name in config.reward.changed_options() if name != "on_truncated"]
-    if unread and config.method.name == "rft" and config.method.threshold is None:
+    if unread and config.method.judges_success:
         notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
-    if config.train.substeps == 1 and not config.train.max_staleness and config.method.loss in ("ppo", "cispo", "gspo"):
+    is_clipped = config.method.loss in LOSSES and LOSSES[config.method.loss].is_clipped
+    if config.train.substeps == 1 and not config.train.max_staleness and is_clipped:
         notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
     return notes

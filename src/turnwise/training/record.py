@@ -17,11 +17,11 @@ from turnwise.rollout.group import RolloutResult
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
+from turnwise.training.metrics import Learned
 from turnwise.training.supply import Batch, Taken
 from turnwise.trajectory import Trajectory
 from turnwise.types import TensorData
 from turnwise.watch.alarms import Alarm
-from turnwise.watch.metrics import Learned
 from turnwise.watch.observer import Observer, Observers
 
 

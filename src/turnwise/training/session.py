@@ -17,27 +17,26 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
-from turnwise.methods.ppo import make_gae
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime import tolerances
 from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
 from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
 from turnwise.training.critic import Critic
+from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop
 from turnwise.training.objects import META_KEY
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, check_free, make_service
-from turnwise.watch.heartbeat import Heartbeat
+from turnwise.training.steer import Steering
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
-from turnwise.watch.steer import Steering
 from turnwise.watch.watchdog import StalledError, Watchdog
 
-K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 ENGINE_PARTIES = ("trainer", "critic")
 """Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
 Outcome = Literal["finished", "stopped"]
@@ -114,7 +113,13 @@ class TrainingSession:
     def _open_recorder(self) -> Recorder:
         setup, config, directory = self.setup, self.setup.config, self.setup.directory
         # first of all, because a logger that fails must not leave a run behind
-        loggers = open_loggers(config, directory, config.run.name, config_to_tree(config))
+        loggers = open_loggers(
+            config.run.loggers,
+            directory,
+            project=config.run.project,
+            run_name=config.run.name,
+            settings=config_to_tree(config),
+        )
         loggers += [LoggerObserver(logger) for logger in setup.objects.loggers]
         if setup.start.is_new:
             writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
@@ -158,7 +163,7 @@ class TrainingSession:
                 self.interrupt,
                 publisher=publisher,
                 critic=critic,
-                k2_tolerance=K2_TOLERANCE[_dtype_name(config)],
+                k2_tolerance=tolerances.K2[_dtype_name(config)],
                 watchdog=watchdog,
                 steering=self.steering,
             )
@@ -213,7 +218,7 @@ class TrainingSession:
         critic = Critic(
             client,
             config.critic,
-            make_gae(config.method),
+            config.method.make_gae(),
             make_optim(config, critic_rate(config)),
             renderer,
             max_tokens=self.setup.parts.rollout.max_trajectory_tokens,

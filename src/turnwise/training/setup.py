@@ -25,7 +25,6 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.training.assemble import Parts, assemble
 from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation, last_checkpoint, saved_critic
-from turnwise.training.critic_config import CRITIC_METHODS
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.run_state import RunState, read_state
@@ -231,7 +230,7 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             config.model.base_url,
             tokenizer=find_model(config),
             user_metadata={"run": config.run.name},
-            needs_critics=config.method.name in CRITIC_METHODS,
+            needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
     return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)

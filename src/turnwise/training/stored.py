@@ -28,7 +28,6 @@ from turnwise.training.assemble import Parts, make_shaping
 from turnwise.training.pairs import read_stored_pairs
 from turnwise.trajectory import Trajectory
 
-PRIVATE_MASKS = ("la_grpo", "refuel")
 """Methods that train some turns of an attempt and leave the others out."""
 
 Altered = Literal["rewards", "mask"]
@@ -95,7 +94,7 @@ def altered(row: AttemptRow, stored: Config) -> set[Altered]:
     found: set[Altered] = set()
     if set(stored.reward.changed_options()) - {"on_truncated"}:
         found.add("rewards")
-    if stored.reward.on_truncated == "mask" or stored.method.name in PRIVATE_MASKS:
+    if stored.reward.on_truncated == "mask" or stored.method.branches:
         found.add("mask")
     return found
 

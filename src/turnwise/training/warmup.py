@@ -16,9 +16,9 @@ from turnwise.envs.base import World
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.seeds import derive_seed
+from turnwise.training.metrics import strip_reductions
 from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams, Datum
-from turnwise.watch.metrics import strip_reductions
 
 
 def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> ShuffledItems[list[Datum]]:

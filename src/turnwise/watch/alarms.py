@@ -40,24 +40,31 @@ class AlarmConfig(Section):
     """Bands whose crossing is told, and ends a run where it says so."""
 
     max_kl: float = Field(
-        default=0.01, gt=0, description="Of KL(sampler || trainer) per token (k2), on what a step learns from."
+        default=0.01, gt=0, description="Largest KL(sampler || trainer) per token (k2) on the data of a step."
     )
     min_ess: float = Field(
-        default=0.5, ge=0, lt=1, description="Of the effective share of a step's tokens once their ratios count."
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="Smallest effective share of a step's tokens after their ratios are counted.",
     )
     max_stale_share: float = Field(
-        default=0.1, ge=0, le=1, description="Of a step's groups that were dropped because they were too old."
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Largest share of a step's groups that were dropped because they were too old.",
     )
     entropy_fall: float = Field(
-        default=0.1, ge=0, lt=1, description="Lowest entropy, as a share of what the first steps had."
+        default=0.1, ge=0, lt=1, description="Lowest entropy, as a share of the entropy in the first steps."
     )
     entropy_rise: float = Field(
         default=3.0,
         gt=1,
-        description="Highest entropy in the same unit, of all, a turn or a kind of reply, once the reward has fallen.",
+        description="Highest entropy, as a multiple of the entropy in the first steps, of all replies, a turn "
+        "or a kind of reply; checked only if the reward has fallen.",
     )
     stop_after: int = Field(
-        default=0, ge=0, description="End the run after so many steps in a row with the same alarm; 0 never does."
+        default=0, ge=0, description="End the run after this many steps in a row with the same alarm; 0 never ends it."
     )
 
 

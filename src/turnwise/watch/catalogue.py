@@ -90,7 +90,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("rollout/entropy_text", "nats/token", "The same for all other replies."),
     ),
     *_rows(
-        "watch/metrics.py",
+        "training/metrics.py",
         ("rollout/sampled_tokens_per_s", "tokens/s", "Sampled tokens of kept attempts per second of playing."),
         ("method/groups_trained", "groups", "Groups that the method learned from."),
         ("method/groups_dropped_{why}", "groups", "Groups that tell the method nothing, by reason."),

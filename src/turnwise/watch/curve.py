@@ -14,7 +14,6 @@ from pathlib import Path
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.checkpoint import best_evaluation
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44
@@ -27,18 +26,18 @@ CURVE_FILE = "curve.svg"
 Points = Sequence[tuple[float, float]]
 
 
-def write_curve(run: RunReader, title: str) -> Path:
-    """Draw what the run has so far into its directory."""
+def write_curve(run: RunReader, title: str, best: EvaluationRow | None) -> Path:
+    """Draw what the run has so far into its directory; `best` is the evaluation of the best checkpoint."""
     path = run.directory / CURVE_FILE
-    path.write_text(run_svg(run, title), encoding="utf-8")
+    path.write_text(run_svg(run, title, best), encoding="utf-8")
     return path
 
 
-def run_svg(run: RunReader, title: str) -> str:
+def run_svg(run: RunReader, title: str, best: EvaluationRow | None) -> str:
     """The curves of one run, as far as it has come."""
     rewards = [(float(step), value) for step, value in run.metric("rollout/reward_mean") if math.isfinite(value)]
     rates = [(float(step), value) for step, value in run.metric("train/learning_rate") if math.isfinite(value)]
-    return curve_svg(title, run.evaluations(), rewards, rates, best_evaluation(run))
+    return curve_svg(title, run.evaluations(), rewards, rates, best)
 
 
 def curve_svg(

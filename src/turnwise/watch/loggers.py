@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.config.config import Config
 from turnwise.errors import ConfigError
 from turnwise.watch.observer import Observer
 
@@ -42,16 +41,18 @@ class LoggerObserver(Observer):
             close()
 
 
-def open_loggers(config: Config, directory: Path, run_name: str, settings: Mapping[str, Any]) -> list[Observer]:
+def open_loggers(
+    names: Sequence[str], directory: Path, *, project: str, run_name: str, settings: Mapping[str, Any]
+) -> list[Observer]:
     """Start the loggers that `run.loggers` names; `settings` is the whole config, for their pages."""
     loggers: list[Observer] = []
-    for name in config.run.loggers:
+    for name in names:
         if name == "tensorboard":
             loggers.append(_TensorBoard(_module(name, "tensorboard.summary"), directory / "tensorboard"))
         else:
             module = _module(name, name)
             try:
-                module.init(project=config.run.project, name=run_name, config=dict(settings))
+                module.init(project=project, name=run_name, config=dict(settings))
             except getattr(module, "Error", ()) as cause:  # wandb's, of somebody who is not logged in above all
                 raise ConfigError(
                     f"{name} does not start: {cause} Log in, set WANDB_MODE=offline, or leave it out of run.loggers"

@@ -8,20 +8,18 @@ from collections.abc import Sequence
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow, EvaluationRow
-from turnwise.training.checkpoint import best_evaluation
-from turnwise.training.intervals import Interval
 from turnwise.trajectory import Message
 from turnwise.watch.curve import write_curve
+from turnwise.watch.intervals import Interval
 
 LABEL_WIDTH = 14
 
 
-def report_lines(run: RunReader, *, title: str, num_dialogues: int) -> list[str]:
-    """Everything, from what the run directory holds."""
+def report_lines(run: RunReader, best: EvaluationRow | None, *, title: str, num_dialogues: int) -> list[str]:
+    """Everything, from what the run directory holds; `best` is the evaluation of the best checkpoint."""
     evaluations = run.evaluations()
-    best = best_evaluation(run)
     lines = [*_before_and_after(evaluations, best), *_ended_early(run), *_dropped(run), *_not_kept(run)]
-    lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title)}")
+    lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
     lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")

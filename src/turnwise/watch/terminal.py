@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.intervals import Interval
+from turnwise.watch.intervals import Interval
 from turnwise.watch.observer import Observer
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,8 +29,8 @@ from turnwise.types import (
     LoraConfig,
     ModelInput,
     SampledSequence,
+    SampleRequest,
     SampleResponse,
-    SamplingParams,
     TensorData,
 )
 
@@ -56,7 +56,7 @@ class EchoSampler:
     """A request's one token is its policy's value; prompts of 99 never end."""
 
     def __init__(self) -> None:
-        self.requests: dict[int, tuple[list[int], RememberingPolicy, int, Callable[..., None]]] = {}
+        self.requests: dict[int, tuple[Sequence[int], RememberingPolicy, int, Callable[..., None]]] = {}
         self.num_submitted = 0
 
     @property
@@ -64,17 +64,10 @@ class EchoSampler:
         return bool(self.requests)
 
     def submit(
-        self,
-        prompt: list[int],
-        _params: SamplingParams,
-        policy: RememberingPolicy,
-        *,
-        num_samples: int,
-        on_done: Callable[..., None],
-        **_: object,
+        self, asked: SampleRequest, policy: RememberingPolicy, *, on_done: Callable[..., None], **_: object
     ) -> int:
         self.num_submitted += 1
-        self.requests[self.num_submitted] = (prompt, policy, num_samples, on_done)
+        self.requests[self.num_submitted] = (asked.prompt, policy, asked.num_samples, on_done)
         return self.num_submitted
 
     def step(self) -> None:

@@ -26,14 +26,8 @@ from turnwise.credit.shaping import RewardWeights
 from turnwise.engine.training.losses import make_loss
 from turnwise.envs.registry import world_names
 from turnwise.errors import ConfigError
-from turnwise.methods.config import (
-    CLIP_BOUNDS,
-    CORRECTION_BOUNDS,
-    LOSS_OPTIONS,
-    METHOD_OPTIONS,
-    RL_LOSSES,
-    MethodConfig,
-)
+from turnwise.losses.table import CORRECTION_BOUNDS, LOSSES, policy_losses
+from turnwise.methods.lookup import SHIPPED, read_method
 from turnwise.rollout.config import RolloutConfig
 from turnwise.trajectory import REWARD_PARTS
 
@@ -244,26 +238,16 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_config(str(tmp_path / "no.yaml"))
 
 
-def test_loss_options_are_those_that_the_engines_losses_take() -> None:
-    token_losses = {loss: LOSS_OPTIONS[loss] for loss in (*RL_LOSSES, "cross_entropy")}
-    every = {option for options in token_losses.values() for option in options}
-    for loss, options in token_losses.items():
-        for option in every:
-            if option in options:
-                make_loss(loss, {option: LEGAL[option]})
-            else:
-                with pytest.raises(ConfigError, match="has no config key"):
-                    make_loss(loss, {option: LEGAL[option]})
-
-
 def test_the_bounds_of_masks_are_the_engines_and_hold_what_was_drawn_on_policy() -> None:
     for correction, bounds in CORRECTION_BOUNDS.items():
+        if not correction.endswith("mask"):
+            continue
         config = make_loss("ppo", {"correction": correction}).config
         assert config.correction_bounds == bounds
         for impossible in ({"correction_low": 3}, {"correction_high": 0.4}, {"correction_low": 1.2}):
             with pytest.raises(ValidationError, match="expected correction_low <= 1 <= correction_high"):
-                MethodConfig.model_validate({"correction": correction, **impossible})
-        MethodConfig.model_validate({"correction": correction, "correction_low": 0.1, "correction_high": 1})
+                read_method({"correction": correction, **impossible})
+        read_method({"correction": correction, "correction_low": 0.1, "correction_high": 1})
 
 
 def test_numbers_that_the_loss_would_refuse_after_the_first_batch_are_refused() -> None:
@@ -271,12 +255,6 @@ def test_numbers_that_the_loss_would_refuse_after_the_first_batch_are_refused() 
     assert "finite" in _message("method.correction=token_mask", "method.correction_high=.inf")
     assert "finite" in _message("train.learning_rate=.nan")
     assert load_config("guess_number", ["method.loss_fn=dro", "method.beta=0"]).method.beta == 0
-
-
-@pytest.mark.parametrize("loss_fn", list(CLIP_BOUNDS))
-def test_default_bounds_are_the_engines(loss_fn: str) -> None:
-    config = make_loss(loss_fn).config
-    assert (config.clip_low_threshold, config.clip_high_threshold) == CLIP_BOUNDS[loss_fn]
 
 
 @pytest.mark.parametrize(
@@ -291,18 +269,18 @@ def test_bounds_out_of_order_are_refused_before_anything_is_spent(overrides: lis
     assert "expected" in _message(*overrides)
 
 
-@pytest.mark.parametrize("loss_fn", RL_LOSSES)
+@pytest.mark.parametrize("loss_fn", policy_losses())
 def test_the_loss_config_of_every_loss_is_taken_by_the_engine(loss_fn: str) -> None:
-    values = {option: LEGAL[option] for option in LOSS_OPTIONS[loss_fn]}
+    values = {option: LEGAL[option] for option in LOSSES[loss_fn].own_options}
     shared = {"kl_coef": 0.1, "kl_place": "loss", "entropy_coef": 0.01}
-    method = MethodConfig.model_validate({"loss_fn": loss_fn, **values, **shared})
+    method = read_method({"loss_fn": loss_fn, **values, **shared})
     config = make_loss(loss_fn, method.loss_config).config
     assert (config.kl_coef, config.entropy_coef, config.kl_estimator) == (0.1, 0.01, "k2")
-    assert MethodConfig.model_validate({"loss_fn": loss_fn}).loss_config == {}
+    assert read_method({"loss_fn": loss_fn}).loss_config == {}
 
 
 def test_a_bound_of_zero_is_a_bound() -> None:
-    method = MethodConfig.model_validate({"loss_fn": "ppo", "clip_low_threshold": 0})
+    method = read_method({"loss_fn": "ppo", "clip_low_threshold": 0})
     assert method.loss_config == {"clip_low_threshold": 0.0}
 
 
@@ -342,7 +320,7 @@ def test_what_the_command_line_says_itself_is_never_left_behind() -> None:
             ["method.old_policy=true", "method.old_policy_from=loglinear"],
             "method.old_policy_from=loglinear is not read while train.max_staleness is 0",
         ),
-        (["method.correction_low=0.5"], "correction_low is not read by correction=none"),
+        (["method.correction_low=0.5"], "correction_low=0.5 is not read by correction='none'"),
         (["data.dialogues=x"], "data.dialogues is not read by method=grpo, only by sft"),
         (["reward.length_buffer=3"], "not read while max_length is 0"),
         (["reward.max_length=3", "reward.length_buffer=4"], "length_buffer=4 is more than max_length=3"),
@@ -354,12 +332,18 @@ def test_options_of_methods_losses_and_rewards_that_nothing_reads_are_refused(
     assert expected in _message(*overrides)
 
 
-def test_every_option_of_a_method_is_a_field_that_is_null_until_it_is_set() -> None:
-    for name, options in METHOD_OPTIONS.items():
-        method = MethodConfig.model_validate({"name": name})
-        for option, default in options.items():
-            assert MethodConfig.model_fields[option].default is None, option
-            assert method.chosen(option) == default
+def test_a_null_takes_the_default_of_the_method_whose_option_it_is() -> None:
+    at_rest = {"kl_coef": 0.0, "kl_place": "advantages", "kl_estimator": "k2", "entropy_coef": 0.0}
+    at_rest |= {"old_policy": False, "old_policy_from": "forward", "correction": "none", "opsm_threshold": 0.0}
+    for name, options in SHIPPED.items():
+        nulls = {option: None for shipped in SHIPPED.values() for option in shipped.model_fields if option != "name"}
+        assert read_method({"name": name, **nulls}) == options()
+        assert read_method({"name": name, **nulls, **at_rest}) == options(), "as older runs wrote them down"
+    assert (read_method("gspo").normalisation, read_method("rebn").gamma, read_method("grpo").gamma) == (
+        "seq_mean",
+        0.95,
+        1.0,
+    )
 
 
 def test_every_reward_channel_has_a_weight() -> None:
@@ -374,5 +358,5 @@ def test_corrections_reach_the_engine() -> None:
         "correction_high": 3,
         "opsm_threshold": 1e-4,
     }
-    config = make_loss("ppo", MethodConfig.model_validate(given).loss_config).config
+    config = make_loss("ppo", read_method(given).loss_config).config
     assert (config.correction, config.correction_high, config.opsm_threshold) == ("token_tis", 3, 1e-4)

@@ -19,7 +19,8 @@ from turnwise.config.files import (
     preset_names,
 )
 from turnwise.errors import ConfigError
-from turnwise.methods.config import CLIP_BOUNDS, METHOD_OPTIONS, MethodConfig
+from turnwise.losses.table import clip_bounds
+from turnwise.methods.lookup import SHIPPED, read_method
 from turnwise.methods.ppo import PPO_LOSS, Ppo
 from turnwise.training.assemble import make_method
 from turnwise.training.objects import NO_OBJECTS
@@ -29,15 +30,15 @@ def test_another_method_begins_with_its_own_defaults_whatever_a_preset_says_for_
     for preset in preset_names():
         file = load_config(preset).method
         assert load_config(preset, [f"method={file.name}"]).method == file
-        for name in METHOD_OPTIONS:
+        for name in SHIPPED:
             if name != file.name:
-                assert load_config(preset, [f"method={name}"]).method == MethodConfig.model_validate({"name": name})
+                assert load_config(preset, [f"method={name}"]).method == read_method(name)
 
 
 def test_gspo_and_ppo_run_with_their_own_bounds_and_discount_on_presets_that_have_others() -> None:
     for preset in ("guess_number_tiny", "key_door"):
         config = load_config(preset, ["method=gspo"])
-        assert "clip_high_threshold" not in config.method.loss_config, f"the loss has {CLIP_BOUNDS['gspo'][1]}"
+        assert "clip_high_threshold" not in config.method.loss_config, f"the loss has {clip_bounds('gspo')}"
         config = load_config(preset, ["method=ppo"])
         method = make_method(config, config.rollout.for_world(NO_OBJECTS.make_world(config.env), 512))
         assert isinstance(method, Ppo)
@@ -71,7 +72,7 @@ def test_what_was_left_out_is_said_in_the_plan(capsys: pytest.CaptureFixture[str
 def test_a_run_that_goes_on_with_another_method_says_what_it_leaves_behind() -> None:
     stored = load_config("key_door", ["method.kl_coef=0.1"])
     config = override_config(stored, ["method=rloo"])
-    assert config.method == MethodConfig.model_validate({"name": "rloo"})
+    assert config.method == read_method("rloo")
     (note,) = left_out(stored, ["method=rloo"])
     assert note.endswith("for method=grpo: method.credit=reward_to_go, method.gamma=0.95, method.kl_coef=0.1")
     assert left_out(stored, ["train.steps=3"]) == []

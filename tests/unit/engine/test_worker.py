@@ -36,13 +36,12 @@ class CountingSampler:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def submit(
-        self, prompt: list[int], params: SamplingParams, _policy: object, *, on_done: Callable[..., None], **_: object
-    ) -> int:
-        if not prompt:
+    def submit(self, asked: SampleRequest, _policy: object, *, on_done: Callable[..., None], **_: object) -> int:
+        if not asked.prompt:
             raise DataError("the prompt is empty")
         request_id = next(self._ids)
-        self.requests[request_id] = {"prompt": prompt, "left": params.max_tokens, "on_done": on_done}
+        left = asked.sampling_params.max_tokens
+        self.requests[request_id] = {"prompt": asked.prompt, "left": left, "on_done": on_done}
         return request_id
 
     def step(self) -> None:

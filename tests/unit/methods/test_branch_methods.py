@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from turnwise.credit.preferences import PreferencePair, best_and_worst, pair_to_group
 from turnwise.errors import DataError
-from turnwise.methods.base import MethodSetup, datums_of
-from turnwise.methods.config import DataConfig, MethodConfig
-from turnwise.methods.registry import build_method
+from turnwise.methods.base import DataConfig, MethodSetup, datums_of
+from turnwise.methods.lookup import read_method
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadPairs
 from turnwise.trajectory import TrajectoryGroup
 from unit.credit.branches import make_branches, make_continuation
@@ -20,9 +18,8 @@ from unit.credit.groups import make_group
 
 
 def build(name: str, pairs: str = "", **options: Any) -> Any:
-    config = MethodConfig.model_validate({"name": name, **options})
-    return build_method(
-        MethodSetup(config=config, data=DataConfig(pairs=pairs), group_size=8, max_turns=5, max_tokens=100)
+    return read_method({"name": name, **options}).build(
+        MethodSetup(data=DataConfig(pairs=pairs), group_size=8, max_turns=5, max_tokens=100)
     )
 
 
@@ -61,8 +58,8 @@ def test_settings_reach_the_loss() -> None:
     ],
 )
 def test_an_option_that_is_not_read_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        MethodConfig.model_validate(options)
+    with pytest.raises(ValueError, match=message):
+        read_method(options)
 
 
 def masked(group: TrajectoryGroup, turn: int) -> TrajectoryGroup:

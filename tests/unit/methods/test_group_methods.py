@@ -13,9 +13,16 @@ from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
 from turnwise.credit.shaping import shape_group
 from turnwise.errors import ConfigError, DataError
-from turnwise.methods.base import Lesson, Method, MethodSetup, datums_of, with_old_logprobs, with_old_share
-from turnwise.methods.config import DataConfig, MethodConfig
-from turnwise.methods.registry import build_method
+from turnwise.methods.base import (
+    DataConfig,
+    Lesson,
+    Method,
+    MethodSetup,
+    datums_of,
+    with_old_logprobs,
+    with_old_share,
+)
+from turnwise.methods.lookup import read_method
 from turnwise.methods.sft import Dialogue, Sft
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.sources import ReadDialogues
@@ -30,8 +37,8 @@ GROUP = make_group([0.0, 1.0], [0.5, 0.0], [0.2, 0.4], states=STATES)
 
 
 def build(name: str, **options: Any) -> Any:
-    config = MethodConfig.model_validate({"name": name, **options})
-    return build_method(MethodSetup(config=config, data=DataConfig(), group_size=8, max_turns=4, max_tokens=16))
+    setup = MethodSetup(data=DataConfig(), group_size=8, max_turns=4, max_tokens=16)
+    return read_method({"name": name, **options}).build(setup)
 
 
 def advantages_of(lessons: list[Lesson]) -> list[list[float]]:

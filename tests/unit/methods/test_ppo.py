@@ -11,9 +11,9 @@ import pytest
 from turnwise.credit.gae import Gae
 from turnwise.credit.values import TrajectoryValues
 from turnwise.errors import DataError
-from turnwise.methods.base import MethodSetup, datums_of
-from turnwise.methods.config import DataConfig, MethodConfig
-from turnwise.methods.ppo import Ppo, make_ppo
+from turnwise.methods.base import DataConfig, MethodSetup, datums_of
+from turnwise.methods.lookup import read_method
+from turnwise.methods.ppo import Ppo
 from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
@@ -49,8 +49,8 @@ def _ppo(**more: Any) -> Ppo:
 
 
 def _made(**options: Any) -> Ppo:
-    config = MethodConfig(name="ppo", **options)
-    return make_ppo(MethodSetup(config=config, data=DataConfig(), group_size=8, max_turns=4, max_tokens=64))
+    setup = MethodSetup(data=DataConfig(), group_size=8, max_turns=4, max_tokens=64)
+    return Ppo.Options(**options).build(setup)
 
 
 def test_a_group_of_equal_rewards_and_a_group_of_one_still_teach() -> None:
@@ -134,9 +134,9 @@ def test_the_defaults_are_decoupled_and_length_adaptive() -> None:
 )
 def test_options_that_nobody_reads_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MethodConfig(name="ppo", **options)
+        read_method({"name": "ppo", **options})
 
 
 def test_other_methods_do_not_read_the_critics_options() -> None:
     with pytest.raises(ValueError, match="gae is not read by method=grpo, only by ppo"):
-        MethodConfig(name="grpo", gae="turn")
+        read_method({"name": "grpo", "gae": "turn"})

@@ -15,7 +15,7 @@ from turnwise.cli import main
 from turnwise.config.config import Config
 from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
-from turnwise.methods.config import LOOP_OPTIONS, METHOD_OPTIONS, MethodConfig
+from turnwise.methods.lookup import SHIPPED, every_option
 from turnwise.methods.ppo import PPO_LOSS
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import make_method
@@ -35,6 +35,7 @@ COMPANIONS: tuple[dict[str, Any], ...] = (
     *({"loss_fn": loss} for loss in ("ppo", "cispo", "dro", "dppo_tv")),
 )
 """What some options need beside them to be read."""
+READ_BY_THE_LOOP = ("old_policy", "old_policy_from", "kl_place", "kl_gamma", "kl_coef")
 
 
 def _parts(value: Any) -> Any:
@@ -56,7 +57,7 @@ def _other_values(option: str) -> Iterator[Any]:
         inner = [found for part in get_args(annotation) for found in literals(part)]
         return list(get_args(annotation)) if get_origin(annotation) is Literal else inner
 
-    annotation = MethodConfig.model_fields[option].annotation
+    annotation = every_option()[option].annotation
     kinds = get_args(annotation) or (annotation,)
     yield from literals(annotation)
     yield from (True, False) if bool in kinds else ()
@@ -71,17 +72,18 @@ def _config(method: dict[str, Any], data: dict[str, str]) -> Config | None:
 
 
 def test_every_option_that_a_method_accepts_changes_the_method_or_is_the_loops() -> None:
-    for name in METHOD_OPTIONS:
+    for name, shipped in SHIPPED.items():
         for data in ({}, {"pairs": "p"}) if name in ("dpo", "refuel") else ({},):
             for companions in COMPANIONS:
                 before = {"name": name, **companions}
                 base = _config(before, data)
-                for option in MethodConfig.model_fields.keys() - before.keys() if base else ():
-                    own = {**METHOD_OPTIONS[name], **(PPO_LOSS if name == "ppo" else {})}
-                    default = own.get(option, MethodConfig.model_fields[option].default)
+                for option in every_option().keys() - before.keys() if base else ():
+                    fields = shipped.model_fields
+                    default = fields[option].default if option in fields else every_option()[option].default
+                    default = PPO_LOSS.get(option, default) if name == "ppo" else default
                     for value in _other_values(option):
                         config = None if value == default else _config({**before, option: value}, data)
-                        if config is None or base is None or option in (*LOOP_OPTIONS, "kl_coef"):
+                        if config is None or base is None or option in READ_BY_THE_LOOP:
                             continue
                         made = (_parts(make_method(one, LIMITS)) for one in (base, config))
                         assert next(made) != next(made), f"{before}, {data}: {option}={value} is accepted and not read"

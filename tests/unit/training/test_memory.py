@@ -24,7 +24,7 @@ from turnwise.engine.training.pack import pack, split_batches
 from turnwise.models.facts import ModelSizes, read_facts
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.memory import Memory, estimate_memory, pass_tokens
-from turnwise.types import Datum, LoraConfig, ModelInput, SamplingParams, TensorData
+from turnwise.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams, TensorData
 
 pytestmark = pytest.mark.model
 
@@ -135,13 +135,13 @@ def test_weights_their_merged_copy_adapter_and_cache_are_counted_as_they_lie_in_
     adapter = engine.create_adapter(LoraConfig(rank=4, seed=0))
     policy = engine.publish(adapter)
     done: list[object] = []
-    engine.sampler.submit([5, 6, 7], SamplingParams(max_tokens=2), policy, on_done=done.append)
+    engine.sampler.submit(SampleRequest([5, 6, 7], SamplingParams(max_tokens=2)), policy, on_done=done.append)
     while not done:
         engine.sampler.step()
     config = load_config("guess_number", ["model=tiny", "model.rank=4"])
     estimated = _estimate(config, tiny_dir, settings, find_device(settings))
     assert estimated.weights == _num_bytes([*engine.model.body.parameters(), engine.model.head.weight])
-    assert estimated.merged == _num_bytes(list(engine.sampler._merged.values()))
+    assert estimated.merged == _num_bytes(list(engine.sampler.weights.merged.values()))
     layers = [engine.sampler.cache.layer(index) for index in range(2)]
     assert estimated.kv_cache == _num_bytes([side for layer in layers for side in layer])
     state = [adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq, adapter.grad.clone(), policy.flat]

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from turnwise.training.critic_config import CriticConfig
+from turnwise.config.critic import CriticConfig
+from turnwise.methods.lookup import read_method
 from turnwise.training.plateau import Plateau
 
 
@@ -63,9 +64,9 @@ def test_a_plateau_is_known_over_the_end_of_a_process() -> None:
 )
 def test_an_option_that_nobody_reads_is_refused(options: dict[str, int], method: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CriticConfig(**options).check(method)  # pyright: ignore[reportArgumentType]
+        CriticConfig(**options).check(read_method(method))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_config_that_says_every_default_out_loud_is_fine_for_any_method() -> None:
     """A stored config does, and is read again by a resumed run."""
-    CriticConfig(**CriticConfig().model_dump()).check("grpo")
+    CriticConfig(**CriticConfig().model_dump()).check(read_method("grpo"))

@@ -7,7 +7,7 @@ import pytest
 from turnwise.cli import main
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.checkpoint import NOTHING_DONE
+from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation
 from turnwise.watch.report import report_lines
 from unit.training.conftest import MakeRig
 
@@ -15,7 +15,7 @@ from unit.training.conftest import MakeRig
 async def test_a_report_has_before_and_after_the_curve_and_the_dialogues(make_rig: MakeRig) -> None:
     rig = make_rig({"eval": {"tasks": 6, "samples": 2}, "warmup": {"steps": 1}})
     await rig.loop().run(NOTHING_DONE, set())
-    text = "\n".join(report_lines(rig.run(), title="coin", num_dialogues=3))
+    text = "\n".join(report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=3))
     for expected in ("start ", "warm-up ", "end (step 2)", "points of held-out success since warm-up", "curve.svg"):
         assert expected in text
     assert text.count("--- attempt") == 3
@@ -42,12 +42,14 @@ async def test_certify_prints_every_certificate_and_fails_when_one_is_not_exact(
 async def test_a_report_says_what_the_size_rule_did_not_keep(make_rig: MakeRig) -> None:
     rig = make_rig({"eval": {"tasks": 0}})
     await rig.loop().run(NOTHING_DONE, set())
-    assert "not kept" not in "\n".join(report_lines(rig.run(), title="coin", num_dialogues=0))
+    assert "not kept" not in "\n".join(
+        report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=0)
+    )
     writer = RunWriter.reopen(rig.directory, max_size_mb=1)
     for count in (2, 3):
         writer.event(2, "dropped", what="token arrays", phase="train", num_trajectories=count)
     writer.close()
-    lines = report_lines(rig.run(), title="coin", num_dialogues=0)
+    lines = report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=0)
     assert "not kept      token arrays of 5 train attempts, the oldest: run.max_size_mb bounds run.db" in lines
 
 

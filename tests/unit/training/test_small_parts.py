@@ -26,13 +26,13 @@ from turnwise.rollout.group import DroppedGroup, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.training.assemble import split_evenly
-from turnwise.training.intervals import mean_interval, success_interval, wilson
 from turnwise.training.plan import evaluation_steps
 from turnwise.training.progress import NothingToLearnError, Progress
 from turnwise.training.supply import Batch
 from turnwise.training.task_order import ShuffledItems
 from turnwise.watch.curve import curve_svg, runs_svg
 from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.watch.intervals import mean_interval, success_interval, wilson
 from turnwise.watch.loggers import check_loggers, open_loggers
 from turnwise.watch.terminal import LineView, LiveView, evaluation_line, format_duration, sparkline
 
@@ -220,8 +220,7 @@ def test_a_missing_logger_comes_with_its_pip_command(name: str, monkeypatch: pyt
 
 
 def test_tensorboard_gets_every_metric_with_its_step(tmp_path: Path) -> None:
-    config = Config.model_validate({"run": {"loggers": ["tensorboard"]}})
-    (logger,) = open_loggers(config, tmp_path, "mine", {})
+    (logger,) = open_loggers(["tensorboard"], tmp_path, project="turnwise", run_name="mine", settings={})
     for step in (1, 2):
         logger.metrics(step, {"rollout/reward_mean": step / 2})
     logger.close()
@@ -242,8 +241,8 @@ def test_hosted_loggers_are_given_the_project_the_config_and_every_step(
         finish=lambda: calls.append(("finish", None)),
     )
     monkeypatch.setitem(sys.modules, name, stand_in)  # pyright: ignore[reportArgumentType]
-    config = Config.model_validate({"run": {"loggers": name, "project": "ours"}})
-    (logger,) = open_loggers(config, tmp_path, "mine", {"train": {"steps": 2}})
+    settings = {"train": {"steps": 2}}
+    (logger,) = open_loggers([name], tmp_path, project="ours", run_name="mine", settings=settings)
     logger.metrics(1, {"eval/success": 0.5})
     logger.close()
     assert calls == [
@@ -264,9 +263,8 @@ def test_a_hosted_logger_that_does_not_start_is_a_users_mistake(
 
     stand_in = SimpleNamespace(init=init, Error=NotLoggedInError)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)  # pyright: ignore[reportArgumentType]
-    config = Config.model_validate({"run": {"loggers": "wandb"}})
     with pytest.raises(ConfigError, match=r"wandb does not start: No API key configured\. .*WANDB_MODE=offline"):
-        open_loggers(config, tmp_path, "mine", {})
+        open_loggers(["wandb"], tmp_path, project="turnwise", run_name="mine", settings={})
 
 
 def test_evaluations_are_at_the_start_after_the_warm_up_every_so_often_and_at_the_end() -> None:

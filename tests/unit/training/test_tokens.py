@@ -15,7 +15,7 @@ from turnwise.envs.base import EnvStep, Task
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.checkpoint import NOTHING_DONE
+from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation
 from turnwise.training.pretrain import Batches
 from turnwise.training.run_state import read_state
 from turnwise.training.tokens import num_drawn_tokens, num_taken_tokens
@@ -64,11 +64,13 @@ async def test_a_run_that_ends_at_its_bound_on_tokens_says_so(make_rig: MakeRig)
     told = {"steps": 9, "sampled_tokens": 2 * TOKENS_PER_STEP, "bound": TOKENS_PER_STEP + 1}
     assert (event.kind, event.step, event.detail) == ("tokens_spent", 2, told)
     line = "ended early   after step 2 of 9: 144 tokens are sampled, train.max_sampled_tokens=73"
-    assert line in report_lines(rig.run(), title="coin", num_dialogues=0)
+    assert line in report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=0)
     writer = RunWriter.reopen(rig.directory, max_size_mb=1)
     writer.event(2, "resumed", path="x")
     writer.close()
-    assert line not in report_lines(rig.run(), title="coin", num_dialogues=0), "it went on from there"
+    assert line not in report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=0), (
+        "it went on from there"
+    )
 
 
 async def test_groups_that_a_process_left_in_the_middle_of_a_step_are_not_spent_yet(

@@ -71,7 +71,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualNodes:
     """`count` neighbouring nodes of `length` tokens each."""
 
     start: int
@@ -122,12 +122,12 @@ class TreePlan:
         for pair in itertools.chain.from_iterable(self.levels):
             yield slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
 
-    def equal_runs(self) -> Iterator[Run]:
+    def equal_runs(self) -> Iterator[EqualNodes]:
         """All nodes, neighbours of one length together: they can run as one batch."""
         nodes = itertools.pairwise(self.bounds)
         for length, run in itertools.groupby(nodes, key=lambda node: node[1] - node[0]):
             members = list(run)
-            yield Run(members[0][0], len(members), length)
+            yield EqualNodes(members[0][0], len(members), length)
 
     def varlen(self, device: torch.device) -> list[Varlen]:
         """The same as few variable-length calls: all nodes on themselves, then one call per level."""

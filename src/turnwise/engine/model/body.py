@@ -5,19 +5,19 @@ and others like them. transformers loads the weights and remains the reference. 
 are joined into one product, the steps between products are fused (`engine/ops`), and one hand-written backward pass
 keeps only what it needs (`kept.py`). Other models run transformers' own modelling code.
 
-    h, x = add_norm(h, from the layer before)          x = norm of the residual stream h
+    h, x = add_norm(h, added by the block before)      x = norm of the residual stream h
     q, k, v = rotate(x Wqkv')                          head norms, rotary position, into the KV cache when sampling
     h, x = add_norm(h, attention(q, k, v) Wo')
-    from the layer = swiglu(x Wgate_up') Wdown'
+    added = swiglu(x Wgate_up') Wdown'
 
-Every product takes its adapters' low-rank parts along (`lora_products.py`). After its attention, the last layer runs
-on the rows that are asked for alone: in a dialogue, those that a trained token follows.
+Every product includes its adapters' low-rank parts (`lora_products.py`). After its attention, the last block runs only
+on the rows that the caller wants: in a dialogue, those that a trained token follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
@@ -52,11 +52,13 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
 }
 """By field of `BlockSpec`: the kinds that the fused kernels compute. These angles do not depend on a pass's length."""
 MOST_ROWS = 0.75
-"""When more than this share of the rows is asked for, the last layer runs on all."""
+"""Where the caller wants more than this share of the rows, the last block runs on all."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _BlockWeights:
+    """The frozen weights of one decoder block."""
+
     input_norm: Tensor
     qkv: LinearGroup
     heads: Heads
@@ -71,7 +73,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedRows:
     """The rows that leave the stack, and the adapters' places among them."""
 
     rows: Tensor
@@ -79,14 +81,47 @@ class _Wanted:
 
 
 @dataclass(slots=True)
-class _LayerSaved:
-    """What one layer's backward pass needs of its forward pass; a CPU does without `x` and `inner_x`."""
+class _Scratch:
+    """Tensors that a block writes and nobody keeps; the next block writes over them.
+
+    Freed one by one, such tensors leave gaps between those that are kept, and a pass takes a third more memory.
+    """
+
+    normed: Tensor | None = None
+    act: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StackPass:
+    """One pass through all blocks: where its tokens stand, what they attend to, and whose adapters they use."""
+
+    rotation: Rotation
+    plan: AttentionPlan
+    route: Route
+    spans: Sequence[SpanWeights]
+    wanted: _WantedRows | None
+    scratch: _Scratch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInput:
+    """The residual stream before a block, and what the block before it adds."""
+
+    h: Tensor
+    delta: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptBlock:
+    """What one block's backward pass reads of its forward pass (`kept.kept_tensors` lists it)."""
 
     h: Tensor
     rstd: Tensor
     x: Tensor | None
+    """None where `h` and `rstd` give it again."""
     low_qkv: list[Tensor]
     qkv: Tensor | None
+    """The projection before head norms; None without them."""
     attention: Saved
     low_out: list[Tensor]
     inner_h: Tensor
@@ -99,29 +134,25 @@ class _LayerSaved:
     def tensors(self) -> list[Tensor]:
         """Everything that is kept; some tensors share their memory."""
         found: list[Tensor] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             found += [] if value is None else [value] if isinstance(value, Tensor) else value
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerInput:
-    """All that is kept of a layer whose activations are computed again in backward."""
-
-    h: Tensor
-    delta: Tensor | None
-
-
 @dataclass(slots=True)
-class _Room:
-    """Where a layer leaves what nobody keeps, for the next layer to write over.
+class _KeptPass:
+    """What the backward pass of the whole stack reads."""
 
-    Freed one by one, such tensors leave gaps between those that are kept, and a pass takes a third more memory.
-    """
-
-    normed: Tensor | None = None
-    act: Tensor | None = None
+    work: _StackPass
+    first: int
+    """The lowest block that holds an adapter's gradient; those below it need no backward pass."""
+    keeps_all: bool
+    """Whether there is memory for all that the blocks keep; else each block runs once more in backward."""
+    blocks: list[KeptBlock | BlockInput] = field(default_factory=list)
+    """From block `first` on."""
+    last: tuple[Tensor, Tensor] | None = None
+    """The residual stream before the last norm, and its 1 / rms."""
 
 
 class FusedBody:
@@ -131,12 +162,12 @@ class FusedBody:
         assert sizes.block is not None, "ask `supports` first"
         self._model: Any = model
         self.sizes = sizes
-        self.block: BlockSpec = sizes.block
-        names = self.block.names
-        self.eps = self.block.norm_eps
+        self.spec: BlockSpec = sizes.block
+        names = self.spec.names
+        self.eps = self.spec.norm_eps
         self.scale = sizes.head_size**-0.5
-        self.layers = [self._read_layer(layer) for layer in model.get_submodule(names.layers).children()]
-        self.groups = [group for layer in self.layers for group in layer.groups]
+        self.blocks = [self._read_block(layer) for layer in model.get_submodule(names.layers).children()]
+        self.groups = [group for block in self.blocks for group in block.groups]
         self.embedding = model.get_submodule(names.embedding)
         self.last_norm = _weight(model, names.last_norm)
         self.ops = for_device(device)
@@ -144,7 +175,7 @@ class FusedBody:
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
-        """A pass that would keep more than this for its backward pass computes each layer again instead."""
+        """A pass that would keep more than this for its backward pass computes each block again instead."""
 
     @staticmethod
     def supports(sizes: ModelSizes) -> bool:
@@ -157,14 +188,14 @@ class FusedBody:
     def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [P, D / 2] of every position, by the model's own rule."""
         like = torch.empty(0, dtype=torch.float32, device=device)
-        rotation = self._model.get_submodule(self.block.names.rotation)
+        rotation = self._model.get_submodule(self.spec.names.rotation)
         cos, sin = rotation(like, torch.arange(num_positions, device=device)[None])
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def _read_layer(self, layer: nn.Module) -> _Layer:
-        names, sizes = self.block.names, self.sizes
-        is_normed = self.block.head_norm == "rms"
+    def _read_block(self, layer: nn.Module) -> _BlockWeights:
+        names, sizes = self.spec.names, self.sizes
+        is_normed = self.spec.head_norm == "rms"
         heads = Heads(
             num_query=sizes.num_heads,
             num_kv=sizes.num_kv_heads,
@@ -173,7 +204,7 @@ class FusedBody:
             key_norm=_weight(layer, names.key_norm) if is_normed else None,
             eps=self.eps,
         )
-        return _Layer(
+        return _BlockWeights(
             input_norm=_weight(layer, names.input_norm),
             qkv=_join(layer, names.query, names.key, names.value),
             heads=heads,
@@ -193,102 +224,93 @@ class FusedBody:
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
         embedded = self.embedding(input_ids)
-        rotation = Rotation(*self._angles, position_ids)
         spans = read_spans(route, embedded.dtype)
-        wanted = None if rows is None else _Wanted(rows, spans_of_rows(spans, rows, len(input_ids)))
-        first = self._first_trained(spans)
-        if torch.is_grad_enabled() and first is not None:
-            assert isinstance(plan, TreePlan), "training runs over a prefix tree"
-            return _Stack.apply(self._anchor, self, embedded, rotation, plan, spans, first, wanted)
-        with torch.no_grad():
-            return self._forward(embedded, rotation, plan, route, spans, wanted)[0]
+        wanted = None if rows is None else _WantedRows(rows, spans_of_rows(spans, rows, len(input_ids)))
+        rotation = Rotation(*self._angles, position_ids)
+        first = self._first_trained(spans) if torch.is_grad_enabled() else None
+        if first is None:
+            with torch.no_grad():
+                return self.run(embedded, _StackPass(rotation, plan, route, spans, wanted))
+        assert isinstance(plan, TreePlan), "training runs over a prefix tree"
+        scratch = None if self._keeps_normed else _Scratch()
+        work = _StackPass(rotation, plan, route, spans, wanted, scratch)
+        return _Stack.apply(self._anchor, self, embedded, _KeptPass(work, first, self._keeps_all(embedded, spans)))
 
-    def keeps_all(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> bool:
-        """Whether there is room for what every layer's backward pass reads; else only the layers' inputs are kept."""
+    def _keeps_all(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> bool:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        in_layer = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
-        return len(embedded) * len(self.layers) * in_layer <= self.most_kept_bytes
+        in_block = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
+        return len(embedded) * len(self.blocks) * in_block <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
-        """The lowest layer that holds an adapter's gradient; what lies below it needs no backward pass."""
-        for index, layer in enumerate(self.layers):
-            names = [name for group in layer.groups for name in group.names]
+        """The lowest block that holds an adapter's gradient."""
+        for index, block in enumerate(self.blocks):
+            names = [name for group in block.groups for name in group.names]
             if any(span.grads is not None and name in span.grads for span in spans for name in names):
                 return index
         return None
 
-    def _forward(
-        self,
-        h: Tensor,
-        rotation: Rotation,
-        plan: AttentionPlan,
-        route: Route,
-        spans: Sequence[SpanWeights],
-        wanted: _Wanted | None,
-        saved: list[_LayerSaved | _LayerInput] | None = None,
-        first_saved: int = 0,
-        keeps_all: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed hidden states of the wanted rows, the residual stream before the last norm, and its 1 / rms."""
+    def run(self, h: Tensor, work: _StackPass, kept: _KeptPass | None = None) -> Tensor:
+        """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
-        room = None if saved is None or self._keeps_normed else _Room()
-        for index in range(len(self.layers)):
-            before = _LayerInput(h, delta)
-            h, delta, kept = self._forward_layer(index, before, rotation, plan, route, spans, wanted, room)
-            if saved is not None and index >= first_saved:
-                saved.append(kept if keeps_all else before)
-            del before, kept  # what nobody keeps is freed before the next layer runs
+        for index in range(len(self.blocks)):
+            before = BlockInput(h, delta)
+            h, delta, own = self.run_block(index, before, work)
+            if kept is not None and index >= kept.first:
+                kept.blocks.append(own if kept.keeps_all else before)
+            del before, own  # what nobody keeps is freed before the next block runs
         h, x, rstd = self.ops.layers.add_norm(h, delta, self.last_norm, self.eps)
-        return x, h, rstd
+        if kept is not None:
+            kept.last = h, rstd
+        return x
 
-    def _forward_layer(
-        self,
-        index: int,
-        before: _LayerInput,
-        rotation: Rotation,
-        plan: AttentionPlan,
-        route: Route,
-        spans: Sequence[SpanWeights],
-        wanted: _Wanted | None,
-        room: _Room | None = None,
-    ) -> tuple[Tensor, Tensor, _LayerSaved]:
-        """The residual stream, what the MLP adds to it, and what backward needs."""
-        ops, layer = self.ops.layers, self.layers[index]
-        h, x, rstd = self._add_norm(before.h, before.delta, layer.input_norm, room)
-        qkv, low_qkv = project(layer.qkv, x, route, spans)
+    def run_block(self, index: int, before: BlockInput, work: _StackPass) -> tuple[Tensor, Tensor, KeptBlock]:
+        """The residual stream, what the MLP adds to it, and what backward reads."""
+        block, plan, route, spans = self.blocks[index], work.plan, work.route, work.spans
+        h, x, rstd = self._add_norm(before.h, before.delta, block.input_norm, work.scratch)
+        qkv, low_qkv = project(block.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
-        q, k, v = ops.rotate(qkv, layer.heads, rotation, cache)
+        q, k, v = self.ops.layers.rotate(qkv, block.heads, work.rotation, cache)
         attention = self._attend(index, q, k, v, plan)
-        mixed, kept_h = attention.out[0].flatten(1), h
-        if wanted is not None and layer is self.layers[-1]:
-            mixed, kept_h, spans = mixed[wanted.rows], h[wanted.rows], wanted.spans
-        attended, low_out = project(layer.out, mixed, route, spans)
-        inner_h, inner_x, inner_rstd = self._add_norm(kept_h, attended, layer.inner_norm, room)
-        gate_up, low_gate_up = project(layer.gate_up, inner_x, route, spans)
-        delta, low_down = project(layer.down, self._swiglu(gate_up, room), route, spans)
-        raw = None if layer.heads.query_norm is None else qkv
-        if not self._keeps_normed:
-            x = inner_x = None
-        early = (h, rstd, x, low_qkv, raw, attention, low_out)
-        return inner_h, delta, _LayerSaved(*early, inner_h, inner_rstd, inner_x, low_gate_up, gate_up, low_down)
+        mixed, rest_h = attention.out[0].flatten(1), h
+        if work.wanted is not None and block is self.blocks[-1]:
+            mixed, rest_h, spans = mixed[work.wanted.rows], h[work.wanted.rows], work.wanted.spans
+        attended, low_out = project(block.out, mixed, route, spans)
+        inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
+        gate_up, low_gate_up = project(block.gate_up, inner_x, route, spans)
+        delta, low_down = project(block.down, self._swiglu(gate_up, work.scratch), route, spans)
+        kept = KeptBlock(
+            h=h,
+            rstd=rstd,
+            x=x if self._keeps_normed else None,
+            low_qkv=low_qkv,
+            qkv=None if block.heads.query_norm is None else qkv,
+            attention=attention,
+            low_out=low_out,
+            inner_h=inner_h,
+            inner_rstd=inner_rstd,
+            inner_x=inner_x if self._keeps_normed else None,
+            low_gate_up=low_gate_up,
+            gate_up=gate_up,
+            low_down=low_down,
+        )
+        return inner_h, delta, kept
 
     def _add_norm(
-        self, h: Tensor, delta: Tensor | None, weight: Tensor, room: _Room | None
+        self, h: Tensor, delta: Tensor | None, weight: Tensor, scratch: _Scratch | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if room is None:
+        if scratch is None:
             return self.ops.layers.add_norm(h, delta, weight, self.eps)
-        h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=room.normed)
-        room.normed = x
+        h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=scratch.normed)
+        scratch.normed = x
         return h, x, rstd
 
-    def _swiglu(self, gate_up: Tensor, room: _Room | None) -> Tensor:
-        if room is None:
+    def _swiglu(self, gate_up: Tensor, scratch: _Scratch | None) -> Tensor:
+        if scratch is None:
             return self.ops.layers.swiglu(gate_up)
-        act = self.ops.layers.swiglu(gate_up, room=room.act)
-        room.act = act
-        return act
+        scratch.act = self.ops.layers.swiglu(gate_up, room=scratch.act)
+        return scratch.act
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
@@ -297,66 +319,71 @@ class FusedBody:
         assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
 
-    def _backward(
-        self,
-        dh: Tensor,
-        rotation: Rotation,
-        plan: TreePlan,
-        spans: Sequence[SpanWeights],
-        saved: list[_LayerSaved | _LayerInput],
-        first: int,
-        wanted: _Wanted | None,
-    ) -> None:
-        """From the gradient of the residual stream after the last layer, at the wanted rows, down to layer `first`."""
-        ops = self.ops.layers
-        for index in range(len(self.layers) - 1, first - 1, -1):
-            layer, kept = self.layers[index], saved.pop()
-            if isinstance(kept, _LayerInput):
-                _, _, kept = self._forward_layer(index, kept, rotation, plan, Route(), spans, wanted)
-            only = wanted if layer is self.layers[-1] else None
-            own = spans if only is None else only.spans
-            dact, dlow = input_gradient(layer.down, dh, kept.low_down, own)
-            dgate_up, act = ops.swiglu_backward(dact, kept.gate_up)
-            add_a_gradients(layer.down, act, dlow, own)
-            dx, dlow = input_gradient(layer.gate_up, dgate_up, kept.low_gate_up, own)
-            normed = NormedInput(kept.inner_h, kept.inner_rstd, layer.inner_norm)
-            add_a_gradients(layer.gate_up, normed if kept.inner_x is None else kept.inner_x, dlow, own)
-            dh = ops.norm_backward(dx, kept.inner_h, kept.inner_rstd, layer.inner_norm, dh)
-            dmixed, dlow = input_gradient(layer.out, dh, kept.low_out, own)
-            out = kept.attention.out
-            mixed = out[0].flatten(1)
-            add_a_gradients(layer.out, mixed if only is None else mixed[only.rows], dlow, own)
-            if only is not None:
-                dmixed, dh = (_spread(grad, only.rows, len(mixed)) for grad in (dmixed, dh))
-            grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
-            dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
-            dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, layer.heads, rotation)
-            dx, dlow = input_gradient(layer.qkv, dqkv, kept.low_qkv, spans, need_input=index > first)
-            normed = NormedInput(kept.h, kept.rstd, layer.input_norm)
-            add_a_gradients(layer.qkv, normed if kept.x is None else kept.x, dlow, spans)
-            if dx is not None:
-                dh = ops.norm_backward(dx, kept.h, kept.rstd, layer.input_norm, dh)
+    def run_backward(self, dx: Tensor, kept: _KeptPass) -> None:
+        """Add the adapters' gradients, from the gradient of the normed hidden states down to block `kept.first`."""
+        assert kept.last is not None, "the forward pass fills it"
+        h, rstd = kept.last
+        dh = self.ops.layers.norm_backward(dx, h, rstd, self.last_norm, None)
+        work = replace(kept.work, scratch=None)
+        for index in range(len(self.blocks) - 1, kept.first - 1, -1):
+            own = kept.blocks.pop()
+            if isinstance(own, BlockInput):
+                _, _, own = self.run_block(index, own, work)
+            dh = self._mlp_backward(index, own, dh, work)
+            dh = self._attention_backward(index, own, dh, work, need_input=index > kept.first)
+
+    def _mlp_backward(self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass) -> Tensor:
+        """The gradient of the residual stream between attention and MLP, at the rows that the MLP ran on."""
+        block, spans = self.blocks[index], self._wanted_in(index, work)[1]
+        dact, dlow = input_gradient(block.down, dh, kept.low_down, spans)
+        dgate_up, act = self.ops.layers.swiglu_backward(dact, kept.gate_up)
+        add_a_gradients(block.down, act, dlow, spans)
+        dx, dlow = input_gradient(block.gate_up, dgate_up, kept.low_gate_up, spans)
+        normed = NormedInput(kept.inner_h, kept.inner_rstd, block.inner_norm)
+        add_a_gradients(block.gate_up, normed if kept.inner_x is None else kept.inner_x, dlow, spans)
+        return self.ops.layers.norm_backward(dx, kept.inner_h, kept.inner_rstd, block.inner_norm, dh)
+
+    def _attention_backward(
+        self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass, *, need_input: bool
+    ) -> Tensor:
+        """The gradient of the residual stream before the block; not formed where nobody needs it."""
+        ops, block, plan = self.ops.layers, self.blocks[index], work.plan
+        assert isinstance(plan, TreePlan), "training runs over a prefix tree"
+        rows, spans = self._wanted_in(index, work)
+        dmixed, dlow = input_gradient(block.out, dh, kept.low_out, spans)
+        out = kept.attention.out
+        mixed = out[0].flatten(1)
+        add_a_gradients(block.out, mixed if rows is None else mixed[rows], dlow, spans)
+        if rows is not None:
+            dmixed, dh = (_spread(grad, rows, len(mixed)) for grad in (dmixed, dh))
+        grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, block.heads, work.rotation)
+        dx, dlow = input_gradient(block.qkv, dqkv, kept.low_qkv, work.spans, need_input=need_input)
+        normed = NormedInput(kept.h, kept.rstd, block.input_norm)
+        add_a_gradients(block.qkv, normed if kept.x is None else kept.x, dlow, work.spans)
+        return dh if dx is None else ops.norm_backward(dx, kept.h, kept.rstd, block.input_norm, dh)
+
+    def _wanted_in(self, index: int, work: _StackPass) -> tuple[Tensor | None, Sequence[SpanWeights]]:
+        """The rows that a block runs on after its attention (None: all), and the adapters' spans over them."""
+        if work.wanted is None or index < len(self.blocks) - 1:
+            return None, work.spans
+        return work.wanted.rows, work.wanted.spans
 
 
 class _Stack(torch.autograd.Function):
-    """All layers as one step of autograd; the adapters' gradients are added where they belong, not returned."""
+    """All blocks as one step of autograd; the adapters' gradients are added where they belong, not returned."""
 
     @staticmethod
-    def forward(ctx, anchor, body, embedded, rotation, plan, spans, first, wanted):  # noqa: ARG004 - the anchor asks for a gradient
-        saved: list[_LayerSaved | _LayerInput] = []
-        keeps_all = body.keeps_all(embedded, spans)
-        x, h, rstd = body._forward(embedded, rotation, plan, Route(), spans, wanted, saved, first, keeps_all)
-        ctx.kept = (body, rotation, plan, spans, first, wanted, saved, h, rstd)
-        ctx.kept_blocks = saved
-        return x
+    def forward(ctx, anchor, body, embedded, kept):  # noqa: ARG004 - the anchor asks for a gradient
+        ctx.body, ctx.kept = body, kept
+        return body.run(embedded, kept.work, kept)
 
     @staticmethod
     def backward(ctx, dx):
-        body, rotation, plan, spans, first, wanted, saved, h, rstd = ctx.kept
-        ctx.kept = ctx.kept_blocks = None
-        dh = body.ops.layers.norm_backward(dx.contiguous(), h, rstd, body.last_norm, None)
-        body._backward(dh, rotation, plan, spans, saved, first, wanted)
-        return (torch.zeros(1, device=dx.device),) + (None,) * 7
+        kept, ctx.kept = ctx.kept, None
+        ctx.body.run_backward(dx.contiguous(), kept)
+        return torch.zeros(1, device=dx.device), None, None, None
 
 
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from turnwise.engine.ops.torch_attention import merge
 from turnwise.errors import DataError
 
 if TYPE_CHECKING:
-    from turnwise.engine.attention.plans import PagedPlan, Run, TreePlan
+    from turnwise.engine.attention.plans import EqualNodes, PagedPlan, TreePlan
 
 _MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -89,7 +89,7 @@ def _attend_forest_backward(
         attend_backward(grad_out[:, :, rows], between, parts, scale, is_causal=False, is_added=True)
 
 
-def _rows(side: Tensor, run: Run) -> Tensor:
+def _rows(side: Tensor, run: EqualNodes) -> Tensor:
     """Neighbouring nodes of one length as a batch: [1, heads, tokens, ...] -> [count, heads, length, ...], a view."""
     span = side[0, :, run.start : run.start + run.count * run.length]
     return span.unflatten(1, (run.count, run.length)).transpose(0, 1)

@@ -20,10 +20,9 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
 from turnwise.engine.model.lora_bank import count_tiles, make_tiles
 from turnwise.engine.ops.interface import Captured, DrawSettings, GraphRecorder
-from turnwise.engine.sampling.draw import uniforms
-from turnwise.engine.sampling.inputs import block_table
+from turnwise.engine.sampling.inputs import block_table, uniforms
 from turnwise.engine.sampling.kvcache import KvCache
-from turnwise.engine.sampling.scheduler import Row
+from turnwise.engine.sampling.requests import Row
 
 MIN_WIDTH = 16
 NUM_COLUMNS = 5
@@ -33,7 +32,7 @@ NUM_COLUMNS = 5
 _Weights = tuple[str | int, ...]
 
 
-class Captures:
+class GraphCache:
     """Graphs by what is built into them: the shape of their inputs, and where the weights lie."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
@@ -84,7 +83,7 @@ class StepGraphs:
         self.last_tokens = last_tokens
         """[lanes + 1] int64"""
         assert model.ops.new_graph_recorder is not None, "asked for where steps can be captured"
-        self.captures = Captures(model.ops.new_graph_recorder())
+        self.captures = GraphCache(model.ops.new_graph_recorder())
 
     @property
     def scratch_lane(self) -> int:

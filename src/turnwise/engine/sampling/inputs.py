@@ -1,4 +1,10 @@
-"""A step as the arrays that a forward pass takes; built for all rows at once, and uploaded in one copy."""
+"""A step as the arrays that a forward pass and a draw take, built for all rows at once.
+
+A token's randomness is one uniform number, a hash of (request seed, sample, token index): the same request gives the
+same tokens whatever else is in the batch, on every device. The reported logprob is of the whole vocabulary at the
+sampling temperature (at 1 when greedy), before top-k, top-p and min-p cut the tail: the distribution the trainer
+computes, so that the two agree.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from torch import Tensor
 from turnwise.engine.attention.plans import Chunk, PagedPlan, make_spans, span_slots
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvCache
-from turnwise.engine.sampling.scheduler import Step
+from turnwise.engine.sampling.requests import Row, Step
 
 
 def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan]:
@@ -66,3 +72,38 @@ def _chunks(firsts: np.ndarray, lengths: np.ndarray, num_blocks: Sequence[int], 
     stops, ends = np.cumsum(lengths).tolist(), np.cumsum(num_blocks).tolist()
     spans = zip(stops, lengths.tolist(), firsts.tolist(), ends, num_blocks, strict=True)
     return [Chunk(stop - length, stop, first, blocks[end - count : end]) for stop, length, first, end, count in spans]
+
+
+def draw_arrays(rows: Sequence[Row]) -> list[np.ndarray]:
+    """Temperatures and uniform numbers of the next tokens; where some row cuts its tail, also top-k, top-p, min-p."""
+    params = [row.request.params for row in rows]
+    arrays = [np.array([p.temperature for p in params], dtype=np.float32), next_uniforms(rows)]
+    if any(row.request.cuts_tail for row in rows):
+        arrays.append(np.array([p.top_k for p in params], dtype=np.int64))
+        arrays.append(np.array([p.top_p for p in params], dtype=np.float32))
+        arrays.append(np.array([p.min_p for p in params], dtype=np.float32))
+    return arrays
+
+
+def next_uniforms(rows: Sequence[Row]) -> np.ndarray:
+    """The random number of each row's next token."""
+    num_sampled = [row.num_sampled + row.num_pending for row in rows]
+    return uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled)
+
+
+def uniforms(
+    seeds: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray
+) -> np.ndarray:
+    """[B] numbers in [0, 1): splitmix64 over (seed, sample, position), 24 bits each."""
+    with np.errstate(over="ignore"):
+        state = _mix(np.asarray(seeds, dtype=np.uint64))
+        state = _mix(state ^ np.asarray(samples, dtype=np.uint64))
+        state = _mix(state ^ np.asarray(positions, dtype=np.uint64))
+    return ((state >> np.uint64(40)).astype(np.float64) / float(1 << 24)).astype(np.float32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

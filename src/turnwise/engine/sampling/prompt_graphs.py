@@ -23,11 +23,10 @@ from turnwise.engine.attention.plans import Chunk, PagedPlan, Varlen
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
 from turnwise.engine.ops.interface import Captured
-from turnwise.engine.sampling.draw import uniforms
 from turnwise.engine.sampling.graphs import StepGraphs
-from turnwise.engine.sampling.inputs import join
+from turnwise.engine.sampling.inputs import join, next_uniforms
 from turnwise.engine.sampling.kvcache import KvCache
-from turnwise.engine.sampling.scheduler import Piece
+from turnwise.engine.sampling.requests import Piece
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +157,7 @@ class PromptGraphs(StepGraphs):
             columns[LANE, :count] = [row.lane for row in rows]
             temperatures = np.array([row.request.params.temperature for row in rows], dtype=np.float32)
             columns[5, :count] = temperatures.view(np.int32)
-            num_sampled = [row.num_sampled + row.num_pending for row in rows]
-            drawn = uniforms([row.request.seed for row in rows], [row.index for row in rows], num_sampled)
-            columns[6, :count] = drawn.view(np.int32)
+            columns[6, :count] = next_uniforms(rows).view(np.int32)
         return packed
 
     def _pass(self, shape: PromptShape, inputs: Tensor, route: Route) -> Tensor:

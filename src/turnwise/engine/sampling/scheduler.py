@@ -11,118 +11,22 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal
 
-from turnwise.engine.model.lora import Policy
-from turnwise.engine.sampling.kvcache import NO_PREFIX, BlockPool, Prefix
-from turnwise.types import SampledSequence, SampleResponse, SamplingParams
+from turnwise.engine.sampling.kvcache import BlockPool, Prefix
+from turnwise.engine.sampling.requests import OpenRequest, Piece, Row
 
 WORTH_WAITING = 64
 """Tokens in common for which a prompt waits a step, until its sibling has read them."""
 
 Beginning = tuple[int, bytes]
 """The node of what is known of a sequence, and the tokens after it."""
-OnDone = Callable[[SampleResponse | BaseException], None]
-OnToken = Callable[[int, int, float], None]
-"""Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Request:
-    """One call of `sample`."""
-
-    id: int
-    prompt: array[int]
-    """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
-    params: SamplingParams
-    policy: Policy
-    num_samples: int
-    seed: int
-    max_tokens: int
-    stop_ids: frozenset[int]
-    stop_strings: list[str]
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
-    on_done: OnDone
-    on_token: OnToken | None = None
-    finished: dict[int, SampledSequence] = field(default_factory=dict)
-    known_prompt_logprobs: list[float] = field(default_factory=list)
-    known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
-    num_cached: int = 0
-
-    @property
-    def wants_prompt(self) -> bool:
-        """Logprobs of the prompt's own tokens are asked for."""
-        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One sample in the making."""
-
-    request: Request
-    index: int
-    tokens: array[int]
-    """Prompt and what was sampled so far."""
-    logprobs: list[float] = field(default_factory=list)
-    blocks: array[int] = field(default_factory=lambda: array("i"))
-    num_computed: int = 0
-    """Leading tokens whose keys and values are in the cache."""
-    prefix: Prefix = NO_PREFIX
-    lane: int = -1
-    """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
-    num_pending: int = 0
-    """Tokens that a step under way samples for it: the device knows them, the host not yet."""
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.logprobs)
-
-    @property
-    def length(self) -> int:
-        """Tokens, those that are on their way too."""
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def is_finishing(self) -> bool:
-        """What is on its way is its last token, whatever that is."""
-        return self.num_pending > 0 and len(self.logprobs) + self.num_pending >= self.request.max_tokens
-
-    @property
-    def is_leader(self) -> bool:
-        """The row that reads the prompt for all samples of its request."""
-        return self.index == 0 and self.num_sampled == 0
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Every prompt position must be computed by it, so nothing may come from the cache."""
-        return self.is_leader and self.request.wants_prompt
-
-
-class Piece(NamedTuple):
-    """Tokens [start, stop) of a row that one step reads."""
-
-    row: Row
-    start: int
-    stop: int
-
-    @property
-    def is_last(self) -> bool:
-        """After it, the row's next token can be sampled."""
-        return self.stop == len(self.row.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass: decode rows, then pieces of prompts; each part sorted by policy."""
-
-    decode: Sequence[Row]
-    prefill: Sequence[Piece]
 
 
 class Scheduler:
+    """Rows that wait, read their prompts or run, and the KV blocks that they hold."""
+
     def __init__(
         self,
         pool: BlockPool,
@@ -151,10 +55,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.reading or self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: OpenRequest) -> None:
         self.waiting.append(Row(request, 0, request.prompt[:]))
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: OpenRequest) -> None:
         """Drop every row of a request and free its blocks."""
         for group in (self.reading, self.running):
             for row in [s for s in group if s.request is request]:
@@ -196,7 +100,7 @@ class Scheduler:
         self._start_running(row)
         if not row.is_leader:
             return [row]
-        forked = [self._fork(row, i) for i in range(1, row.request.num_samples)]
+        forked = [self._fork(row, i) for i in range(1, row.request.asked.num_samples)]
         self.waiting.extendleft(child for child in reversed(forked) if not child.blocks)
         return [row, *(child for child in forked if child.blocks)]
 

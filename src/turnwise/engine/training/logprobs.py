@@ -10,7 +10,7 @@ Shape legend: R rows of hidden states (one chunk at a time), E entries (targets 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,12 @@ class _Chunk:
     Where fused kernels run, `exps` still holds the logits and `sums` their log-sum-exp.
     """
 
+    rows: slice
+    """Which rows of the batch these are."""
+    targets_E: Tensor
+    """The target of each entry that reads the chunk."""
+    local_E: Tensor
+    """The row of each entry, counted within the chunk."""
     exps_RV: Tensor
     sums_R: Tensor
     logprobs_E: Tensor
@@ -77,7 +83,7 @@ class TargetHead:
             chunk = self._forward(hidden_RH[rows], rows, picked)
             logprobs.append(chunk.logprobs_E)
             if chunk.entropies_R is not None:
-                entropies.append(chunk.entropies_R[self.entries.rows[picked] - rows.start])
+                entropies.append(chunk.entropies_R[chunk.local_E])
         return _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def backward(self, hidden_RH: Tensor, gradients: TokenGradients) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -86,10 +92,9 @@ class TargetHead:
         logprobs, entropies = [], []
         for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
             chunk = self._forward(hidden_RH[rows], rows, picked)
-            local_E = self.entries.rows[picked] - rows.start
-            entropies_E = None if chunk.entropies_R is None else chunk.entropies_R[local_E]
-            grads = gradients(chunk.logprobs_E, entropies_E, picked)
-            grad_logits = self._grad_logits(chunk, rows, picked, local_E, *grads)
+            entropies_E = None if chunk.entropies_R is None else chunk.entropies_R[chunk.local_E]
+            grad_E, grad_entropy_E = gradients(chunk.logprobs_E, entropies_E, picked)
+            grad_logits = self._grad_logits(chunk, grad_E, grad_entropy_E)
             grad_hidden[rows] = self._grad_hidden(grad_logits, hidden_RH, rows)
             logprobs.append(chunk.logprobs_E)
             if entropies_E is not None:
@@ -102,73 +107,52 @@ class TargetHead:
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
+        local_E, targets_E = self.entries.rows[picked] - rows.start, self.entries.targets[picked]
+        temperatures_R = self.entries.row_temperatures[rows]
         if self._fused is not None:
-            return self._forward_fused(logits, rows, picked)
+            logsumexps, means = self._fused.row_stats(logits, temperatures_R)
+            chosen_E = logits[local_E, targets_E].float() / temperatures_R[local_E]
+            entropies = logsumexps - means if self.with_entropy else None
+            logprobs_E = chosen_E - logsumexps[local_E]
+            return _Chunk(rows, targets_E, local_E, logits, logsumexps, logprobs_E, entropies)
         logits = logits.float()
-        logits /= self.entries.row_temperatures[rows, None]
+        logits /= temperatures_R[:, None]
         logits -= logits.amax(dim=-1, keepdim=True)
-        local_E = self.entries.rows[picked] - rows.start
-        targets = logits[local_E, self.entries.targets[picked]]
+        chosen_E = logits[local_E, targets_E]
         if not self.with_entropy:
             exps = logits.exp_()
             sums = exps.sum(dim=-1)
-            return _Chunk(exps, sums, targets - sums.log()[local_E], None)
+            return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], None)
         exps = logits.exp()
         sums = exps.sum(dim=-1)
         # H = log sum - E[logit]; an underflowed exp is 0 and its logit finite, so the product is 0.
         entropies = sums.log() - (logits.mul_(exps).sum(dim=-1) / sums)
-        return _Chunk(exps, sums, targets - sums.log()[local_E], entropies)
+        return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], entropies)
 
-    def _forward_fused(self, logits: Tensor, rows: slice, picked: slice) -> _Chunk:
-        temperatures_R = self.entries.row_temperatures[rows]
-        assert self._fused is not None, "asked for where it is there"
-        logsumexps, means = self._fused.row_stats(logits, temperatures_R)
-        local_E = self.entries.rows[picked] - rows.start
-        targets_E = logits[local_E, self.entries.targets[picked]].float() / temperatures_R[local_E]
-        entropies = logsumexps - means if self.with_entropy else None
-        return _Chunk(logits, logsumexps, targets_E - logsumexps[local_E], entropies)
-
-    def _grad_logits(
-        self, chunk: _Chunk, rows: slice, picked: slice, local_E: Tensor, grad_E: Tensor, grad_entropy_E: Tensor | None
-    ) -> Tensor:
+    def _grad_logits(self, chunk: _Chunk, grad_E: Tensor, grad_entropy_E: Tensor | None) -> Tensor:
         """d loss / d logits [R, V] (before the temperature), written over the chunk's exponentials."""
-        targets_E = self.entries.targets[picked]
-        sums_R = chunk.sums_R
+        local_E, sums_R = chunk.local_E, chunk.sums_R
+        temperatures_R = self.entries.row_temperatures[chunk.rows]
         total_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_E)
+        entropy_R = None
+        if grad_entropy_E is not None and chunk.entropies_R is not None:
+            entropy_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_entropy_E)
         if self._fused is not None:
-            return self._grad_logits_fused(chunk, rows, picked, local_E, total_R, grad_E, grad_entropy_E)
-        if grad_entropy_E is None or chunk.entropies_R is None:
+            grad = self._fused.row_gradients(
+                chunk.exps_RV, temperatures_R, sums_R, total_R, chunk.entropies_R, entropy_R
+            )
+            own_E = (grad_E / temperatures_R[local_E]).to(grad.dtype)
+            return grad.index_put_((local_E, chunk.targets_E), own_E, accumulate=True)
+        if entropy_R is None or chunk.entropies_R is None:
             grad = chunk.exps_RV.mul_((-total_R / sums_R)[:, None])
         else:
             # d H / d logit_v = -p_v (log p_v + H)
-            entropy_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_entropy_E)
             probs = chunk.exps_RV.div_(sums_R[:, None])
             logprobs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log_()
             logprobs.add_(chunk.entropies_R[:, None]).mul_(-entropy_R[:, None]).sub_(total_R[:, None])
             grad = probs.mul_(logprobs)
-        grad.index_put_((local_E, targets_E), grad_E, accumulate=True)
-        return grad.div_(self.entries.row_temperatures[rows, None])
-
-    def _grad_logits_fused(
-        self,
-        chunk: _Chunk,
-        rows: slice,
-        picked: slice,
-        local_E: Tensor,
-        total_R: Tensor,
-        grad_E: Tensor,
-        grad_entropy_E: Tensor | None,
-    ) -> Tensor:
-        temperatures_R = self.entries.row_temperatures[rows]
-        entropy_R = None
-        if grad_entropy_E is not None:
-            entropy_R = torch.zeros_like(total_R).index_add_(0, local_E, grad_entropy_E)
-        assert self._fused is not None, "asked for where it is there"
-        grad = self._fused.row_gradients(
-            chunk.exps_RV, temperatures_R, chunk.sums_R, total_R, chunk.entropies_R, entropy_R
-        )
-        own_E = (grad_E / temperatures_R[local_E]).to(grad.dtype)
-        return grad.index_put_((local_E, self.entries.targets[picked]), own_E, accumulate=True)
+        grad.index_put_((local_E, chunk.targets_E), grad_E, accumulate=True)
+        return grad.div_(temperatures_R[:, None])
 
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
         weight = self.head.weight
@@ -189,9 +173,7 @@ class TargetHead:
         for span in self.spans:
             start, stop = max(span.start, rows.start), min(span.stop, rows.stop)
             if start < stop:
-                yield RowSpan(
-                    start - rows.start, stop - rows.start, span.a, span.b, span.scale, span.grad_a, span.grad_b
-                )
+                yield replace(span, start=start - rows.start, stop=stop - rows.start)
 
 
 def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan]:
@@ -202,8 +184,8 @@ def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan
             continue
         start, stop = np.searchsorted(entries.host_tokens, [span.start, span.stop]).tolist()
         a, b = span.weights.pairs[head.name]
-        grads = (span.weights.grad_pairs or {}).get(head.name, (None, None))
-        spans.append(RowSpan(start, stop, a.detach().float(), b.detach().float(), span.weights.scale, *grads))
+        grad_a, grad_b = (span.weights.grad_pairs or {}).get(head.name, (None, None))
+        spans.append(RowSpan(start, stop, a.detach().float(), b.detach().float(), span.weights.scale, grad_a, grad_b))
     return spans
 
 

@@ -24,7 +24,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from turnwise.envs.adapters.peers import import_peer, numbers_of, seed_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
@@ -59,7 +59,7 @@ def _describe_taxi(env: Any, observation: Any) -> str:
 
 
 def _describe_blackjack(env: Any, observation: Any) -> str:  # noqa: ARG001 - the observation says it all
-    own, dealer, ace = (int(part) for part in observation)
+    own, dealer, ace = (int(part) for part in cast(Sequence[Any], observation))
     return f"Your hand: {own}{', with a usable ace' if ace else ''}. The dealer shows {dealer}."
 
 
@@ -225,7 +225,8 @@ class DiscreteActions:
 
     def read(self, text: str) -> int | None:
         lines = text.strip().lower().splitlines()
-        found = {self.by_word[word] for word in _WORD.findall(lines[-1]) if word in self.by_word} if lines else set()
+        said: list[str] = _WORD.findall(lines[-1]) if lines else []
+        found = {self.by_word[word] for word in said if word in self.by_word}
         return found.pop() if len(found) == 1 else None
 
 
@@ -278,9 +279,11 @@ def observation_to_text(observation: Any) -> str:
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
-        return "\n".join(f"{name}: {observation_to_text(part)}" for name, part in observation.items())
+        return "\n".join(
+            f"{name}: {observation_to_text(part)}" for name, part in cast(Mapping[str, Any], observation).items()
+        )
     if isinstance(observation, tuple | list):
-        return ", ".join(observation_to_text(part) for part in observation)
+        return ", ".join(observation_to_text(part) for part in cast(Sequence[Any], observation))
     if hasattr(observation, "tolist"):
         value = observation.tolist()
         return ", ".join(f"{part:.4g}" for part in value) if _is_flat(value) else str(value)
@@ -288,4 +291,4 @@ def observation_to_text(observation: Any) -> str:
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, int | float) for part in value)
+    return isinstance(value, list) and all(isinstance(part, int | float) for part in cast(list[object], value))

@@ -12,6 +12,9 @@ the schema refuses is flagged and answered with the server's words.
 here. A task is a seed (even: training, odd: held out). Whether equal seeds give equal attempts is up to the server.
 """
 
+# pyright: basic
+# Strict checks would only report the peer package, which has no types.
+
 from __future__ import annotations
 
 import asyncio

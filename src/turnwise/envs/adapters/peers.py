@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from turnwise.envs.base import Split, Task
 from turnwise.envs.rows import Row, read_rows
@@ -63,7 +63,7 @@ def _row_task(row: Row) -> Task:
 
 def numbers_of(found: object) -> dict[str, float]:
     """The entries of a mapping that can be logged: finite numbers under text keys."""
-    items = found.items() if isinstance(found, Mapping) else ()
+    items = cast(Mapping[object, object], found).items() if isinstance(found, Mapping) else ()
     return {
         key: float(value)
         for key, value in items

@@ -23,7 +23,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,8 @@ class TextArenaGame:
         return not is_refused(self.inner, seat)
 
     def outcome(self, seat: int) -> SeatOutcome:
-        reward = float((self.inner.state.rewards or {}).get(seat, 0.0))
+        rewards: dict[int, float] = self.inner.state.rewards or {}
+        reward = float(rewards.get(seat, 0.0))
         is_success = reward >= 1 if self.num_seats == 1 else reward > 0
         return SeatOutcome(reward=reward, is_success=is_success, info={"seat": float(seat)})
 
@@ -242,7 +243,7 @@ class GlobalRandom:
         self._numpy: Any = np.random.RandomState(seed % 2**32).get_state()
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> Generator[None, None, None]:
         """While inside, the global generators are this game's; one game at a time."""
         with _GLOBAL_RANDOM:
             python, numpy = random.getstate(), np.random.get_state()

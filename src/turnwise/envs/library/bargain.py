@@ -117,7 +117,7 @@ class BargainEnv:
     def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood | Callable[[int | None], Mood]) -> None:
         """`mood` is known, or follows from the first price."""
         self._goods = goods
-        self._mood_of = mood if callable(mood) else lambda _: mood
+        self._mood_of = mood if callable(mood) else None
         self._mood: Mood | None = None if callable(mood) else mood
         self._turn = 0
         self._earned = 0
@@ -129,6 +129,7 @@ class BargainEnv:
     async def step(self, reply: Message) -> EnvStep:
         price = _read_price(reply.content)
         if self._mood is None:
+            assert self._mood_of is not None, "a mood that is not known follows from the first price"
             self._mood = self._mood_of(price)
         is_sold = price is not None and price <= highest_price(self._goods[self._turn]["worth"], self._mood)
         self._earned += price if price is not None and is_sold else 0

@@ -61,7 +61,8 @@ def row_to_task(row: Row, num_visible: int) -> Task:
 
 def _mbpp(row: Row, num_visible: int) -> Task:
     question = _text(row, "text", "prompt")
-    asserts = [str(line) for line in [*row["test_list"], *(row.get("challenge_test_list") or [])]]
+    lines: list[object] = [*row["test_list"], *(row.get("challenge_test_list") or [])]
+    asserts = [str(line) for line in lines]
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = [statement_to_test(line) for line in asserts]
     if not tests:

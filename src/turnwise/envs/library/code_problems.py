@@ -137,7 +137,7 @@ def _number_problem(rng: random.Random) -> GeneratedProblem:
         return n
 
     source = f"def solve(n):\n    return {expression}\n"
-    near_misses = [step.apply for step in steps] if len(steps) == 2 else [lambda n: n]
+    near_misses: list[Callable[[Any], Any]] = [step.apply for step in steps] if len(steps) == 2 else [lambda n: n]
     return _make("n", f"It returns n {words}.", source, apply, lambda draw: draw.randint(-20, 40), near_misses)
 
 
@@ -164,7 +164,7 @@ def _list_problem(rng: random.Random, *, is_hard: bool) -> GeneratedProblem:
     def without_change(numbers: list[int]) -> Any:
         return reduce.apply([n for n in numbers if keep.apply(n)])
 
-    near_misses = [without_filter, without_change, lambda _: reduce.apply([])]
+    near_misses: list[Callable[[Any], Any]] = [without_filter, without_change, lambda _: reduce.apply([])]
     return _make("numbers", words, source, apply, _draw_numbers, near_misses)
 
 

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from turnwise.envs.base import Split, Task
 from turnwise.envs.rows import Row, read_rows
@@ -180,11 +180,12 @@ def _read_file(path: Path) -> list[Task]:
 
 def _answers(row: Row) -> list[str]:
     """Every wording of the answer that the row accepts."""
-    found = row.get("golden_answers", row.get("answers", row.get("answer")))
+    found: Any = row.get("golden_answers", row.get("answers", row.get("answer")))
     if found is None and isinstance(row.get("reward_model"), Mapping):
-        truth = row["reward_model"].get("ground_truth")
-        found = truth.get("target") if isinstance(truth, Mapping) else truth
-    texts = [found] if isinstance(found, str | int) else found if isinstance(found, Sequence) else []
+        truth: Any = row["reward_model"].get("ground_truth")
+        found = truth.get("target") if hasattr(truth, "get") else truth
+    many = cast(Sequence[object], found) if isinstance(found, Sequence) else ()
+    texts = [found] if isinstance(found, str | int) else many
     return [str(text) for text in texts if isinstance(text, str | int) and str(text).strip()]
 
 

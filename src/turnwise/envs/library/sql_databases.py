@@ -135,7 +135,7 @@ def draw_database(level: Level, number: int, variant: int) -> Database:
 def _draw_table(
     rng: random.Random, name: str, words: tuple[str, ...], numbers: tuple[str, ...], owners: Sequence[str]
 ) -> Table:
-    rows = []
+    rows: list[tuple[str | int, ...]] = []
     for row_name in rng.sample(NAMES, rng.randint(10, 14)):
         row: list[str | int] = [row_name, *(rng.randint(*NUMBERS[column]) for column in numbers)]
         row += [rng.choice(WORDS[column]) for column in words]

@@ -109,7 +109,7 @@ def _split_by_database(questions: Sequence[DatasetQuestion], path: Path) -> Mapp
 def read_schema(database: Path) -> str:
     """`table(column type, ...)` per line, with the keys that link tables; cut when it is very long."""
     with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        connection.text_factory = lambda text: text.decode("utf-8", errors="replace")
+        connection.text_factory = lambda text: bytes(text).decode("utf-8", errors="replace")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         tables = connection.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
         ).fetchall()

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -109,7 +109,7 @@ class SqlRunner:
         return asyncio.run(self.run(path, sql, limits))
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def _slot(self) -> AsyncGenerator[None, None]:
         """One of the queries that an event loop may have under way."""
         slots = self._slots.get()
         try:
@@ -236,4 +236,4 @@ def _read_answer(answer: dict[str, Any], path: Path) -> QueryResult:
 
 
 def _to_value(value: Any) -> Value:
-    return bytes.fromhex(value["hex"]) if isinstance(value, dict) else cast(Value, value)
+    return bytes.fromhex(cast(dict[str, str], value)["hex"]) if isinstance(value, dict) else cast(Value, value)

@@ -14,10 +14,11 @@ import io
 import json
 import keyword
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from turnwise.envs.library.swe_tests import SuiteReport, run_suite
 from turnwise.envs.sandbox import Limits, Sandbox
@@ -107,15 +108,12 @@ def shipped_bugs() -> Mapping[str, Bug]:
 
 
 def _bug_from_json(row: Mapping[str, object]) -> Bug:
-    failures: object = row["shown_failures"]
-    assert isinstance(failures, list)
+    failures = cast(Sequence[tuple[str, str]], row["shown_failures"])
     rest = {key: value for key, value in row.items() if key not in ("shown_failures", "hidden_failures")}
-    hidden: object = row["hidden_failures"]
-    assert isinstance(hidden, list)
     return Bug(
         **rest,  # pyright: ignore[reportArgumentType]
         shown_failures=tuple((str(test), str(text)) for test, text in failures),
-        hidden_failures=tuple(map(str, hidden)),
+        hidden_failures=tuple(map(str, cast(Sequence[str], row["hidden_failures"]))),
     )
 
 

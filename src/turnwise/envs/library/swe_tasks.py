@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from turnwise.envs.base import Task
 from turnwise.envs.library.swe_bugs import (
@@ -141,7 +141,7 @@ def read_swe_rows(path: Path) -> list[Task]:
     tasks: dict[str, Task] = {}
     for number, row in enumerate(read_rows(path), start=1):
         try:
-            data = {
+            data: dict[str, Any] = {
                 "instance_id": str(row["instance_id"]),
                 "repo": str((path.parent / str(row["repo"])).resolve()),
                 "base_commit": str(row.get("base_commit") or ""),
@@ -168,7 +168,7 @@ def _test_list(value: Any) -> list[str]:
         raise ConfigError(f"{value!r:.60} is not a list of tests") from error
     if not isinstance(tests, list):
         raise ConfigError(f"{value!r:.60} is not a list of tests")
-    return [str(test) for test in tests]
+    return [str(test) for test in cast(list[object], tests)]
 
 
 @lru_cache(maxsize=32)

@@ -165,7 +165,7 @@ class TextToSql:
         for option in ("demonstration_skill", "demonstration_mistakes"):
             if not 0 <= getattr(self, option) <= 1:
                 raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
-        dataset = load_dataset(self.path) if self.path is not None else {}
+        dataset: Mapping[Split, Sequence[DatasetQuestion]] = {} if self.path is None else load_dataset(self.path)
         by_id = {split: {question.id: question for question in questions} for split, questions in dataset.items()}
         folder = DatabaseFolder()
         asked = [question.database for questions in dataset.values() for question in questions]

@@ -106,6 +106,7 @@ class TwentyQuestions:
         return play_demonstrations(self, player_of, count, seed)
 
     def _draw_task(self, rng: random.Random) -> Task:
+        things, secret = list[str](), ""
         for _ in range(_MAX_DRAWS):  # a game that the best questions do not win is drawn again, if any can be won
             things = sorted(rng.sample(sorted(THINGS), self.num_things))
             secret = rng.choice(things)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path, PurePosixPath
 
 from turnwise.errors import DataError
@@ -102,7 +102,7 @@ class FileTree:
         return total
 
     @contextlib.contextmanager
-    def _folder(self, path: PurePosixPath, *, is_made: bool) -> Iterator[int]:
+    def _folder(self, path: PurePosixPath, *, is_made: bool) -> Generator[int, None, None]:
         descriptor = os.open(self.root, _FOLDER)
         try:
             for part in path.parts:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import IO, Protocol
 
 from turnwise.envs.sandbox.limits import Ending, Limits, SandboxResult
 from turnwise.envs.sandbox.members import ProcessHandle, memory_bytes
@@ -144,8 +144,9 @@ class Running:
         self.stdout_fd = self._open_output(self._process.stdout)
         self.stderr_fd = -1 if merge_output else self._open_output(self._process.stderr)
 
-    def _open_output(self, pipe: object) -> int:
-        descriptor: int = pipe.fileno()  # pyright: ignore[reportAttributeAccessIssue]
+    def _open_output(self, pipe: IO[bytes] | None) -> int:
+        assert pipe is not None, "the process was started with pipes"
+        descriptor = pipe.fileno()
         os.set_blocking(descriptor, False)
         self.outputs[descriptor] = bytearray()
         return descriptor

@@ -19,8 +19,8 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Policy, Route
 from turnwise.engine.ops.interface import Captured, PendingRead
 from turnwise.engine.ops.transfer import HostTransfer
-from turnwise.engine.sampling.graphs import Captures
-from turnwise.types import LoraConfig, SamplingParams
+from turnwise.engine.sampling.graphs import GraphCache
+from turnwise.types import LoraConfig, SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -65,7 +65,7 @@ def play(engine: Engine, *, num_policies: int = 1, num_turns: int = 3, num_more:
     def ask(index: int, turn: int) -> None:
         params = SamplingParams(max_tokens=5 + (index + turn) % 4 + num_more, seed=10 * index + turn, stop=[])
         policy = policies[index % num_policies]
-        engine.sampler.submit(histories[index], params, policy, on_done=partial(go_on, index, turn))
+        engine.sampler.submit(SampleRequest(histories[index], params), policy, on_done=partial(go_on, index, turn))
 
     for index in range(len(histories)):
         ask(index, 1)
@@ -128,7 +128,8 @@ def test_a_merged_policy_needs_new_graphs_only_where_its_weights_lie_elsewhere(t
     wide = engine.publish(engine.create_adapter(LoraConfig(rank=2, seed=0)))
     num_captured = []
     for policy in (narrow, wide, wide):
-        engine.sampler.submit([5, 6, 7], SamplingParams(max_tokens=3, stop=[]), policy, on_done=lambda _: None)
+        request = SampleRequest([5, 6, 7], SamplingParams(max_tokens=3, stop=[]))
+        engine.sampler.submit(request, policy, on_done=lambda _: None)
         while engine.sampler.has_work:
             engine.sampler.step()
         num_captured.append(decode.num_captured)
@@ -137,7 +138,7 @@ def test_a_merged_policy_needs_new_graphs_only_where_its_weights_lie_elsewhere(t
 
 def test_buffers_that_changed_places_need_another_graph() -> None:
     """The allocator may give a layer the memory that another one had before."""
-    captures = Captures(EagerRecorder())
+    captures = GraphCache(EagerRecorder())
     first, second = torch.zeros(4), torch.zeros(4)
     keys = []
     for merged in ({"a": first, "b": second}, {"a": second, "b": first}, {"a": first, "b": second}):

@@ -1,4 +1,4 @@
-"""A step's arrays: every token's slot, position and keys, against the plain definition."""
+"""A step's arrays: every token's slot, position, keys and random number, against the plain definition."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from turnwise.engine.attention.plans import Chunk, PagedPlan
 from turnwise.engine.model.lora import base_policy
 from turnwise.engine.ops.transfer import PackedTransfer
-from turnwise.engine.sampling.inputs import block_table, step_inputs
+from turnwise.engine.sampling.inputs import block_table, step_inputs, uniforms
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
-from turnwise.engine.sampling.scheduler import Piece, Request, Row, Step
-from turnwise.types import SamplingParams
+from turnwise.engine.sampling.requests import OpenRequest, Piece, Row, Step
+from turnwise.types import SampleRequest
 
 SIZE = 4
 CPU = torch.device("cpu")
@@ -24,18 +24,17 @@ def make_cache(num_blocks: int = 64) -> KvCache:
 
 
 def make_row(tokens: list[int], blocks: list[int], lane: int) -> Row:
-    request = Request(
+    asked = SampleRequest(tokens)
+    request = OpenRequest(
         id=lane,
+        asked=asked,
+        params=asked.sampling_params,
         prompt=array("i", tokens),
-        params=SamplingParams(),
         policy=base_policy(),
-        num_samples=1,
         seed=0,
         max_tokens=9,
         stop_ids=frozenset(),
         stop_strings=[],
-        prompt_logprobs=False,
-        topk_prompt_logprobs=0,
         on_done=lambda _: None,
     )
     return Row(request, 0, array("i", tokens), blocks=array("i", blocks), lane=lane)
@@ -114,3 +113,18 @@ def test_one_copy_brings_every_array_as_it_was() -> None:
 def test_a_block_table_pads_with_zeros() -> None:
     table = block_table([array("i", [3, 1]), array("i", []), array("i", [7])], 4)
     assert table.tolist() == [[3, 1, 0, 0], [0, 0, 0, 0], [7, 0, 0, 0]]
+
+
+def test_uniforms_depend_on_seed_sample_and_position_alone() -> None:
+    together = uniforms([5, 5, 5, 6], [0, 1, 0, 0], [0, 0, 1, 0])
+    assert len(set(together.tolist())) == 4
+    assert uniforms([5], [0], [1])[0] == together[2]
+
+
+def test_uniforms_are_uniform() -> None:
+    n = 20_000
+    values = uniforms([3] * n, [0] * n, list(range(n)))
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts, _ = np.histogram(values, bins=20, range=(0, 1))
+    assert abs(counts - n / 20).max() < 6 * np.sqrt(n / 20)

@@ -19,8 +19,8 @@ from turnwise.engine.model.lora import Route
 from turnwise.engine.ops import cpu_attention
 from turnwise.engine.sampling import prompt_graphs
 from turnwise.engine.sampling.prompt_graphs import Found, PromptGraphs, PromptShape
-from turnwise.engine.sampling.scheduler import Piece
-from turnwise.types import SamplingParams
+from turnwise.engine.sampling.requests import Piece
+from turnwise.types import SampleRequest, SamplingParams
 from unit.engine.sampling.test_graphs import make, play, with_graphs
 
 pytestmark = pytest.mark.model
@@ -116,9 +116,8 @@ def sample(engine: Engine, attempt: int, num_samples: int = 1, **settings: Any) 
     for index in range(4):
         prompt = [20 + (7 * index + i + attempt) % 60 for i in range(9 + index)]
         params = SamplingParams(seed=index, stop=[], **{"max_tokens": 4, **settings})
-        engine.sampler.submit(
-            prompt, params, engine.base_policy, num_samples=num_samples, on_done=partial(done.__setitem__, index)
-        )
+        request = SampleRequest(prompt, params, num_samples)
+        engine.sampler.submit(request, engine.base_policy, on_done=partial(done.__setitem__, index))
     while engine.sampler.has_work:
         engine.sampler.step()
     return [[list(sequence.tokens) for sequence in done[index].sequences] for index in range(4)]
@@ -157,8 +156,8 @@ def test_where_no_memory_is_left_prompts_are_read_without_graphs(
 
 def test_shapes_hold_what_they_are_for(tiny_dir: Path) -> None:
     engine = make(tiny_dir)
-    params = SamplingParams(max_tokens=2)
-    engine.sampler.submit(list(range(30)), params, engine.base_policy, on_done=lambda _: None)
+    request = SampleRequest(list(range(30)), SamplingParams(max_tokens=2))
+    engine.sampler.submit(request, engine.base_policy, on_done=lambda _: None)
     (row,) = engine.sampler.scheduler.waiting
     assert PromptShape.of([Piece(row, 0, 30), Piece(row, 10, 29)], draws=True) == (64, 16, 128, 1024, True)
     many = PromptShape.of([Piece(row, 0, 30)] * 40, draws=False)

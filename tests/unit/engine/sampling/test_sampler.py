@@ -10,7 +10,7 @@ from naive import sample, sample_many
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.errors import DataError
-from turnwise.types import LoraConfig, SampleResponse, SamplingParams
+from turnwise.types import LoraConfig, SampleRequest, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -119,8 +119,8 @@ def test_siblings_wait_for_each_other_no_longer_than_a_step(tiny_dir: Path, bloc
     config = EngineConfig(device="cpu", kv_cache_gib=0.05, seed=1, prefill_tokens=100_000, block_size=block_size)
     engine, num_steps = Engine(tiny_dir, config, name="tiny"), 0
     for _ in range(20):
-        params = SamplingParams(max_tokens=1, stop=[])
-        engine.sampler.submit([20 + i % 400 for i in range(250)], params, engine.base_policy, on_done=lambda _: None)
+        request = SampleRequest([20 + i % 400 for i in range(250)], SamplingParams(max_tokens=1, stop=[]))
+        engine.sampler.submit(request, engine.base_policy, on_done=lambda _: None)
     while engine.sampler.has_work:
         engine.sampler.step()
         num_steps += 1
@@ -130,10 +130,10 @@ def test_siblings_wait_for_each_other_no_longer_than_a_step(tiny_dir: Path, bloc
 def test_siblings_of_a_request_that_is_cancelled_while_they_wait_read_for_themselves(tiny_dir: Path) -> None:
     config = EngineConfig(device="cpu", kv_cache_gib=0.02, seed=1, prefill_tokens=70)
     engine, done = Engine(tiny_dir, config, name="tiny"), []
-    prompt, params = [20 + i % 400 for i in range(300)], SamplingParams(max_tokens=3, stop=[])
-    first = engine.sampler.submit(prompt, params, engine.base_policy, on_done=done.append)
+    request = SampleRequest([20 + i % 400 for i in range(300)], SamplingParams(max_tokens=3, stop=[]))
+    first = engine.sampler.submit(request, engine.base_policy, on_done=done.append)
     for _ in range(3):
-        engine.sampler.submit(prompt, params, engine.base_policy, on_done=done.append)
+        engine.sampler.submit(request, engine.base_policy, on_done=done.append)
     engine.sampler.step()
     engine.sampler.cancel(first)
     while engine.sampler.has_work:
@@ -156,11 +156,8 @@ def test_max_tokens_none_fills_the_context(engine: Engine) -> None:
 def test_a_cancelled_request_frees_its_blocks_and_never_answers(engine: Engine) -> None:
     replies: list[SampleResponse | BaseException] = []
     before = engine.sampler.pool.num_available
-    params = SamplingParams(max_tokens=200, stop=[])
-    ids = [
-        engine.sampler.submit(PROMPT, params, engine.base_policy, num_samples=3, on_done=replies.append)
-        for _ in range(2)
-    ]
+    asked = SampleRequest(PROMPT, SamplingParams(max_tokens=200, stop=[]), num_samples=3)
+    ids = [engine.sampler.submit(asked, engine.base_policy, on_done=replies.append) for _ in range(2)]
     for _ in range(5):
         engine.sampler.step()
     for request in ids:
@@ -173,8 +170,9 @@ def test_a_cancelled_request_frees_its_blocks_and_never_answers(engine: Engine) 
 
 def test_a_request_that_can_never_fit_is_refused_at_once(tiny_dir: Path) -> None:
     small = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=64 * 512 / 2**30), name="tiny")
+    endless = SampleRequest(PROMPT, SamplingParams(max_tokens=500))
     with pytest.raises(DataError, match="kv_cache_gib"):
-        small.sampler.submit(PROMPT, SamplingParams(max_tokens=500), small.base_policy, on_done=print)
+        small.sampler.submit(endless, small.base_policy, on_done=print)
     (sequence,) = sample(small, PROMPT, small.base_policy, max_tokens=40).sequences
     assert len(sequence.tokens) == 40
 

@@ -19,9 +19,9 @@ from turnwise.runlog.schema import DATABASE
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.loop import Loop
 from turnwise.training.record import Recorder
+from turnwise.training.steer import Order, Steering, take_orders
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.status import SHOWN_CALLS, ShownCall, Status, memory_mb, write_status
-from turnwise.watch.steer import Order, Steering, take_orders
 from turnwise.watch.watchdog import StalledError, Watchdog
 
 BEAT_S = 0.25

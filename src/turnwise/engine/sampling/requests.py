@@ -1,0 +1,225 @@
+"""A sampling request from the call to its answer: what was asked, its samples in the making, and where they stop."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from turnwise.engine.model.lora import Policy
+from turnwise.engine.sampling.kvcache import NO_PREFIX, Prefix
+from turnwise.errors import DataError
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+
+OnDone = Callable[[SampleResponse | BaseException], None]
+"""Called once, with the answer or with the error that ended the request."""
+OnToken = Callable[[int, int, float], None]
+"""Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
+STOP_SLACK_TOKENS = 8
+"""Tokens beyond a stop's length in characters: bytes of one character may be spread over several tokens."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class OpenRequest:
+    """One request that is being sampled."""
+
+    id: int
+    asked: SampleRequest
+    params: SamplingParams
+    """The params of `asked`, which every step reads for every row."""
+    prompt: array[int]
+    """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
+    policy: Policy
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    stop_strings: list[str]
+    on_done: OnDone
+    on_token: OnToken | None = None
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    """By index of the sample."""
+    known_prompt_logprobs: list[float] = field(default_factory=list)
+    known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_cached: int = 0
+    """Prompt tokens that were found in the KV cache."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Logprobs of the prompt's own tokens are asked for."""
+        return self.asked.include_prompt_logprobs or self.asked.topk_prompt_logprobs > 0
+
+    @property
+    def cuts_tail(self) -> bool:
+        """Some tokens of the vocabulary are left out of each draw."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
+    def response(self) -> SampleResponse:
+        """The answer, once every sample is finished."""
+        asked = self.asked
+        return SampleResponse(
+            sequences=[self.finished[i] for i in range(asked.num_samples)],
+            prompt_logprobs=[None, *self.known_prompt_logprobs] if asked.include_prompt_logprobs else None,
+            topk_prompt_logprobs=[None, *self.known_topk] if asked.topk_prompt_logprobs else None,
+            policy_version=self.policy.version,
+            num_cached_prompt_tokens=self.num_cached,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One sample in the making."""
+
+    request: OpenRequest
+    index: int
+    tokens: array[int]
+    """The prompt and what was sampled so far."""
+    logprobs: list[float] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    prefix: Prefix = NO_PREFIX
+    lane: int = -1
+    """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
+    num_pending: int = 0
+    """Tokens that a step under way samples for it: the device knows them, the host not yet."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, with those that are on their way."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_finishing(self) -> bool:
+        """The token on its way is the row's last one, whatever it is."""
+        return self.num_pending > 0 and len(self.logprobs) + self.num_pending >= self.request.max_tokens
+
+    @property
+    def is_leader(self) -> bool:
+        """The row that reads the prompt for all samples of its request."""
+        return self.index == 0 and self.num_sampled == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The row must compute every prompt position itself, so nothing may come from the cache."""
+        return self.is_leader and self.request.scores_prompt
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a row that one step reads."""
+
+    row: Row
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """The row's next token can be sampled after this piece."""
+        return self.stop == len(self.row.tokens)
+
+    @property
+    def ends_alone(self) -> bool:
+        """One token is drawn after this piece, from the whole vocabulary."""
+        is_one = self.row.request.asked.num_samples == 1 or not self.row.is_leader
+        return self.is_last and is_one and not self.row.request.cuts_tail
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: decode rows, then pieces of prompts; each part is sorted by policy."""
+
+    decode: Sequence[Row]
+    prefill: Sequence[Piece]
+
+    @property
+    def scores_prompt(self) -> bool:
+        return any(piece.row.scores_prompt for piece in self.prefill)
+
+    def sampled_after(self) -> list[int]:
+        """The packed tokens that something is sampled after: every decode row, and the end of each prompt that ends."""
+        found = list(range(len(self.decode)))
+        stop = len(self.decode)
+        for piece in self.prefill:
+            stop += piece.stop - piece.start
+            if piece.is_last:
+                found.append(stop - 1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one sampler can take."""
+
+    vocab_size: int
+    context_length: int
+    """Tokens of the longest sequence that the model can read."""
+    cache_tokens: int
+    """Tokens that the KV cache holds."""
+
+    def check_prompt(self, prompt: Sequence[int]) -> array[int]:
+        """The prompt as int32; refuses an empty or too long one, and ids outside the vocabulary."""
+        if not prompt:
+            raise DataError("the prompt is empty; send at least one token")
+        if len(prompt) >= self.context_length:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; this model's context holds {self.context_length}, shorten it"
+            )
+        try:
+            ids = array("i", prompt)
+            is_known = int(np.frombuffer(ids, dtype=np.uint32).max()) < self.vocab_size  # a negative id is large here
+        except OverflowError:
+            is_known = False
+        if not is_known:
+            position, wrong = next((i, one) for i, one in enumerate(prompt) if not 0 <= one < self.vocab_size)
+            raise DataError(
+                f"token id {wrong} at position {position} of the prompt is outside this model's "
+                f"vocabulary of {self.vocab_size}; was the text encoded with another model's tokenizer?"
+            )
+        return ids
+
+    def max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens that may be sampled after a prompt; refuses a request that can never fit."""
+        limit = min(params.max_tokens or self.context_length, self.context_length - num_prompt)
+        if num_prompt + limit > self.cache_tokens and params.max_tokens is None:
+            limit = self.cache_tokens - num_prompt
+        if num_prompt + limit > self.cache_tokens or limit < 1:
+            raise DataError(
+                f"prompt ({num_prompt} tokens) and max_tokens ({limit}) need more than the {self.cache_tokens} tokens "
+                "that the KV cache holds; shorten them or raise kv_cache_gib"
+            )
+        return limit
+
+
+class StopFinder:
+    """Finds stop strings in the decoded tail of what was sampled.
+
+    It decodes with the model's own tokenizer, which is loaded when the first stop string asks for it.
+    """
+
+    def __init__(self, tokenizer_dir: Path) -> None:
+        self.tokenizer_dir = tokenizer_dir
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.tokenizer_dir)
+
+    def is_stop(self, row: Row) -> bool:
+        """Whether the row's newest token ends it: a stop token, or the last token of a stop string."""
+        request = row.request
+        if row.tokens[-1] in request.stop_ids:
+            return True
+        if not request.stop_strings:
+            return False
+        window = max(len(stop) for stop in request.stop_strings) + STOP_SLACK_TOKENS
+        text = self.tokenizer.decode(row.tokens[len(request.prompt) :][-window:].tolist())
+        return any(stop in text for stop in request.stop_strings)
