@@ -192,7 +192,8 @@ _PASSED: dict[str, PassedMethod] = {}
 
 def every_option() -> Mapping[str, FieldInfo]:
     """Every option of a shipped method; where methods differ in a default, the first of them counts."""
-    found: dict[str, FieldInfo] = {"name": MethodOptions.model_fields["name"]}
+    about = MethodOptions.model_fields["name"].description
+    found = {"name": FieldInfo(annotation=str, default=DEFAULT_METHOD, description=about)}
     for options in SHIPPED.values():
         for name, field in options.model_fields.items():
             found.setdefault(name, field)
