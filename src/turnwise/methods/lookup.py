@@ -44,6 +44,8 @@ def find_options(name: str) -> type[MethodOptions]:
         expected = ", ".join(repr(known) for known in SHIPPED)
         detail = InitErrorDetails(type="literal_error", loc=("name",), input=name, ctx={"expected": expected})
         raise ValidationError.from_exception_data("method", [detail])
+    if name in _PASSED:
+        return PassedMethod
     if name in DECLARED:
         return DECLARED[name]
     if name.startswith(_OBJECT) or not is_importable(name):
@@ -63,6 +65,9 @@ def read_method(given: Any) -> MethodOptions:
         raise ConfigError(f"method={given!r}; expected a name, or a mapping of options")
     name = str(given.get("name") or DEFAULT_METHOD)
     if name in _PASSED:
+        unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
+        if unread:
+            raise ConfigError(f"{unread[0]} beside a method that is built; give the options to its constructor")
         return _PASSED[name]
     options = find_options(name)
     kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
@@ -192,7 +197,8 @@ _PASSED: dict[str, PassedMethod] = {}
 
 def every_option() -> Mapping[str, FieldInfo]:
     """Every option of a shipped method; where methods differ in a default, the first of them counts."""
-    found: dict[str, FieldInfo] = {"name": MethodOptions.model_fields["name"]}
+    about = MethodOptions.model_fields["name"].description
+    found = {"name": FieldInfo(annotation=str, default=DEFAULT_METHOD, description=about)}
     for options in SHIPPED.values():
         for name, field in options.model_fields.items():
             found.setdefault(name, field)
