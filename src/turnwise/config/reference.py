@@ -98,7 +98,7 @@ def _table(rows: Sequence[Option]) -> list[str]:
 
 def _method_tables() -> list[str]:
     """The options that methods share, once, and those of each method with its own defaults."""
-    parts = _table([_option("method.name", MethodOptions.model_fields["name"])])
+    parts = _table([_option("method.name", options_of(MethodOptions)["name"])])
     shared: dict[str, FieldInfo] = {"name": MethodOptions.model_fields["name"]}
     for title, mixin in (("Every loss that compares policies", PolicyTerms), ("A loss that can be chosen", FreeLoss)):
         own = {name: field for name, field in mixin.model_fields.items() if name not in shared}
@@ -111,6 +111,9 @@ def _method_tables() -> list[str]:
         own = {key: field for key, field in fields if key != "name" and not _is_same(field, shared.get(key))}
         parts += [f"### method={name}", "", (shipped.__doc__ or "").splitlines()[0], ""]
         parts += _table([_option(f"method.{key}", field) for key, field in own.items()])
+        for loss, settings in shipped.loss_defaults.items() if issubclass(shipped, FreeLoss) else ():
+            listed = ", ".join(f"`method.{key}` {_show(value)}" for key, value in settings.items())
+            parts += [f"Its own defaults with `method.loss_fn={loss}`: {listed}.", ""]
     return parts
 
 

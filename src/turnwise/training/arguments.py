@@ -18,14 +18,15 @@ from turnwise.config.config import Config
 from turnwise.config.files import SHORTHANDS, left_out, override_config
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
+from turnwise.losses.outside import as_loss_name
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, object_name
 from turnwise.training.setup import read_config
 
 Target = str | Path | Config | Any
 """What to train on: a preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object."""
-KEYWORDS = ("model", "method", "steps", "env", "directory")
-"""Keywords of `turnwise.train` that are no sections, or may be more than a section."""
+KEYWORDS = ("model", "method", "steps", "env", "directory", "loss", "reward", "loggers", "observer", "service")
+"""Keywords of `turnwise.train` that are no sections, or more than a section."""
 
 
 def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
@@ -87,6 +88,9 @@ def read_arguments(
         objects: What is known of them already; the target and the keywords env and reward join it where they are some.
     """
     keywords, env, reward = dict(keywords), keywords.get("env"), keywords.get("reward")
+    if (loss := keywords.pop("loss", None)) is not None:
+        objects = objects if isinstance(loss, str) else replace(objects, loss=loss)
+        overrides = [f"method.loss_fn={_to_text(as_loss_name(loss))}", *overrides]
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
     if not isinstance(target, str | Path | Config):

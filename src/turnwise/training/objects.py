@@ -7,7 +7,6 @@ evaluates it passes them again.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,9 @@ from turnwise.envs.registry import PYTHON_PREFIX, load_target
 from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
+from turnwise.losses.outside import LossFunction, as_loss_name
 from turnwise.runlog.reader import RunReader
+from turnwise.runtime.import_path import import_path, is_importable
 from turnwise.watch.loggers import MetricLogger
 
 META_KEY = "objects"
@@ -31,6 +32,7 @@ class PythonObjects:
     env: Any = None
     """A world, a class or function that makes one, or an env class (`turnwise.envs.worlds.as_world`)."""
     reward: RewardFunction | None = None
+    loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
 
     def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
@@ -53,6 +55,8 @@ class PythonObjects:
             names["env"] = _short_name(self.env)
         if self.reward is not None:
             names["reward"] = _short_name(self.reward)
+        if self.loss is not None and not is_importable(import_path(self.loss)):
+            names["loss"] = _short_name(self.loss)
         return json.dumps(names)
 
 
@@ -61,13 +65,14 @@ NO_OBJECTS = PythonObjects()
 
 def object_name(target: Any) -> str:
     """What `env.name` says of an object: `module:Class` where that can be imported again, else `python:Class`."""
-    name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", "")
-    is_importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is target
-    return f"{module}:{name}" if name and is_importable else f"{PYTHON_PREFIX}{_short_name(target)}"
+    path = import_path(target) if hasattr(target, "__qualname__") else ""
+    return path if is_importable(path) else f"{PYTHON_PREFIX}{_short_name(target)}"
 
 
 def check_objects(run: RunReader, given: PythonObjects) -> None:
-    """Refuse to go on with a run without the objects that it was started with."""
+    """Refuse to go on with a run without the objects that it was started with, and make its loss known by name."""
+    if given.loss is not None:
+        as_loss_name(given.loss)
     missing = {
         name: label for name, label in json.loads(run.meta(META_KEY) or "{}").items() if getattr(given, name) is None
     }

@@ -14,8 +14,8 @@ at the next safe place, saves it and raises KeyboardInterrupt.
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +26,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.envs.rewarded import RewardFunction
 from turnwise.errors import ConfigError
+from turnwise.losses.outside import LossFunction
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Phase, StoredAttempt
 from turnwise.runtime.blocking import has_event_loop
@@ -48,7 +49,7 @@ from turnwise.watch.watchdog import StalledError
 
 State = Literal["running", "finished", "stopped", "failed"]
 POLL_S = 0.05
-"""How often `wait_async` looks whether the run is over."""
+"""How often `wait` and `wait_async` look whether the run is over."""
 
 
 def train(
@@ -59,6 +60,7 @@ def train(
     steps: int | None = None,
     directory: str | Path | None = None,
     reward: RewardFunction | Mapping[str, Any] | None = None,
+    loss: LossFunction | str | None = None,
     loggers: Sequence[MetricLogger] = (),
     overrides: Sequence[str] = (),
     service: AnyService | None = None,
@@ -76,6 +78,8 @@ def train(
         directory: Where the run is kept (`run.dir`); default: a new directory below `runs`.
         reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
             section `reward`.
+        loss: A function of (logprobs, columns) that gives the loss of each token, or a loss's name
+            (`method.loss_fn`); `turnwise.losses.outside` says more.
         loggers: Objects with `log(step, values)`, told every step's metrics.
         overrides: Options as on the command line: `["train.seed=1"]`.
         service: Makes the training and sampling clients; default: one in this process, or at `model.base_url`.
@@ -92,8 +96,9 @@ def train(
     >>> run.metrics["step"]
     [1.0, 2.0]
     """
-    given = {"model": model, "method": method, "steps": steps, "directory": directory, "reward": reward, **sections}
-    config, objects, notes = read_arguments(target, given, overrides, PythonObjects(loggers=tuple(loggers)))
+    given = {"model": model, "method": method, "steps": steps, "directory": directory, "reward": reward, "loss": loss}
+    objects = PythonObjects(loggers=tuple(loggers))
+    config, objects, notes = read_arguments(target, {**given, **sections}, overrides, objects)
     return Run.start(set_up_new(config, objects, notes=notes), service=service, observer=observer, wait=wait)
 
 
@@ -199,21 +204,18 @@ class Run:
         cls,
         directory: str | Path,
         overrides: Sequence[str] = (),
-        *,
-        env: Any = None,
-        reward: RewardFunction | None = None,
-        loggers: Sequence[MetricLogger] = (),
         **options: Any,
     ) -> Run:
         """Go on with a run from its latest checkpoint, as if it had not stopped.
 
         Args:
             overrides: Settings to change, as `train.steps=100`; model, world and method stay.
-            env, reward, loggers: The objects that the run was started with, if it was.
-            options: `service`, `observer`, `on_stuck` and `wait`, as for `start`.
+            options: `env`, `reward`, `loss` and `loggers`: the objects that the run was started with, if it was;
+                and `service`, `observer`, `on_stuck` and `wait`, as for `start`.
         """
-        objects = PythonObjects(env=env, reward=reward, loggers=tuple(loggers))
-        return cls.start(set_up_resume(Path(directory).expanduser(), overrides, objects), **options)
+        given = {name: options.pop(name) for name in ("env", "reward", "loss", "loggers") if name in options}
+        setup = set_up_resume(Path(directory).expanduser(), overrides, PythonObjects(**given))
+        return cls.start(setup, **options)
 
     @classmethod
     def open(cls, directory: str | Path) -> Run:
@@ -252,9 +254,10 @@ class Run:
         raise KeyboardInterrupt.
         """
         is_interrupted = False
-        while not self._over.is_set() and self._session is not None:
+        while self._session is not None:
             try:
-                self._over.wait()
+                if self._over.wait(POLL_S):  # with a timeout, because a wait without one may sleep through a signal
+                    break
             except KeyboardInterrupt:
                 self.stop(now=is_interrupted)
                 is_interrupted = True
@@ -414,7 +417,7 @@ class Run:
         self._error, self._outcome = error, "failed"
         self._over.set()
         if self._thread is None:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _check_trained_elsewhere(self, verb: str) -> None:
         if not is_training(self.directory):
