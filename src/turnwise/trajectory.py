@@ -9,7 +9,7 @@ very ids are trained, never re-encoded text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -210,3 +210,44 @@ class TrajectoryGroup:
     @property
     def rewards(self) -> Sequence[float]:
         return [trajectory.total_reward for trajectory in self.trajectories]
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """The trajectory as plain lists and dicts, ready for `json.dumps`; fields keep their names.
+
+    `failure` and `branch` are left out where there are none. Python writes floats so that they come back bit for bit.
+    """
+    values = asdict(trajectory)
+    return {name: value for name, value in values.items() if value is not None or name not in ("failure", "branch")}
+
+
+def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
+    """The trajectory that `trajectory_to_json` wrote down: the same numbers, bit for bit."""
+    try:
+        fields = dict(values)
+        failure, branch = fields.pop("failure", None), fields.pop("branch", None)
+        return Trajectory(
+            start=_messages(fields.pop("start")),
+            turns=tuple(_turn(turn) for turn in fields.pop("turns")),
+            end_reason=EndReason(fields.pop("stop_reason", None) or fields.pop("end_reason")),  # older: stop_reason
+            failure=None if failure is None else Failure(party=Party(failure["party"]), detail=failure["detail"]),
+            branch=None if branch is None else Branch(**branch),
+            **fields,
+        )
+    except (KeyError, TypeError, ValueError) as cause:
+        raise DataError(f"this is no trajectory as trajectory_to_json writes it: {cause!r}") from cause
+
+
+def _turn(values: Mapping[str, Any]) -> Turn:
+    fields = dict(values)
+    ids = {name: tuple(fields.pop(name)) for name in ("prompt_ids", "sampled_ids", "sampler_logprobs")}
+    (reply,) = _messages([fields.pop("reply")])
+    return Turn(**ids, reply=reply, observation=_messages(fields.pop("observation")), **fields)
+
+
+def _messages(entries: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    found: list[Message] = []
+    for entry in entries:
+        fields = dict(entry)
+        found.append(Message(tool_calls=tuple(ToolCall(**call) for call in fields.pop("tool_calls")), **fields))
+    return tuple(found)

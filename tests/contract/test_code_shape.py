@@ -25,7 +25,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "Failure": TO_DO,
     "Options": "each method declares its own, inside its class",
 }
 
@@ -43,7 +42,6 @@ MANY_PARAMETERS = {
     "recipes/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
-    "watch/": ROOM,
 }
 
 SPLATS = {

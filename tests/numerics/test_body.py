@@ -18,6 +18,7 @@ from turnwise.engine.model.lora import Route, Span
 from turnwise.engine.ops import torch_layers
 from turnwise.engine.ops.interface import Heads, Rotation
 from turnwise.engine.training.pack import pack
+from turnwise.runtime import tolerances
 
 MakeEngine = Callable[..., Engine]
 
@@ -87,7 +88,7 @@ def test_low_rank_parts_inside_the_products_are_those_beside_them(
         found.append([hidden.detach(), adapter.grad.clone()])
         adapter.grad.zero_()
     for inside, beside in zip(*found, strict=True):
-        assert relative_error(inside, beside) < 1e-5
+        assert relative_error(inside, beside) < tolerances.GRADIENTS
 
 
 def test_hidden_states_are_those_of_the_modelling_code(arch_dir: Path, make_engine: MakeEngine) -> None:

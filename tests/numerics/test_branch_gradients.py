@@ -16,6 +16,7 @@ from turnwise.methods.grpo import Grpo
 from turnwise.methods.la_grpo import LaGrpo
 from turnwise.methods.refuel import Refuel
 from turnwise.rollout.sources import PlayBranches
+from turnwise.runtime import tolerances
 from turnwise.trajectory import Branch, EndReason, Message, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import Datum
 
@@ -83,7 +84,7 @@ def test_t14_the_gradients_of_a_shared_prefix_cancel_within_the_group(make_engin
     from_branch = la_grpo(trains_later_turns=True)
     whole = gradient(engine, datums_of(everything.lessons([GROUP])))
     own = gradient(engine, datums_of(from_branch.lessons([GROUP])))
-    assert relative_error(own, whole) < 1e-5
+    assert relative_error(own, whole) < tolerances.GRADIENTS
     assert relative_error(gradient(engine, datums_of(la_grpo().lessons([GROUP]))), whole) > 0.1
 
 
@@ -96,8 +97,8 @@ def test_the_tree_gives_the_gradient_of_separate_rows(make_engine: Callable[...,
         datums = datums_of(Refuel(source=PlayBranches(continuations=2), loss_config={}).lessons([pair]))
     loss = "importance_sampling" if method == "la_grpo" else "refuel"
     tree = gradient(make_engine(), datums, loss)
-    assert relative_error(gradient(make_engine(share_prefixes=False), datums, loss), tree) < 1e-5
-    assert relative_error(gradient(make_engine(micro_batch_tokens=48), datums, loss), tree) < 1e-5
+    assert relative_error(gradient(make_engine(share_prefixes=False), datums, loss), tree) < tolerances.GRADIENTS
+    assert relative_error(gradient(make_engine(micro_batch_tokens=48), datums, loss), tree) < tolerances.GRADIENTS
 
 
 def test_cutting_off_what_comes_after_the_branch_turn_changes_nothing(make_engine: Callable[..., Engine]) -> None:
@@ -110,4 +111,4 @@ def test_cutting_off_what_comes_after_the_branch_turn_changes_nothing(make_engin
     method = Grpo(loss_fn="importance_sampling", loss_config={}, weigh=SEQ_SUM)
     untrimmed = datums_of(method.lessons([la_grpo().trained_part(GROUP)]))
     assert all(a.model_input.length > b.model_input.length for a, b in zip(untrimmed, trimmed, strict=True))
-    assert relative_error(gradient(engine, untrimmed), gradient(engine, trimmed)) < 1e-5
+    assert relative_error(gradient(engine, untrimmed), gradient(engine, trimmed)) < tolerances.GRADIENTS

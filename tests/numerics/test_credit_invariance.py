@@ -17,10 +17,10 @@ from naive import displaced_adapter, random_ids, relative_error, run
 from turnwise.engine.engine import Engine
 from turnwise.methods.base import DataConfig, MethodSetup, datums_of, with_old_logprobs
 from turnwise.methods.lookup import read_method
+from turnwise.runtime import tolerances
 from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 METHODS = ("grpo", "rloo", "gspo", "reinforce_pp", "rebn", "gigpo", "mt_grpo")
-TOLERANCE = 1e-5
 
 
 def _attempt(index: int, rewards: Sequence[float], *, is_rewritten: bool = False) -> Trajectory:
@@ -75,7 +75,10 @@ def engine(make_engine: Callable[..., Engine], tiny_dir: Path) -> Engine:
 def test_the_order_of_siblings_and_of_groups_does_not_matter(engine: Engine, name: str) -> None:
     turned = [OTHER, TrajectoryGroup(task_id="t", trajectories=GROUP.trajectories[::-1])]
     method = _method(name)
-    assert relative_error(_gradient(engine, method, turned), _gradient(engine, method, [GROUP, OTHER])) < TOLERANCE
+    assert (
+        relative_error(_gradient(engine, method, turned), _gradient(engine, method, [GROUP, OTHER]))
+        < tolerances.GRADIENTS
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -89,14 +92,17 @@ def test_a_constant_added_to_every_outcome_does_not_matter(engine: Engine, name:
 
     method = _method(name, **({"gamma": 1.0} if name in ("rebn", "gigpo") else {}))
     moved = [shifted(GROUP), shifted(OTHER)]
-    assert relative_error(_gradient(engine, method, moved), _gradient(engine, method, [GROUP, OTHER])) < TOLERANCE
+    assert (
+        relative_error(_gradient(engine, method, moved), _gradient(engine, method, [GROUP, OTHER]))
+        < tolerances.GRADIENTS
+    )
 
 
 @pytest.mark.parametrize("normalisation", ["token_mean", "seq_mean", "turn_mean", "traj_turn_mean", "prompt_mean"])
 def test_a_trajectory_in_one_datum_or_in_one_per_turn_has_the_same_gradient(engine: Engine, normalisation: str) -> None:
     method = _method("grpo", normalisation=normalisation, credit="reward_to_go")
     whole = _gradient(engine, method, [GROUP, OTHER])
-    assert relative_error(_gradient(engine, method, [GROUP, OTHER], is_split=True), whole) < TOLERANCE
+    assert relative_error(_gradient(engine, method, [GROUP, OTHER], is_split=True), whole) < tolerances.GRADIENTS
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -107,8 +113,8 @@ def test_micro_batches_packs_and_prefix_trees_have_the_same_gradient(
     tree = _gradient(make_engine(tiny_dir), method, [GROUP, OTHER])
     packed = _gradient(make_engine(tiny_dir, share_prefixes=False), method, [GROUP, OTHER])
     cut = _gradient(make_engine(tiny_dir, micro_batch_tokens=16), method, [GROUP, OTHER])
-    assert relative_error(packed, tree) < TOLERANCE
-    assert relative_error(cut, tree) < TOLERANCE
+    assert relative_error(packed, tree) < tolerances.GRADIENTS
+    assert relative_error(cut, tree) < tolerances.GRADIENTS
 
 
 def test_a_rewritten_history_keeps_baselines_and_the_number_of_trained_tokens() -> None:
@@ -128,7 +134,7 @@ def test_with_the_old_policy_as_anchor_the_first_step_has_the_gradient_of_import
     output = run(engine.forward(adapter, datums_of(lessons), "cross_entropy", None))
     anchored = with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])
     run(engine.forward_backward(adapter, datums_of(anchored), "ppo", {}))
-    assert relative_error(adapter.grad, _gradient(engine, _method("grpo"), [GROUP])) < TOLERANCE
+    assert relative_error(adapter.grad, _gradient(engine, _method("grpo"), [GROUP])) < tolerances.GRADIENTS
 
 
 def test_rejecting_every_token_leaves_no_gradient_and_no_nan(engine: Engine) -> None:

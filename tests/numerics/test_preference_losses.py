@@ -12,6 +12,7 @@ import torch
 from naive import NaiveModel, displaced_adapter, random_ids, relative_error, rl_datum, run
 from turnwise.engine.engine import Engine
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime import tolerances
 from turnwise.types import Datum, TensorData
 
 PROMPT = random_ids(30, 1)
@@ -75,7 +76,7 @@ def test_loss_and_gradient_equal_a_naive_loop(
     output = run(engine.forward_backward(adapter, datums, name, config))
     want = naive_loss(naive, datums, name, config)
     want.backward()
-    assert output.metrics["loss:sum"] == pytest.approx(float(want.detach()), rel=1e-4)
+    assert output.metrics["loss:sum"] == pytest.approx(float(want.detach()), rel=tolerances.LOSS)
     assert output.metrics["num_pairs:sum"] == 2
     for layer, pairs in naive.grads().items():
         for got, expected in zip(adapter.grad_pairs[layer], pairs, strict=True):
@@ -87,14 +88,18 @@ def test_passes_packing_and_numbering_leave_the_gradient_alone(
     make_engine: Callable[..., Engine], name: str, config: dict[str, float]
 ) -> None:
     whole = grads(make_engine(), PAIRS, name, **config)
-    assert relative_error(grads(make_engine(micro_batch_tokens=32), PAIRS, name, **config), whole) < 1e-5
-    assert relative_error(grads(make_engine(share_prefixes=False), PAIRS, name, **config), whole) < 1e-5
+    assert (
+        relative_error(grads(make_engine(micro_batch_tokens=32), PAIRS, name, **config), whole) < tolerances.GRADIENTS
+    )
+    assert relative_error(grads(make_engine(share_prefixes=False), PAIRS, name, **config), whole) < tolerances.GRADIENTS
     numbered = [
         with_column(datum, pair=TensorData([float(n)] * len(datum.loss_fn_inputs["mask"])))
         for datum, n in zip(PAIRS, (1, -1, 2, -2), strict=True)
     ]
     order = [3, 0, 2, 1]
-    assert relative_error(grads(make_engine(), [numbered[i] for i in order], name, **config), whole) < 1e-5
+    assert (
+        relative_error(grads(make_engine(), [numbered[i] for i in order], name, **config), whole) < tolerances.GRADIENTS
+    )
 
 
 def test_a_dialogue_split_into_datums_has_the_gradient_of_the_whole(make_engine: Callable[..., Engine]) -> None:
@@ -107,7 +112,7 @@ def test_a_dialogue_split_into_datums_has_the_gradient_of_the_whole(make_engine:
             of_reply = mask * ((np.arange(len(mask)) < len(PROMPT) + 5) == is_first)
             own = {"mask": of_reply, "weights": 0.5 * of_reply, "pair": np.full(len(mask), number, np.float32)}
             parts.append(with_column(datum, **own))
-    assert relative_error(grads(make_engine(), parts, "dpo", beta=0.3), whole) < 1e-5
+    assert relative_error(grads(make_engine(), parts, "dpo", beta=0.3), whole) < tolerances.GRADIENTS
 
 
 def test_swapping_the_sides_flips_the_margin_and_dpos_gradients_add_up_to_its_scale(
@@ -144,8 +149,8 @@ def test_refuel_ignores_a_constant_added_to_both_rewards_and_the_forms_differ_by
     engine = make_engine()
     plain = grads(engine, PAIRS[:2], "refuel", eta=3.0)
     shifted = [side(1, 6.0), side(2, 5.2, length=17)]
-    assert relative_error(grads(engine, shifted, "refuel", eta=3.0), plain) < 1e-5
-    assert relative_error(grads(engine, PAIRS[:2], "refuel", eta=3.0, form="repo"), 9 * plain) < 1e-5
+    assert relative_error(grads(engine, shifted, "refuel", eta=3.0), plain) < tolerances.GRADIENTS
+    assert relative_error(grads(engine, PAIRS[:2], "refuel", eta=3.0, form="repo"), 9 * plain) < tolerances.GRADIENTS
 
 
 def test_what_the_world_said_changes_nothing(make_engine: Callable[..., Engine]) -> None:

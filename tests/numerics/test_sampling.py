@@ -15,10 +15,10 @@ import torch
 from naive import NaiveModel, assert_close, displaced_adapter, move, random_ids, run, sample, sample_many, with_ops
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.trainable import LoraAdapter
+from turnwise.runtime import tolerances
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 
 MakeEngine = Callable[..., Engine]
-TOLERANCE = 1e-4
 
 
 def trainer_logprobs(
@@ -43,7 +43,7 @@ def test_sampler_logprobs_equal_the_trainers(
     for sequence in reply.sequences:
         assert len(sequence.tokens) == 30
         want = trainer_logprobs(engine, adapter, prompt, sequence, temperature)
-        assert_close(sequence.logprobs, want, TOLERANCE)
+        assert_close(sequence.logprobs, want, tolerances.LOGPROBS)
 
 
 def test_they_agree_across_the_turns_of_a_conversation_that_reuses_its_cache(make_engine: MakeEngine) -> None:
@@ -54,7 +54,7 @@ def test_they_agree_across_the_turns_of_a_conversation_that_reuses_its_cache(mak
     for turn in range(6):
         reply = sample(engine, history, policy, max_tokens=19, temperature=1.0)
         (sequence,) = reply.sequences
-        assert_close(sequence.logprobs, trainer_logprobs(engine, adapter, history, sequence, 1.0), TOLERANCE)
+        assert_close(sequence.logprobs, trainer_logprobs(engine, adapter, history, sequence, 1.0), tolerances.LOGPROBS)
         if turn:
             assert reply.num_cached_prompt_tokens >= len(history) - 16 - 13
         history = history + list(sequence.tokens) + random_ids(12, 30 + turn)
@@ -86,7 +86,7 @@ def test_tokens_depend_on_seed_and_weights_alone(make_engine: MakeEngine, settin
     for index in (0, 5, 6, 31):
         alone = sample(reference, prompts[index], policies[0], max_tokens=20, seed=42)
         assert together[index].sequences[0].tokens == alone.sequences[0].tokens
-        assert_close(together[index].sequences[0].logprobs, alone.sequences[0].logprobs, TOLERANCE)
+        assert_close(together[index].sequences[0].logprobs, alone.sequences[0].logprobs, tolerances.LOGPROBS)
 
 
 def test_several_policies_share_a_batch_without_touching_each_other(make_engine: MakeEngine) -> None:
@@ -101,7 +101,7 @@ def test_several_policies_share_a_batch_without_touching_each_other(make_engine:
         engine.sampler.drop_cache()
         for twin in together[2 * index : 2 * index + 2]:
             assert twin.sequences[0].tokens == alone.sequences[0].tokens
-            assert_close(twin.sequences[0].logprobs, alone.sequences[0].logprobs, TOLERANCE)
+            assert_close(twin.sequences[0].logprobs, alone.sequences[0].logprobs, tolerances.LOGPROBS)
 
 
 def test_no_cached_block_survives_a_weight_change(make_engine: MakeEngine) -> None:
@@ -115,7 +115,9 @@ def test_no_cached_block_survives_a_weight_change(make_engine: MakeEngine) -> No
     reply = sample(engine, prompt, policy, max_tokens=10)
     assert reply.num_cached_prompt_tokens == 0
     assert_close(
-        reply.sequences[0].logprobs, trainer_logprobs(engine, adapter, prompt, reply.sequences[0], 1.0), TOLERANCE
+        reply.sequences[0].logprobs,
+        trainer_logprobs(engine, adapter, prompt, reply.sequences[0], 1.0),
+        tolerances.LOGPROBS,
     )
     assert sample(engine, prompt, policy, max_tokens=4).num_cached_prompt_tokens == 48
 
@@ -142,7 +144,7 @@ def test_a_full_cache_makes_requests_wait_or_start_over_and_changes_no_token(mak
     for a, b in zip(want, got, strict=True):
         for one, two in zip(a.sequences, b.sequences, strict=True):
             assert one.tokens == two.tokens
-            assert_close(one.logprobs, two.logprobs, TOLERANCE)
+            assert_close(one.logprobs, two.logprobs, tolerances.LOGPROBS)
     assert cramped.sampler.pool.num_available == cramped.sampler.pool.num_blocks
 
 
@@ -157,12 +159,12 @@ def test_prompt_logprobs_equal_a_naive_model(arch_dir: Path, make_engine: MakeEn
     assert reply.prompt_logprobs is not None
     assert reply.topk_prompt_logprobs is not None
     assert reply.prompt_logprobs[0] is None
-    assert_close(reply.prompt_logprobs[1:], [float(want[i, t]) for i, t in enumerate(prompt[1:])], TOLERANCE)
+    assert_close(reply.prompt_logprobs[1:], [float(want[i, t]) for i, t in enumerate(prompt[1:])], tolerances.LOGPROBS)
     for position, row in enumerate(reply.topk_prompt_logprobs[1:]):
         values, ids = want[position].topk(5)
         assert row is not None
         assert [token for token, _ in row] == ids.tolist()
-        assert_close([value for _, value in row], values.numpy(), TOLERANCE)
+        assert_close([value for _, value in row], values.numpy(), tolerances.LOGPROBS)
 
 
 def test_samples_follow_the_models_distribution(make_engine: MakeEngine) -> None:
@@ -196,7 +198,7 @@ def test_a_cut_tail_is_never_sampled_and_logprobs_stay_those_of_the_whole_vocabu
     seen = {s.tokens[0] for s in reply.sequences}
     assert seen == set(allowed(probs).tolist())
     for s in reply.sequences[:20]:
-        assert_close(s.logprobs, [np.log(probs[s.tokens[0]])], TOLERANCE)
+        assert_close(s.logprobs, [np.log(probs[s.tokens[0]])], tolerances.LOGPROBS)
 
 
 @pytest.mark.parametrize("kv_cache_gib", [0.01, 0.00003])

@@ -107,17 +107,10 @@ class _SequenceBuilder:
         self._add(ids, [0.0] * len(ids), 1.0, [0.0] * len(ids), 1.0)
 
     def to_datum(self) -> Datum:
-        return Datum(
-            model_input=ModelInput.from_ints(self.ids[:-1]),
-            loss_fn_inputs={
-                "target_tokens": TensorData(self.ids[1:], "int64"),
-                "mask": TensorData(self.mask[1:]),
-                "weights": TensorData(self.mask[1:]),
-                "logprobs": TensorData(self.logprobs[1:]),
-                "advantages": TensorData(self.advantages[1:]),
-                "temperature": TensorData(self.temperatures[1:]),
-            },
-        )
+        columns = {"logprobs": self.logprobs, "advantages": self.advantages, "temperature": self.temperatures}
+        imitated = self.to_imitation_datum()
+        extra = {name: TensorData(column[1:]) for name, column in columns.items()}
+        return Datum(imitated.model_input, {**imitated.loss_fn_inputs, **extra})
 
     def to_imitation_datum(self) -> Datum:
         return Datum(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 
@@ -44,6 +44,8 @@ def find_options(name: str) -> type[MethodOptions]:
         expected = ", ".join(repr(known) for known in SHIPPED)
         detail = InitErrorDetails(type="literal_error", loc=("name",), input=name, ctx={"expected": expected})
         raise ValidationError.from_exception_data("method", [detail])
+    if name in _PASSED:
+        return PassedMethod
     if name in DECLARED:
         return DECLARED[name]
     if name.startswith(_OBJECT) or not is_importable(name):
@@ -63,6 +65,9 @@ def read_method(given: Any) -> MethodOptions:
         raise ConfigError(f"method={given!r}; expected a name, or a mapping of options")
     name = str(given.get("name") or DEFAULT_METHOD)
     if name in _PASSED:
+        unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
+        if unread:
+            raise ConfigError(f"{unread[0]} beside a method that is built; give the options to its constructor")
         return _PASSED[name]
     options = find_options(name)
     kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
@@ -70,6 +75,19 @@ def read_method(given: Any) -> MethodOptions:
         if key not in options.model_fields:
             _refuse_unread(options, name, key)
     return options.model_validate({**kept, "name": name})
+
+
+def read_stored_method(given: Any) -> MethodOptions | Any:
+    """The section `method` of a run on disk. A method that cannot be found here is kept as it was written down: the run
+    can be looked at, and going on with it says what is missing."""
+    name = str(given.get("name") or "") if isinstance(given, Mapping) else ""
+    if not is_outside(name) or name in _PASSED:
+        return given
+    try:
+        find_options(name)
+    except (ConfigError, ImportError) as cause:
+        return MissingMethod.model_validate({**given, "why": str(cause)})
+    return given
 
 
 AnyMethodOptions = Annotated[SerializeAsAny[MethodOptions], BeforeValidator(read_method)]
@@ -101,6 +119,26 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
     if options:
         raise ConfigError(f"{min(options)} beside a method that is built; give the options to its constructor")
     return PassedMethod.remember(method)
+
+
+class MissingMethod(MethodOptions):
+    """A method from outside the package that this process cannot find, with the options that a run wrote down."""
+
+    model_config = ConfigDict(extra="allow")
+
+    why: str = Field(default="", exclude=True)
+    """Why it was not found."""
+
+    @property
+    def learns_from_one(self) -> bool:
+        return True
+
+    def build(self, setup: MethodSetup) -> AnyMethod:  # noqa: ARG002
+        raise ConfigError(self.why)
+
+    @classmethod
+    def is_shipped(cls) -> bool:
+        return False
 
 
 class PassedMethod(MethodOptions):
@@ -159,7 +197,8 @@ _PASSED: dict[str, PassedMethod] = {}
 
 def every_option() -> Mapping[str, FieldInfo]:
     """Every option of a shipped method; where methods differ in a default, the first of them counts."""
-    found: dict[str, FieldInfo] = {"name": MethodOptions.model_fields["name"]}
+    about = MethodOptions.model_fields["name"].description
+    found = {"name": FieldInfo(annotation=str, default=DEFAULT_METHOD, description=about)}
     for options in SHIPPED.values():
         for name, field in options.model_fields.items():
             found.setdefault(name, field)

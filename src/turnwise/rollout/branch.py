@@ -28,8 +28,8 @@ from turnwise.credit.branching import turn_probabilities
 from turnwise.envs.base import Task, World, assistant
 from turnwise.errors import AttemptFailed, ConfigError
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.call import EnvCalls
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.env_calls import EnvCalls
 from turnwise.rollout.group import DroppedGroup, Quarantine, Rollout
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.rollout.play import (

@@ -1,22 +1,40 @@
-"""Awaits one outside party: env, tool, sampler or renderer.
+"""Calls that leave our code: to an env, a tool, a sampler or a renderer, each with a deadline.
 
-Whatever goes wrong in there leaves as `AttemptFailed` with the party's name on it, a passed deadline included. Nothing
-else in the rollout catches errors it does not know.
+Whatever goes wrong in such a call leaves as `AttemptFailed` with the party's name on it; a passed deadline does too.
+Nothing else in the rollout catches errors that it does not know.
+
+`EnvCalls` is one env, from making it to closing it, and checks every answer. Plain methods run in one thread that
+belongs to this env. Where `start`, `step` and `close` are coroutines, the small methods beside them run in the event
+loop. A call that does not come back in time leaves its thread behind: it is counted, and the thread ends when the call
+does. `close` then runs in another thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
+import numpy as np
+
+from turnwise.envs.base import Env, EnvStep
+from turnwise.envs.sync import ENV_METHODS, CallThread, Making, has_coroutines
 from turnwise.errors import AttemptFailed, Party
+from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.trajectory import Message, Role
 
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 1.0
 """How long a cancelled call may take to clean up before it is left to itself."""
+_ROLES = frozenset(get_args(Role))
+_SMALL_METHODS = frozenset({"state_key", "potential", "reseed"})
+_POLL_S = 0.01
 
 
 class DeadlinePassed(AttemptFailed):
@@ -46,7 +64,7 @@ async def call(
         if not task.done():
             await _cancel(task, on_abandoned)
             if task.done() and not task.cancelled():
-                task.exception()  # it came too late; asyncio is told that somebody looked
+                task.exception()  # the result came after the deadline; read the exception so that asyncio does not warn
             raise DeadlinePassed(party, f"{what} gave no answer within {deadline_s:.3g} s")
     if task.cancelled():
         raise AttemptFailed(party, f"{what} cancelled itself")
@@ -79,3 +97,226 @@ async def _cancel(task: asyncio.Task[T], on_abandoned: Callable[[], None] | None
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
         if on_abandoned is not None:
             on_abandoned()
+
+
+class EnvCalls:
+    """The only way in which a rollout talks to an env."""
+
+    def __init__(self, make_env: Callable[[], Env], limits: RolloutLimits, clock: Clock) -> None:
+        self._make_env = make_env
+        self._limits = limits
+        self._clock = clock
+        self._env: Any = None
+        self._making: Making | None = None
+        self._thread: CallThread | None = None
+        self._forks: list[Any] = []
+        """Copies that nobody has taken over yet; closed with the env if nobody does."""
+        self._is_left = False
+        self._is_late = False
+        self.num_abandoned = 0
+        """Calls that were left behind."""
+        self.close_problem: str | None = None
+        """Why `close` failed; the attempt itself does not suffer from it."""
+
+    async def start(self) -> tuple[Message, ...]:
+        await self._call("make_env")
+        messages = await self._call("start")
+        return _blame_env("start", lambda: _checked_messages(messages, "it returned"))
+
+    async def step(self, reply: Message) -> EnvStep:
+        step = await self._call("step", reply)
+        return _blame_env("step", lambda: _checked_step(step))
+
+    async def state_key(self) -> str | None:
+        """The env's name for the state it is in, where it has one."""
+        if not hasattr(self._env, "state_key"):
+            return None
+        key = await self._call("state_key")
+        if not isinstance(key, str):
+            raise AttemptFailed(Party.ENV, f"state_key() returned {key!r:.80}; expected a string")
+        return key
+
+    async def potential(self) -> float | None:
+        """How good the env calls the state it is in, where it says."""
+        if not hasattr(self._env, "potential"):
+            return None
+        potential = await self._call("potential")
+        _blame_env("potential", lambda: _check_numbers("potential", {"of the state": potential}))
+        return float(potential)
+
+    @property
+    def can_fork(self) -> bool:
+        return hasattr(self._env, "fork")
+
+    async def fork(self) -> EnvCalls:
+        """An independent copy of the env in the state it is in."""
+        copy = EnvCalls(self._make_env, self._limits, self._clock)
+        await copy.start_as_fork(self)
+        return copy
+
+    async def start_as_fork(self, original: EnvCalls) -> None:
+        """Begin in the middle: as a copy of another env, which is left as it is."""
+        await original._call("fork")
+        self._env = original._forks.pop()
+
+    async def reseed(self, seed: int) -> None:
+        """Give the env other randomness from here on, where it can be given one."""
+        if hasattr(self._env, "reseed"):
+            await self._call("reseed", seed)
+
+    async def close(self) -> None:
+        """Close the env whatever happened; what goes wrong here is noted and not raised."""
+        if not self._is_late:
+            await self._wait_for_thread()  # the attempt was cancelled in the middle of a call that is not late
+        self._leave_busy_thread()
+        try:
+            for env in [*self._forks, self._env]:
+                if env is not None:
+                    self._env = env
+                    await self._call("close")
+        except AttemptFailed as error:
+            self.close_problem = error.detail
+        finally:
+            self._env = None
+            self._forks.clear()
+            self._leave_busy_thread()
+            if self._thread is not None:
+                self._thread.stop()
+                self._thread = None
+
+    async def _call(self, what: str, *args: object) -> Any:
+        work: Callable[[], Awaitable[Any]] = functools.partial(self._run, what, args)
+        method = getattr(self._env, what) if what in _SMALL_METHODS else None
+        if method is not None and _answers_at_once(method):
+            answer = call_now(Party.ENV, what, lambda: method(*args))
+            if not inspect.isawaitable(answer):
+                return answer
+            work = functools.partial(_awaited, answer)
+        limits = self._limits
+        deadline_s = self._clock.at_most(limits.step_deadline_s)
+        if what == "close":
+            deadline_s = limits.close_deadline_s
+        elif what == "fork":  # asked for by attempts with clocks of their own
+            deadline_s = limits.step_deadline_s
+        try:
+            return await call(Party.ENV, what, work, deadline_s=deadline_s, on_abandoned=self._count_abandoned)
+        except DeadlinePassed:
+            self._is_late = True
+            raise
+
+    async def _run(self, what: str, args: tuple[object, ...]) -> Any:
+        own = {"make_env": self._make, "fork": self._fork}
+        method: Callable[..., Any] = own[what] if what in own else getattr(self._env, what)
+        if inspect.iscoroutinefunction(method):
+            return await method(*args)
+        if what == "make_env":
+            self._making = Making(method)
+            await self._making.finish()
+            self._thread = self._making.thread
+            return None
+        if self._thread is None:
+            self._thread = CallThread()
+        result = await self._thread.run(method, *args)
+        return await result if inspect.isawaitable(result) else result
+
+    def _make(self) -> Any:
+        """Runs in a thread. The env is kept here, because nobody may be waiting for it any more."""
+        if self._is_left:
+            raise RuntimeError("the attempt was given up before its env was made")
+        self._env = env = self._make_env()
+        if self._is_left:  # it came after the attempt was given up: nobody else will close it
+            closing: Any = self._env.close()
+            if inspect.iscoroutine(closing):
+                asyncio.run(closing)
+        return env
+
+    def _fork(self) -> None:
+        """Runs in the env's thread. Kept here until it is taken over, because nobody may be waiting any more."""
+        fork = self._env.fork()
+        missing = [name for name in ENV_METHODS if not callable(getattr(fork, name, None))]
+        if missing:
+            raise TypeError(f"it returned {fork!r:.80}, which has no {missing[0]}(); expected an env")
+        self._forks.append(fork)
+
+    @property
+    def _is_busy(self) -> bool:
+        """A call was begun, in a thread, and has not come back."""
+        return any(work is not None and work.is_busy for work in (self._making, self._thread))
+
+    async def _wait_for_thread(self) -> None:
+        for _ in range(round(CANCEL_GRACE_S / _POLL_S)):
+            if not self._is_busy:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _leave_busy_thread(self) -> None:
+        if self._is_busy:
+            self._is_left = True
+            self._count_abandoned()
+            if self._thread is not None:
+                self._thread.stop()  # when the call comes back, if it ever does
+            self._thread = self._making = None
+        elif self._making is not None and self._thread is None:
+            self._thread = self._making.thread  # nobody was there any more to take it
+
+    def _count_abandoned(self) -> None:
+        self.num_abandoned += 1
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _answers_at_once(method: Callable[..., Any]) -> bool:
+    """A plain method beside coroutines; wrappers hand out the methods of what they wrap, whose owner counts."""
+    return not inspect.iscoroutinefunction(method) and has_coroutines(getattr(method, "__self__", None))
+
+
+def _blame_env(what: str, check: Callable[[], T]) -> T:
+    """Run a check of what an env returned; whatever it trips over is the env's doing."""
+    try:
+        return check()
+    except (TypeError, ValueError, AttributeError) as cause:
+        raise AttemptFailed(Party.ENV, f"{what}: {cause}") from cause
+
+
+def _checked_step(step: object) -> EnvStep:
+    """What `EnvStep` does not check at its birth; an env may also have built it by another way."""
+    if not isinstance(step, EnvStep):
+        raise TypeError(f"returned {step!r:.80}; expected an EnvStep")
+    for name in ("terminated", "truncated", "is_unparsable"):
+        _check_flag(name, getattr(step, name))
+    if step.is_success is not None:
+        _check_flag("is_success", step.is_success)
+    _check_numbers("reward", step.reward_parts)
+    _check_numbers("info", step.info)
+    if not step.is_over or len(step.messages):
+        _checked_messages(step.messages, "messages is")
+    return step
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r:.80}; expected True or False")
+
+
+def _check_numbers(what: str, values: Mapping[str, object]) -> None:
+    for key, value in values.items():
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"{what} {key!r} is {value!r:.80}; expected a finite number")
+
+
+def _checked_messages(messages: object, said: str) -> tuple[Message, ...]:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise TypeError(f"{said} {messages!r:.80}; expected a list of messages")
+    if not messages:
+        raise ValueError(f"{said} empty; expected at least one message")
+    return tuple(_checked_message(message, said) for message in cast(Sequence[object], messages))
+
+
+def _checked_message(message: object, said: str) -> Message:
+    if not isinstance(message, Message):
+        raise TypeError(f"{said} a list with {message!r:.80}; expected messages")
+    if message.role not in _ROLES or not isinstance(cast(object, message.content), str):
+        raise TypeError(f"{said} a list with {message!r:.80}; role or content is not usable")
+    return message

@@ -16,6 +16,7 @@ from typing import Literal
 
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.errors import DataError
+from turnwise.runtime import tolerances
 from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import Datum
 
@@ -24,7 +25,6 @@ TrainerLogprobs = Callable[[list[Datum]], Sequence[Sequence[float]]]
 
 Link = Literal["first", "extends", "splits", "lost", "left out"]
 
-K2_TOLERANCE = 1e-4
 SPIKE = 25.0
 """One token may be this many times over the tolerance before it counts as drift by itself."""
 SMALL_GAP = 0.2
@@ -144,7 +144,7 @@ def certify(
     datums: Sequence[Sequence[Datum]] | None = None,
     trainer_version: int | None = None,
     only_version: int | None = None,
-    k2_tolerance: float = K2_TOLERANCE,
+    k2_tolerance: float = tolerances.K2["float32"],
 ) -> Certificate:
     """Check every turn of `trajectories`, none of which may have failed.
 

@@ -21,9 +21,8 @@ from turnwise.client.base import SamplingClient
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import AttemptFailed, Party
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.call import DeadlinePassed, call, call_now
+from turnwise.rollout.call import DeadlinePassed, EnvCalls, call, call_now
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.env_calls import EnvCalls
 from turnwise.rollout.limits import Clock
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats

@@ -1,4 +1,4 @@
-"""Numpy arrays and messages as compact bytes, exact both ways.
+"""Numpy arrays, messages and trajectories as compact bytes, exact both ways.
 
 An array's first byte says how it is kept, the second its type: raw, deflated when that is shorter, or one value and a
 count when all are equal, as masks and per-turn advantages are.
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.errors import DataError
-from turnwise.trajectory import Message, ToolCall
+from turnwise.trajectory import Message, ToolCall, Trajectory, trajectory_from_json, trajectory_to_json
 
 _DTYPES = {b"i": "<i4", b"f": "<f4", b"d": "<f8", b"?": "|b1"}
 _RAW, _DEFLATED, _CONSTANT = b"r", b"z", b"c"
@@ -64,6 +64,15 @@ def pack_messages(messages: Sequence[Message]) -> bytes:
 
 def unpack_messages(data: bytes) -> tuple[Message, ...]:
     return messages_from_json(zlib.decompress(data))
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """Compressed JSON."""
+    return zlib.compress(json.dumps([trajectory_to_json(one) for one in trajectories]).encode(), level=1)
+
+
+def unpack_trajectories(data: bytes) -> tuple[Trajectory, ...]:
+    return tuple(trajectory_from_json(entry) for entry in json.loads(zlib.decompress(data)))
 
 
 def _pack(array: NDArray[Any], dtype: bytes) -> bytes:

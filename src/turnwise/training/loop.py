@@ -19,9 +19,9 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.certify import K2_TOLERANCE
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
+from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import RunCheckpoints
 from turnwise.training.critic import Critic
@@ -59,7 +59,7 @@ class Loop:
         *,
         publisher: Publisher,
         critic: Critic | None = None,
-        k2_tolerance: float = K2_TOLERANCE,
+        k2_tolerance: float = tolerances.K2["float32"],
         watchdog: Watchdog | None = None,
         steering: Steering | None = None,
     ) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from turnwise.envs.base import Task
 from turnwise.rollout.group import DroppedGroup
 from turnwise.rollout.stats import RolloutStats
-from turnwise.runlog.groups import pack_trajectories, unpack_trajectories
+from turnwise.runlog.arrays import pack_trajectories, unpack_trajectories
 from turnwise.runlog.schema import PoolRow
 from turnwise.trajectory import TrajectoryGroup
 

@@ -20,6 +20,7 @@ from turnwise.judges import attach_judge
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
+from turnwise.runtime import tolerances
 from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
 from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
@@ -36,7 +37,6 @@ from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
 from turnwise.watch.watchdog import StalledError, Watchdog
 
-K2_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 ENGINE_PARTIES = ("trainer", "critic")
 """Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
 Outcome = Literal["finished", "stopped"]
@@ -163,7 +163,7 @@ class TrainingSession:
                 self.interrupt,
                 publisher=publisher,
                 critic=critic,
-                k2_tolerance=K2_TOLERANCE[_dtype_name(config)],
+                k2_tolerance=tolerances.K2[_dtype_name(config)],
                 watchdog=watchdog,
                 steering=self.steering,
             )

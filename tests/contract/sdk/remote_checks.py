@@ -19,8 +19,8 @@ from turnwise.credit.weights import token_mean, weigh
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.certify import certify
 from turnwise.runlog.reader import RunReader
-from turnwise.service.openai.trajectory import trajectory_from_json
 from turnwise.training.checkpoint import saved_critic
+from turnwise.trajectory import trajectory_from_json
 
 URL = os.environ["TINKER_BASE_URL"]
 IDS = [5, 6, 7, 8, 9, 10, 11]

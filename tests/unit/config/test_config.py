@@ -333,9 +333,12 @@ def test_options_of_methods_losses_and_rewards_that_nothing_reads_are_refused(
 
 
 def test_a_null_takes_the_default_of_the_method_whose_option_it_is() -> None:
+    at_rest = {"kl_coef": 0.0, "kl_place": "advantages", "kl_estimator": "k2", "entropy_coef": 0.0}
+    at_rest |= {"old_policy": False, "old_policy_from": "forward", "correction": "none", "opsm_threshold": 0.0}
     for name, options in SHIPPED.items():
         nulls = {option: None for shipped in SHIPPED.values() for option in shipped.model_fields if option != "name"}
         assert read_method({"name": name, **nulls}) == options()
+        assert read_method({"name": name, **nulls, **at_rest}) == options(), "as older runs wrote them down"
     assert (read_method("gspo").normalisation, read_method("rebn").gamma, read_method("grpo").gamma) == (
         "seq_mean",
         0.95,

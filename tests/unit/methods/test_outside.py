@@ -83,6 +83,21 @@ def test_a_run_is_resumed_with_its_method_by_import_path_and_another_method_leav
     assert override_config(config, ["method=rloo"]).method == read_method("rloo")
 
 
+def test_a_run_whose_method_is_gone_can_be_looked_at_and_going_on_says_what_is_missing(toy: str) -> None:
+    text = config_to_yaml(load_config("guess_number", [f"method={toy}", "method.factor=4"]))
+    for name, message in (
+        ("gone_from_here:Mine", "no module 'gone_from_here'"),
+        ("object:notebook.Mine", "pass it again"),
+    ):
+        stored = config_from_yaml(text.replace(toy, name), "a run")
+        assert (stored.method.name, stored.method.factor) == (name, 4.0)
+        assert config_from_yaml(config_to_yaml(stored), "a run") == stored
+        with pytest.raises(ConfigError, match=message):
+            override_config(stored, ["train.steps=3"])
+        with pytest.raises(ConfigError, match=message):
+            stored.method.build(MethodSetup(data=DataConfig(), group_size=4, max_turns=1, max_tokens=4))
+
+
 def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     for given in (CappedGrpo, CappedGrpo.Options(), CappedGrpo.Options.path()):
         assert as_method_options(given) == CappedGrpo.Options()
@@ -94,6 +109,10 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     setup = MethodSetup(data=DataConfig(), group_size=4, max_turns=1, max_tokens=4)
     assert config_from_yaml(config_to_yaml(passed), "a run").method.build(setup) is built
     assert (passed.method.loss, passed.method.loss_config) == ("ppo", {"dual_clip": 3.0})
+    assert override_config(passed, ["train.steps=3"]).method is passed.method
+    assert override_config(passed, ["method=rloo"]).method == read_method("rloo")
+    with pytest.raises(ConfigError, match="loss_fn beside a method that is built"):
+        override_config(passed, ["loss=cispo"])
     another = CappedGrpo(loss_fn="ppo", loss_config={}, cap=0.25)
     assert as_method_options(another).name != passed.method.name, "two objects are never mixed up"
 

@@ -15,7 +15,7 @@ from turnwise.service.openai.completions import answer_completion
 from turnwise.service.openai.errors import AsciiJson, KeyHolder, OpenAIRoute
 from turnwise.service.openai.gateway import Gateway, GatewayDep
 from turnwise.service.openai.schemas import CaptureBody, ChatBody, CompletionBody, RewardBody
-from turnwise.service.openai.trajectory import trajectory_to_json
+from turnwise.trajectory import trajectory_to_json
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute, default_response_class=AsciiJson)
 

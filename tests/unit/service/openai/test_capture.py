@@ -9,8 +9,7 @@ import pytest
 
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.service.access import create_key
-from turnwise.service.openai.trajectory import trajectory_from_json, trajectory_to_json
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 from unit.service.conftest import Serve, Wire
 
 SYSTEM = {"role": "system", "content": "You find numbers."}
