@@ -223,6 +223,8 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
     A clip of `ppo` means nothing to `cispo`; the bounds of one correction mean nothing to another.
     """
+    if method.get("name") in _PASSED:
+        return {}
     options = find_options(str(method.get("name") or DEFAULT_METHOD))
     loss = method.get("loss_fn")
     loss_fn = options.default_loss if loss in (None, "auto") else str(loss)
