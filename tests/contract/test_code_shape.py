@@ -43,7 +43,6 @@ MANY_PARAMETERS = {
     "recipes/": ROOM,
     "service/openai/capture.py": ROOM,
     "training/": ROOM,
-    "watch/": ROOM,
 }
 
 SPLATS = {
