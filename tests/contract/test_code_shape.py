@@ -25,7 +25,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
-    "Failure": TO_DO,
     "Options": "each method declares its own, inside its class",
 }
 

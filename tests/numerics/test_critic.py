@@ -267,7 +267,7 @@ def test_a_datum_that_does_not_fit_is_refused_by_name(
     [
         ("ppo", None, "it knows one loss: 'value'"),
         ("value", {"value_clipp": 0.2}, "did you mean 'value_clip'"),
-        ("value", {"value_clip": -1.0}, "expected a distance such as 0.2"),
+        ("value", {"value_clip": -1.0}, "value_clip=-1.0; expected a finite number that is not negative"),
     ],
 )
 def test_a_loss_that_a_critic_does_not_know_is_refused(

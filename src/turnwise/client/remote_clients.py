@@ -16,6 +16,7 @@ from turnwise.client.futures import ApiFuture, awaited, waited
 from turnwise.client.remote_connection import Connection, Sdk
 from turnwise.client.remote_wire import Dialect, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
+from turnwise.losses.table import VALUE_LOSS
 from turnwise.types import (
     AdamParams,
     Datum,
@@ -32,9 +33,6 @@ from turnwise.types import (
     SaveWeightsResponse,
     TensorData,
 )
-
-VALUE_LOSS = "value"
-"""The one loss of a critic."""
 
 
 class RemoteSamplingClient(SamplingClient):
@@ -227,7 +225,7 @@ class RemoteTrainingClient(TrainingClient):
             raise DataError("data is empty; expected at least one Datum")
         columns, settings = to_columns(datums, loss_fn, dict(config or {}), self._connection.dialect)
         source = submit(self._to_sdk(datums, columns), loss_fn, settings or None)
-        translate = _to_values if loss_fn == VALUE_LOSS else partial(_to_output, datums, self._connection.dialect)
+        translate = _to_values if loss_fn == VALUE_LOSS.name else partial(_to_output, datums, self._connection.dialect)
         return self._connection.future(source, translate, f"{verb} of {len(datums)} datums")
 
     def _to_sdk(self, datums: Sequence[Datum], columns: Sequence[Mapping[str, Any]]) -> list[Sdk]:

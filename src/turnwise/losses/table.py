@@ -184,6 +184,14 @@ class RefuelOptions(LossOptions):
     )
 
 
+class ValueOptions(LossOptions):
+    """Squared error of a critic's values."""
+
+    value_clip: float = Field(
+        default=0.0, ge=0, description="How far a value may move from its old one and still gain; 0 is off."
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInfo:
     """One row of the table."""
@@ -262,6 +270,10 @@ LOSSES: Mapping[str, LossInfo] = {
         ),
     )
 }
+
+
+VALUE_LOSS = LossInfo(name="value", options=ValueOptions, columns=("mask", "returns"))
+"""The one loss of a critic; a policy has those of `LOSSES`."""
 
 
 def policy_losses() -> tuple[str, ...]:

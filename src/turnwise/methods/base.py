@@ -55,36 +55,36 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """One trajectory, ready to be learned from."""
+    """One trajectory with its credit, as datums that a trainer can learn from."""
 
     trajectory: Trajectory | None
-    """None where the data was written, not played. A turn that the datums leave out is not `is_trained` here."""
+    """None if the data was written and not played. A turn that the datums leave out has `is_trained` false here."""
     advantages: tuple[TurnAdvantage, ...]
     """One entry per turn: a number, or [S] one for each sampled token."""
     datums: tuple[Datum, ...]
-    """Weighted for the optimizer step that they belong to; several where the history was rewritten."""
+    """Their weights are those of one optimizer step. An attempt whose history was rewritten has several datums."""
     returns: tuple[NDArray[np.float64], ...] | None = None
-    """[S] per turn what a critic is to predict; None without a critic."""
+    """[S] per turn: what the critic should predict. None without a critic."""
     values: TrajectoryValues | None = None
-    """What the critic predicted when the batch began."""
+    """What the critic predicted at the start of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a method leaves of a batch of groups."""
+    """The groups of a batch that a method learns from, and why it dropped the others."""
 
     groups: tuple[TrajectoryGroup, ...]
     reasons: tuple[str | None, ...]
-    """One per group that came: None where it was kept, else why it went."""
+    """One entry per group of the batch: None if it was kept, else the reason why it was dropped."""
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """How many groups went, by reason."""
+        """Number of dropped groups by reason."""
         return Counter(reason for reason in self.reasons if reason is not None)
 
 
 class Method(Protocol):
-    """Sampling is the loop's, arithmetic is `credit`'s; a method says how the two meet."""
+    """A method that learns from attempts. The loop samples, `credit` does the arithmetic, a method connects both."""
 
     @property
     def source(self) -> PlayGroups | PlayBranches: ...
@@ -97,15 +97,15 @@ class Method(Protocol):
 
     @property
     def needs_values(self) -> bool:
-        """The loop asks the critic about the groups before `lessons`."""
+        """Whether the loop asks the critic for values and passes them to `lessons`."""
         ...
 
     def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
-        """The groups that something can be learned from; the others are counted by reason."""
+        """Choose the groups that teach something, and give a reason for each of the others."""
         ...
 
     def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:
-        """Everything that one optimizer step learns from these groups; normalisers count over all of them."""
+        """Make the lessons of one optimizer step; normalisers count over all of its groups."""
         ...
 
 
@@ -113,7 +113,7 @@ Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
 class ReadingMethod(Protocol[Item_contra]):
-    """A method that learns from stored data: `train.sources` reads the items, the method makes lessons of them."""
+    """A method that learns from stored data: `training.sources` reads items, the method makes lessons from them."""
 
     @property
     def source(self) -> ReadDialogues | ReadPairs: ...
@@ -151,7 +151,7 @@ class MethodSetup:
     max_tokens: int
     """Most tokens that an attempt may sample."""
     potential_weight: float = 0.0
-    """What the env's potentials count in the rewards, which they are in with the method's discount; 0: not at all."""
+    """Weight of the env's potentials, which the rewards contain with the method's discount; 0 if they contain none."""
 
 
 Credited = tuple[Trajectory, Sequence[TurnAdvantage]]
@@ -176,14 +176,14 @@ def make_lessons(
 
 
 def keep_by(why: Callable[[TrajectoryGroup], str | None], groups: Sequence[TrajectoryGroup]) -> Kept:
-    """Keep the groups for which `why` has no reason against."""
+    """Keep the groups for which `why` returns no reason."""
     reasons = tuple(why(group) for group in groups)
     kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
     return Kept(groups=kept, reasons=reasons)
 
 
 def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:
-    """The reasons that hold for every method: too few attempts to compare, or nothing to train in any of them."""
+    """Reasons that hold for every method: too few attempts to compare, or no trained turn in any of them."""
     if len(group.trajectories) < min_size:
         return "too_small"
     if not any(turn.is_trained for trajectory in group.trajectories for turn in trajectory.turns):
@@ -192,7 +192,7 @@ def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:
 
 
 def scaled(lesson: Lesson, share: float) -> Lesson:
-    """The same lesson as a share of an optimizer step: a loss is a sum of weighted tokens, so the weights carry it."""
+    """The same lesson as a share of an optimizer step. A loss is a weighted sum, so the weights are scaled."""
     datums = [
         Datum(datum.model_input, {**inputs, "weights": TensorData([share * w for w in inputs["weights"].tolist()])})
         for datum in lesson.datums
@@ -202,7 +202,7 @@ def scaled(lesson: Lesson, share: float) -> Lesson:
 
 
 def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData]) -> list[Lesson]:
-    """The same lessons with what the weights at the start of the batch gave each target, one tensor per datum."""
+    """The same lessons with the logprobs of the weights at the start of the batch, one tensor per datum."""
     rest = iter(logprobs)
     return [
         replace(
@@ -217,7 +217,7 @@ def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData])
 
 
 def with_old_share(lessons: Sequence[Lesson], version: int) -> list[Lesson]:
-    """The same lessons, the old policy told by versions instead of a forward pass.
+    """The same lessons with the old policy estimated from versions, which saves the forward pass.
 
     Its logprob is taken to lie on the line from the sampler's to the trainer's. The weights of `version` are the old
     ones and the step makes the next, so a token that lags n updates has it n / (n + 1) of the way (arXiv:2512.06547).
@@ -248,7 +248,7 @@ def credit_groups(groups: Sequence[TrajectoryGroup], advantages: GroupAdvantages
 
 
 def why_no_signal(group: TrajectoryGroup, advantages: GroupAdvantages) -> str | None:
-    """Why a group teaches nothing: it is unusable, or no turn of it was better than another."""
+    """Why a group teaches nothing: it is unusable, or all its turns have an advantage of 0."""
     unusable = why_unusable(group)
     if unusable is not None:
         return unusable

@@ -36,7 +36,7 @@ from turnwise.trajectory import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsToLessons:
-    """How a pair is read."""
+    """Makes the two lessons of each pair."""
 
     dmpo_gamma: float | None = None
     """None: all turns count alike."""

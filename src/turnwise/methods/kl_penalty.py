@@ -1,4 +1,4 @@
-"""Lessons whose advantages hold a penalty on KL(policy || reference), for every method whose loss reads advantages."""
+"""A penalty on KL(policy || reference) in the advantages of lessons, for methods whose loss reads advantages."""
 
 from __future__ import annotations
 

@@ -118,12 +118,12 @@ def pair_lesson(trajectory: Trajectory, reward: float, datums: Sequence[Datum]) 
 
 
 def forget_attempt(lesson: Lesson) -> Lesson:
-    """A stored pair was not played by this run, and is not written down as if it had been."""
+    """Remove the attempt from a lesson: this run did not play a stored pair and must not record it as an attempt."""
     return replace(lesson, trajectory=None)
 
 
 def _why_no_pair(pair: PreferencePair) -> str | None:
-    """Why two continuations tell nothing."""
+    """Why a pair teaches nothing, or None."""
     sides = [side.turns[pair.branch_turn] for side in (pair.chosen, pair.rejected)]
     if not all(side.is_trained for side in sides):
         return "masked"
@@ -133,7 +133,7 @@ def _why_no_pair(pair: PreferencePair) -> str | None:
 
 
 def _why_dropped(group: TrajectoryGroup) -> str | None:
-    """A group goes when none of its pairs is left, for the reason that most of them have."""
+    """Drop a group when no pair is left; the reason is the most frequent one of its pairs."""
     unusable = why_unusable(group)
     if unusable is not None:
         return unusable

@@ -59,7 +59,7 @@ class Rft:
             return "holds returns against a bound, and potentials lower them by phi(s_0)"
 
     threshold: float | None = None
-    """Of the reward; None: what the env calls a success, or any reward above 0 where it never says."""
+    """Keep rewards above this. None keeps what the env calls a success, or any reward above 0 if it never says."""
     weigh: Weighting = token_mean
     loss_fn: str = "cross_entropy"
     loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])

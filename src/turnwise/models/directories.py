@@ -1,4 +1,4 @@
-"""Where models lie on this machine. Looks only: `model_store` makes, converts and downloads."""
+"""The directories of models on this machine. This module only looks; `store.py` makes, converts and downloads."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """Where models are kept: `$TURNWISE_HOME`, or `~/.cache/turnwise`."""
+    """The directory that holds all models: `$TURNWISE_HOME`, or `~/.cache/turnwise`."""
     configured = os.environ.get("TURNWISE_HOME")
     return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "turnwise"
 
 
 def models_directory() -> Path:
+    """The directory of models by name."""
     return home() / "models"
 
 
 def converted_directory(gguf: Path) -> Path:
-    """Where the model of a GGUF file is kept once it was converted."""
+    """The directory of a GGUF file's model after conversion."""
     status = gguf.stat()
     key = hashlib.sha256(f"{gguf}\n{status.st_size}\n{status.st_mtime_ns}".encode()).hexdigest()[:16]
     return home() / "converted" / f"{gguf.stem}-{key}"
 
 
 def is_complete(directory: Path) -> bool:
+    """Whether a directory holds a whole model: its config and its weights."""
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
 def find_local(name: str) -> Path | None:
-    """The directory that a model's name or path leads to without any work; None where there is none yet."""
+    """The directory of a model by name or path, without downloading or converting; None if there is none yet."""
     path = Path(name).expanduser()
     if is_complete(path):
         return path.resolve()

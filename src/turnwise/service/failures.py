@@ -1,6 +1,6 @@
 """What the service answers when it cannot do what was asked.
 
-`HttpFailure` ends a call with a status; a `Failure` is the result of a request that was accepted and went wrong.
+`HttpFailure` ends a call with a status; a `RequestFailure` is the result of a request that was accepted and went wrong.
 Messages are for the person behind the client: they name no path of this machine and hold no traceback.
 """
 
@@ -10,14 +10,11 @@ import logging
 import re
 import sqlite3
 import uuid
-from dataclasses import dataclass
-from typing import Literal
 
-from turnwise.errors import CheckpointError, EngineStoppedError, TurnwiseError
+from turnwise.errors import EngineStoppedError, TurnwiseError
+from turnwise.service.wire.results import RequestFailure
 
 log = logging.getLogger("turnwise.service")
-
-Category = Literal["user", "server", "unknown"]
 
 _PATH = re.compile(r"(?<![\w:/.])(?:/[^\s/:;,'\"]+){2,}/?")
 """An absolute path of this machine; `tinker://...` is none."""
@@ -33,16 +30,6 @@ class HttpFailure(TurnwiseError):  # noqa: N818
         self.headers = headers or {}
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The error of a request, as the SDKs read it."""
-
-    error: str
-    category: Category
-    is_final: bool = True
-    """False when the same request may still be done after a restart."""
-
-
 def not_found(what: str) -> HttpFailure:
     """The one answer for what is absent and for what belongs to somebody else."""
     return HttpFailure(404, f"{what} not found")
@@ -53,21 +40,21 @@ def session_finished() -> HttpFailure:
     return HttpFailure(400, "this session is finished; nothing more is accepted for it, create another")
 
 
-def to_failure(error: BaseException) -> Failure:
+def to_failure(error: BaseException) -> RequestFailure:
     """What the client of a failed request is told."""
     if isinstance(error, HttpFailure):
-        return Failure(error.detail, "user" if error.status < 500 else "server")
+        return RequestFailure(error.detail, "user" if error.status < 500 else "server")
     if isinstance(error, EngineStoppedError):
-        return Failure("the engine stopped before this request was done", "server", is_final=False)
+        return RequestFailure("the engine stopped before this request was done", "server", is_final=False)
     if isinstance(error, TurnwiseError):
-        return Failure(without_paths(str(error)), "user")
+        return RequestFailure(without_paths(str(error)), "user")
     if isinstance(error, sqlite3.Error) or (isinstance(error, OSError) and error.errno is not None):
         log.error("a request failed on disk: %s", error)
         reason = error.strerror if isinstance(error, OSError) else error
-        return Failure(f"the server could not use its disk ({reason}); nothing was changed, try again", "server")
+        return RequestFailure(f"the server could not use its disk ({reason}); nothing was changed, try again", "server")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return Failure("the device ran out of memory for this request; send shorter or fewer datums", "server")
-    return Failure(f"internal error {log_internal(error)}; the server's log tells more", "server")
+        return RequestFailure("the device ran out of memory for this request; send shorter or fewer datums", "server")
+    return RequestFailure(f"internal error {log_internal(error)}; the server's log tells more", "server")
 
 
 def log_internal(error: BaseException) -> str:
@@ -80,15 +67,3 @@ def log_internal(error: BaseException) -> str:
 def without_paths(text: str) -> str:
     """The text with every absolute path of this machine cut to its last part."""
     return _PATH.sub(lambda found: found.group().rstrip("/").rpartition("/")[2], text)
-
-
-__all__ = [
-    "CheckpointError",
-    "Failure",
-    "HttpFailure",
-    "log_internal",
-    "not_found",
-    "session_finished",
-    "to_failure",
-    "without_paths",
-]

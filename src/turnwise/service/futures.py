@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turnwise.service.failures import Failure, HttpFailure, not_found
-from turnwise.service.wire.types import Result, SampleReply
-from turnwise.types import ForwardBackwardOutput
+from turnwise.service.failures import HttpFailure, not_found
+from turnwise.service.wire.results import RequestOutcome
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -34,7 +33,7 @@ class Promise:
     kind: str
     num_bytes: int
     """Of the request, while it waits; of the result, once there is one."""
-    outcome: Result | Failure | None = None
+    outcome: RequestOutcome | None = None
     was_read: bool = False
     finished_at: float = 0.0
     why_waiting: Callable[[], tuple[QueueState, str | None]] = lambda: ("active", None)
@@ -93,13 +92,13 @@ class Promises:
     def new_id(self) -> str:
         return f"req-{self._life}-{next(self._ids)}"
 
-    def restore(self, owner: str, kind: str, request_id: str, outcome: Result | Failure) -> Promise:
+    def restore(self, owner: str, kind: str, request_id: str, outcome: RequestOutcome) -> Promise:
         """A promise that an earlier process had settled."""
         promise = self.create(owner, kind, 0, request_id=request_id)
         self.settle(promise, outcome)
         return promise
 
-    def settle(self, promise: Promise, outcome: Result | Failure) -> None:
+    def settle(self, promise: Promise, outcome: RequestOutcome) -> None:
         """Give a promise its result, once."""
         if promise.is_done:
             return
@@ -107,7 +106,7 @@ class Promises:
         self._num_waiting[promise.owner] -= 1
         if not self._num_waiting[promise.owner]:
             del self._num_waiting[promise.owner]
-        promise.outcome, promise.num_bytes = outcome, _size_of(outcome)
+        promise.outcome, promise.num_bytes = outcome, outcome.num_bytes
         promise.finished_at = time.monotonic()
         promise.on_cancel = None
         promise.done.set()
@@ -171,15 +170,3 @@ class Promises:
     def _forget(self, request_id: str) -> None:
         del self._finished[request_id]
         self._kept_bytes -= self._promises.pop(request_id).num_bytes
-
-
-def _size_of(outcome: Result | Failure) -> int:
-    """About how much memory a result takes."""
-    if isinstance(outcome, ForwardBackwardOutput):
-        return 500 + sum(4 * len(tensor) + 200 for entry in outcome.loss_fn_outputs for tensor in entry.values())
-    if isinstance(outcome, SampleReply):
-        numbers = sum(len(sequence.tokens) for sequence in outcome.response.sequences)
-        prompt = len(outcome.response.prompt_logprobs or ())
-        topk = sum(len(row or ()) for row in outcome.response.topk_prompt_logprobs or ())
-        return 500 + 72 * (numbers + prompt + topk)
-    return 500

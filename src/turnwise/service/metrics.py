@@ -17,12 +17,9 @@ from prometheus_client.core import GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise import __version__
-from turnwise.service.failures import Failure
 from turnwise.service.futures import Promise
 from turnwise.service.openai.errors import KeyHolder
 from turnwise.service.service import Service
-from turnwise.service.wire.types import SampleReply
-from turnwise.types import ForwardBackwardOutput
 
 router = APIRouter(tags=["health"])
 
@@ -55,13 +52,12 @@ class Metrics:
 
     def _settled(self, promise: Promise) -> None:
         outcome = promise.outcome
-        is_failed = isinstance(outcome, Failure)
-        self.requests.labels(promise.kind, f"failed_{outcome.category}" if is_failed else "done").inc()
-        if isinstance(outcome, SampleReply):
-            self.sampled.inc(sum(len(sequence.tokens) for sequence in outcome.response.sequences))
-        elif isinstance(outcome, ForwardBackwardOutput):
-            self.trained.inc(max(outcome.metrics.get("num_trained_tokens:sum", 0.0), 0.0))
-        elif isinstance(outcome, dict) and outcome.get("type") == "optim_step":
+        assert outcome is not None, "it was settled"
+        failure = outcome.failure
+        self.requests.labels(promise.kind, "done" if failure is None else f"failed_{failure.category}").inc()
+        self.sampled.inc(outcome.num_sampled_tokens)
+        self.trained.inc(outcome.num_trained_tokens)
+        if promise.kind == "optim_step" and failure is None:
             self.steps.inc()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import TurnwiseError
-from turnwise.service.failures import Failure, to_failure
+from turnwise.service.failures import to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
-from turnwise.service.wire.types import Result, TrainingBatch
+from turnwise.service.wire.results import JsonReply, RequestFailure, RequestOutcome
+from turnwise.service.wire.types import TrainingBatch
 from turnwise.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ Steps = Generator[None, None, Any]
 class Operation:
     """One training request of one model."""
 
-    promise: Promise | None
-    """None for what the service does on its own account."""
     begin: Callable[[Engine], Steps]
     """What runs on the engine's thread."""
-    finish: Callable[[Any], Result] = lambda value: value
+    promise: Promise | None = None
+    """None for what the service does on its own account."""
+    finish: Callable[[Any], RequestOutcome] = lambda _: JsonReply({})
     """The engine's value as the client's result; runs on the event loop, and may record what was done."""
     batch: TrainingBatch | None = None
     """Set for forward_backward: what may share passes with other models."""
@@ -310,7 +311,7 @@ class TrainingQueue:
         self._pump()
 
     def _complete(self, operation: Operation, value: Any) -> None:
-        outcome: Result | Failure = Failure("internal error; the server's log tells more", "server")
+        outcome: RequestOutcome = RequestFailure("internal error; the server's log tells more", "server")
         try:
             outcome = operation.finish(value)
         except (TurnwiseError, OSError, sqlite3.Error) as error:
@@ -318,11 +319,11 @@ class TrainingQueue:
         finally:  # whatever happens, nobody is left waiting
             self._settle(operation, outcome)
 
-    def _settle(self, operation: Operation, outcome: Result | Failure) -> None:
+    def _settle(self, operation: Operation, outcome: RequestOutcome) -> None:
         if operation.promise is not None:
             self._promises.settle(operation.promise, outcome)
-        elif isinstance(outcome, Failure):
-            log.warning("background work failed: %s", outcome.error)
+        elif outcome.failure is not None:
+            log.warning("background work failed: %s", outcome.failure.error)
 
 
 def _begin_together(operations: Sequence[Operation]) -> Callable[[Engine], Steps]:
@@ -345,7 +346,7 @@ def _nothing(_: Engine) -> Steps:
     yield from ()
 
 
-def _too_late(seq: int) -> Failure:
-    return Failure(
+def _too_late(seq: int) -> RequestFailure:
+    return RequestFailure(
         f"request {seq} came after the server had stopped waiting for it and gone on; it was not applied", "server"
     )

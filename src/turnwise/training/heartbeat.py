@@ -1,5 +1,6 @@
-"""The pulse of a run: a thread beside the event loop that writes the status, takes orders, and notices when the loop
-itself no longer comes round (code that blocks it, or a disk that does not answer).
+"""A thread beside the event loop that writes the run's status, takes orders, and notices a blocked event loop.
+
+Code that computes for too long, or a disk that does not answer, blocks the loop; then only another thread can tell.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from turnwise.watch.watchdog import StalledError, Watchdog
 BEAT_S = 0.25
 STATUS_EVERY_S = 1.0
 BLOCKED_TOLD_S = 10.0
-"""An event loop that did not come round for so long is told about."""
+"""Report an event loop that has been blocked for this long."""
 WRITER_FILE = Path(writer.__file__)
 HARD_STOP_S = 10.0
-"""A hard stop that has not ended the process by then ends it without asking."""
+"""A hard stop ends the process after this long, even if the event loop has not."""
 
 
 class Heartbeat:
-    """Use it as an async context manager around the run of one loop."""
+    """Watches one training loop; use it as an async context manager around the loop's run."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Heartbeat:
         self._exit_at_s = float("inf")
 
     async def __aenter__(self) -> Heartbeat:
-        take_orders(self._directory)  # what was meant for a process that is gone
+        take_orders(self._directory)  # drop orders that were meant for an earlier process
         self._event_loop = asyncio.get_running_loop()
         self._main_id = threading.get_ident()
         self._ticker = asyncio.create_task(self._tick())
@@ -81,7 +82,7 @@ class Heartbeat:
         write_status(self._directory, self._status(phase))
 
     async def _tick(self) -> None:
-        """On the event loop: it comes round, and the view is told what is waited for."""
+        """Runs on the event loop: record that it turns, and show what it waits for."""
         while True:
             self._beat_s = time.monotonic()
             oldest = PENDING_CALLS.oldest()
@@ -92,7 +93,7 @@ class Heartbeat:
             await asyncio.sleep(BEAT_S)
 
     def _watch(self) -> None:
-        """In the thread."""
+        """Runs in the thread: obey orders, write the status, look at the event loop."""
         written_s = 0.0
         while not self._is_over.wait(BEAT_S):
             for order in take_orders(self._directory):
@@ -138,7 +139,7 @@ class Heartbeat:
         self._on_stuck(StalledError("event loop", detail))
 
     def _where(self) -> str:
-        """What blocks the event loop: the disk, where the run is being written down, and the innermost lines."""
+        """What blocks the event loop: the innermost lines of its stack, and the disk if it is writing the run."""
         frame = sys._current_frames().get(self._main_id)  # there is no other way to ask
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack[-3:])

@@ -1,5 +1,5 @@
-"""The numbers of one step, by name: `rollout/` what was played, `method/` what was kept of it, `train/` what the
-optimizer saw, `time/` where the time went.
+"""The metrics of one step: `rollout/` what was played, `method/` what the method kept, `train/` what the optimizer saw,
+`time/` where the time went. `watch/catalogue.py` lists every name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GEO_BAND = (0.99, 1.01)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """One forward and backward pass: what it learned from and what the trainer said."""
+    """One forward and backward pass: the lessons, and what the trainer returned."""
 
     lessons: Sequence[Lesson]
     output: ForwardBackwardOutput
     optim_metrics: Mapping[str, float] | None = None
-    """What the optimizer said; None where its gradient waited for that of the next batch."""
+    """Metrics of the optimizer step; None if the gradient waits for that of the next batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
 
 
 def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], times: Times) -> dict[str, float]:
-    """Everything that is logged of one step."""
+    """All metrics of one step."""
     values = dict(played.stats.metrics())
     values["method/groups_trained"] = float(len(kept.groups))
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}

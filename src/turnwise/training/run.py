@@ -73,7 +73,7 @@ def train(
     Args:
         target: A preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object.
         model: A model's name, or the options of the section `model` as a dict.
-        method: A method's name, or the options of the section `method`.
+        method: A method's name, the options of the section `method`, a class with `Options`, or a built method.
         steps: Optimizer steps (`train.steps`).
         directory: Where the run is kept (`run.dir`); default: a new directory below `runs`.
         reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
@@ -210,10 +210,10 @@ class Run:
 
         Args:
             overrides: Settings to change, as `train.steps=100`; model, world and method stay.
-            options: `env`, `reward`, `loss` and `loggers`: the objects that the run was started with, if it was;
+            options: `env`, `reward`, `method`, `loss`, `loggers`: the objects that the run was started with, if it was;
                 and `service`, `observer`, `on_stuck` and `wait`, as for `start`.
         """
-        given = {name: options.pop(name) for name in ("env", "reward", "loss", "loggers") if name in options}
+        given = {name: options.pop(name) for name in ("env", "reward", "method", "loss", "loggers") if name in options}
         setup = set_up_resume(Path(directory).expanduser(), overrides, PythonObjects(**given))
         return cls.start(setup, **options)
 

@@ -21,7 +21,7 @@ from turnwise.config.files import override_config
 from turnwise.errors import ConfigError
 
 SETTINGS = ("train.learning_rate", "train.steps")
-"""What can be changed while a run goes on."""
+"""Settings that can be changed while a run goes on."""
 ORDERS = "orders"
 Stop = Literal["graceful", "hard"]
 
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One wish: to stop, or settings by name."""
+    """One order to a running process: to stop, or settings by name."""
 
     stop: Stop | None = None
     settings: Mapping[str, float]
@@ -47,7 +47,7 @@ def give_order(directory: Path, *, stop: Stop | None = None, settings: Mapping[s
 
 
 def take_orders(directory: Path) -> list[Order]:
-    """The orders that have come since the last look, oldest first; what cannot be read is passed over."""
+    """The orders that came since the last call, oldest first. Files that cannot be read are skipped."""
     found: list[Order] = []
     for file in sorted((directory / ORDERS).glob("*.json")):
         try:
@@ -60,7 +60,7 @@ def take_orders(directory: Path) -> list[Order]:
 
 
 def read_settings(texts: list[str], config: Config) -> dict[str, float]:
-    """`train.steps=100` and the like to values that the run can take; a mistake is told before it is sent."""
+    """Texts such as `train.steps=100` to values that the run can take. A mistake is refused before it is sent."""
     settings: dict[str, float] = {}
     for text in texts:
         name, sign, _ = text.partition("=")
@@ -72,7 +72,7 @@ def read_settings(texts: list[str], config: Config) -> dict[str, float]:
 
 
 class Steering:
-    """Settings on their way from the thread that finds them to the loop that takes them."""
+    """Settings that one thread puts and the training loop takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,11 +1,11 @@
-"""Numbers that left their bands, in words: what is wrong, why it matters, what to change.
+"""Alarms: metrics that left their bands, with what is wrong, why it matters and what to change.
 
-The gap between the weights that sampled and those that learn (KL), how much of a batch still counts (ESS), how much
-was too old to use, and the policy's entropy. An alarm is told when a number leaves its band and again when it is back,
-not at every step between.
+Four things are watched: the gap between the weights that sampled and those that learn (KL), the share of a batch that
+still counts (ESS), the share of groups that were too old to use, and the policy's entropy. An alarm is reported when a
+number leaves its band and again when it is back, not at every step between.
 
-Entropy that rises is no alarm by itself: policies that learn long tasks explore more, and do better (UI-TARS-2,
-arXiv:2509.02544). It is one where the reward falls meanwhile; each turn and each kind of reply is watched for itself.
+Rising entropy alone is no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
+arXiv:2509.02544). It is an alarm if the reward has fallen too. Each turn and each kind of reply is watched separately.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from turnwise.runtime.section import Section
 from turnwise.watch.entropy import ENTROPY, WHOLE, entropy_place
 
 BASELINE_STEPS = 3
-"""The entropy of so many steps is what later ones are held against."""
+"""The first steps, whose mean entropy is the baseline of later ones."""
 MIN_RISE = 0.05
-"""Nats per token: a rise by less is none, however many times a small number it is."""
+"""Nats per token: a smaller rise does not count, even if it is a large multiple of a small baseline."""
 REWARD_STEPS = 5
-"""The reward of so many steps is held against the best such stretch before."""
+"""Length in steps of the stretches whose mean rewards are compared: the last one and the best one before."""
 REWARD_ERRORS = 3.0
-"""By how many standard errors of their difference it must be lower to have fallen."""
+"""The reward has fallen if the last stretch is lower by this many standard errors of the difference."""
 
 
 class AlarmError(TurnwiseError):
@@ -37,7 +37,7 @@ class AlarmError(TurnwiseError):
 
 
 class AlarmConfig(Section):
-    """Bands whose crossing is told, and ends a run where it says so."""
+    """Bands of metrics: a metric outside its band is reported, and may end the run."""
 
     max_kl: float = Field(
         default=0.01, gt=0, description="Largest KL(sampler || trainer) per token (k2) on the data of a step."
@@ -77,7 +77,7 @@ class Alarm:
     bound: float
     is_over: bool = False
     place: str = ""
-    """Of an entropy: the turn or the kind of reply, as the end of a phrase."""
+    """For an entropy: the turn or the kind of reply, as the end of a phrase."""
 
     def __str__(self) -> str:
         what, why, remedy = _WORDS[self.name]
@@ -120,22 +120,22 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
 
 
 class AlarmState(TypedDict):
-    """What `Alarms` knows, ready for JSON."""
+    """The state of `Alarms`, ready for JSON."""
 
     active: dict[str, int]
     entropies: list[float]
-    """Of everything, in the first steps."""
+    """Entropy of all replies in the first steps."""
     entropies_by_place: NotRequired[dict[str, list[float]]]
-    """The same of turns and kinds of replies, by metric."""
+    """Entropies of turns and kinds of replies in the first steps, by metric."""
     rewards: NotRequired[list[float]]
-    """Of the last steps."""
+    """Rewards of the last steps."""
     best_rewards: NotRequired[list[float]]
-    """Of the best stretch of steps so far."""
+    """Rewards of the best stretch of steps so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One number of a step, and whether it is out of its band."""
+    """One metric of a step, and whether it is out of its band."""
 
     name: str
     value: float
@@ -150,14 +150,14 @@ class Alarms:
 
     config: AlarmConfig
     active: dict[str, int] = field(default_factory=dict[str, int])
-    """By name: for how many steps in a row."""
+    """Alarm name to the number of steps in a row for which it has lasted."""
     _entropies: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """By metric: of the first steps."""
+    """Metric to its values in the first steps."""
     _rewards: list[float] = field(default_factory=list[float])
     _best_rewards: list[float] = field(default_factory=list[float])
 
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        """What changed with this step; raises when an alarm has lasted as long as it may."""
+        """The alarms that began or ended with this step."""
         changes: list[Alarm] = []
         for one in self._readings(metrics):
             alarm = Alarm(name=one.name, value=one.value, bound=one.bound, place=one.place, is_over=not one.is_out)
@@ -194,7 +194,7 @@ class Alarms:
         self._best_rewards = list(state.get("best_rewards", []))
 
     def _readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
-        """Everything that this step measured."""
+        """The watched metrics that this step measured."""
         config = self.config
         readings: list[_Reading] = []
         kl, ess = metrics.get("train/kl_sampler_trainer_k2"), metrics.get("train/ess_fraction")
@@ -208,7 +208,7 @@ class Alarms:
         return readings + self._entropy_readings(metrics)
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
-        """Of the whole whether it is low; of the place where it rose most whether that is high."""
+        """Whether the whole entropy is low, and whether the place where it rose most is high."""
         has_fallen = self._has_reward_fallen(metrics.get("rollout/reward_mean"))
         low, high = self.config.entropy_fall, self.config.entropy_rise
         readings: list[_Reading] = []
@@ -230,7 +230,7 @@ class Alarms:
         return readings + worst
 
     def _has_reward_fallen(self, reward: float | None) -> bool:
-        """The last steps were worth less than the best ones before, by more than the luck of a few steps."""
+        """Whether the last steps had less reward than the best ones before, by more than chance explains."""
         if reward is not None and math.isfinite(reward):
             self._rewards = [*self._rewards, reward][-REWARD_STEPS:]
         if len(self._rewards) < REWARD_STEPS:

@@ -1,10 +1,10 @@
-"""How undecided the policy is: minus the mean logprob of what was sampled estimates the entropy per token.
+"""The policy's entropy per token, estimated by minus the mean logprob of sampled tokens.
 
-One number for everything, one for each turn of an attempt, and one for each kind of reply. A policy that comes apart
-often does so in one place first: in late turns, which few attempts reach, or in the calls of tools, whose form leaves
-little room. A reply in which the renderer read a call (`Message.tool_calls`) counts with all its tokens as a tool call,
-any other as text: which tokens of a reply spell the call is not known, and a world that reads calls of its own form out
-of plain text has text only.
+There is one number for all replies, one for each turn of an attempt, and one for each kind of reply. A policy that
+collapses often does so in one place first: in late turns, which few attempts reach, or in tool calls, whose form leaves
+little room. A reply in which the renderer read a tool call (`Message.tool_calls`) counts as a tool call with all its
+tokens, because it is not known which of them spell the call. Every other reply counts as text, also in a world that
+reads calls of its own form out of plain text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from turnwise.trajectory import Trajectory, TrajectoryGroup, Turn
 
 ENTROPY = "rollout/entropy_"
-"""How the names of these metrics begin."""
+"""Prefix of the names of these metrics."""
 WHOLE = f"{ENTROPY}estimate"
 NUM_TURNS = 8
-"""Turns that have a number of their own; those after are one."""
+"""Turns that have their own metric; later turns share one."""
 MIN_TOKENS = 32
-"""Of a turn or a kind: an estimate from fewer says more about luck than about the policy."""
+"""Tokens that a turn or a kind of reply needs; an estimate from fewer is mostly chance."""
 
 
 def entropy_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Nats per token, by name; what was not sampled is left out."""
+    """Metric name to nats per token; turns and kinds of replies that were not sampled are left out."""
     logprobs: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for number, turn in _sampled_turns(group.trajectories):
@@ -39,7 +39,7 @@ def entropy_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def entropy_place(name: str) -> str:
-    """What an entropy is of, for a sentence: ` of turn 3`, ` of tool calls`; nothing for the whole."""
+    """The turn or kind of reply of a metric, for a sentence: ` of turn 3`, ` of tool calls`; empty for the whole."""
     kind, _, number = name.removeprefix(ENTROPY).partition("_")
     if kind == "turn":
         return f" of turn {number}" if number.isdigit() else f" of turns after {NUM_TURNS}"
@@ -47,7 +47,7 @@ def entropy_place(name: str) -> str:
 
 
 def _sampled_turns(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Turn]]:
-    """(number from 1, turn); what the attempts of a group share was sampled once."""
+    """(number from 1, turn) of every sampled turn; turns that the attempts of a group share come once."""
     for index, trajectory in enumerate(trajectories):
         first = trajectory.branch.turn if index and trajectory.branch is not None else 0
         yield from enumerate(trajectory.turns[first:], start=first + 1)

@@ -21,7 +21,7 @@ class Interrupted(TurnwiseError):  # noqa: N818 - an outcome, not a mistake
 
 
 class Interrupt:
-    """Whether somebody asked to stop. Playing attempts is cut short; a step that has begun to train is finished.
+    """Remembers that somebody asked to stop. Attempts are cut short; a step that has begun to train is finished.
 
     `ask`, `stop_with` and `stop_now` may be called from any thread, also before the run's event loop is there.
     """
@@ -107,7 +107,7 @@ class Interrupt:
                 self._loop.remove_signal_handler(number)
 
     def _raise_now(self) -> None:
-        """On the event loop."""
+        """Runs on the event loop."""
         self._drop_signals()
         if self._has_signals:
             signal.raise_signal(signal.SIGINT)

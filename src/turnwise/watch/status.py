@@ -1,7 +1,7 @@
-"""What a run is doing at this moment, in a small file of its directory that is written about once a second.
+"""What a run is doing now, in a small file of its directory that is written about once a second.
 
-The process that trains holds a lock on `run.lock`, which ends with the process however it ends: so there is one trainer
-at a time, and anybody can tell a run that goes on from one that was killed.
+The process that trains holds a lock on `run.lock`, and the lock ends with the process, however it ends. So only one
+process trains a run at a time, and others can tell a run that goes on from one that was killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from turnwise.runtime.pending_calls import PendingCall
 STATUS_FILE = "status.json"
 LOCK_FILE = "run.lock"
 SHOWN_CALLS = 20
-"""How many of the longest waits are written down."""
+"""How many of the longest pending calls the file holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownCall:
-    """A wait as another process can read it."""
+    """A pending call as another process can read it."""
 
     party: str
     what: str
@@ -37,43 +37,43 @@ class ShownCall:
     deadline_s: float
 
     @classmethod
-    def of(cls, wait: PendingCall) -> ShownCall:
+    def of(cls, call: PendingCall) -> ShownCall:
         return cls(
-            party=wait.party,
-            what=wait.what,
-            who=wait.who,
-            waited_s=round(wait.waited_s, 2),
-            deadline_s=wait.deadline_s,
+            party=call.party,
+            what=call.what,
+            who=call.who,
+            waited_s=round(call.waited_s, 2),
+            deadline_s=call.deadline_s,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One look at a run."""
+    """The state of a run at one moment."""
 
     pid: int
     time: float
-    """When it was written, in seconds since 1970."""
+    """When the status was written, in seconds since 1970."""
     phase: str
     step: int
     num_steps: int
     version: int
-    """Updates of the weights."""
+    """Number of weight updates so far."""
     reason: str
-    """What the loop waits for, in words; empty while it computes."""
+    """What the loop waits for now, in words; empty while it computes."""
     waits: tuple[ShownCall, ...] = ()
-    """Calls that have not come back, the longest first."""
+    """Pending calls, the longest first. Status files name them `waits`."""
     num_waits: int = 0
     pool: dict[str, int] = field(default_factory=dict[str, int])
-    """Groups by state, and attempts that are being played."""
+    """Number of groups by state, and of attempts that are being played."""
     alarms: tuple[str, ...] = ()
     blocked_s: float = 0.0
-    """How long the event loop has not come round: something in it computes, or blocks."""
+    """Seconds for which the event loop has been blocked."""
     memory_mb: float = 0.0
 
 
 def write_status(directory: Path, status: Status) -> None:
-    """Complete or not at all; a disk that is full costs the status, not the run."""
+    """Write the whole file or nothing. A full disk costs the status, not the run."""
     unfinished = directory / f".{STATUS_FILE}"
     with contextlib.suppress(OSError):
         unfinished.write_text(json.dumps(asdict(status)), encoding="utf-8")

@@ -56,7 +56,7 @@ async def test_a_call_leaves_the_list_however_it_ends(end: str) -> None:
 
 
 async def test_a_trainer_that_does_not_answer_is_named_at_its_deadline() -> None:
-    watchdog = Watchdog(call_deadline_s=0.05, waits=PendingCalls())
+    watchdog = Watchdog(call_deadline_s=0.05, calls=PendingCalls())
     with pytest.raises(StalledError, match=r"trainer: forward_backward gave no answer within 0\.05 s") as caught:
         await watchdog.call("trainer", "forward_backward", asyncio.Event().wait())
     assert caught.value.party == "trainer"
@@ -68,12 +68,12 @@ async def test_a_timeout_of_the_party_itself_is_not_taken_for_ours() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await Watchdog(waits=PendingCalls()).call("trainer", "optim_step", work())
+        await Watchdog(calls=PendingCalls()).call("trainer", "optim_step", work())
 
 
 async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wait_for() -> None:
     waits = PendingCalls()
-    watchdog = Watchdog(stall_deadline_s=0.01, waits=waits)
+    watchdog = Watchdog(stall_deadline_s=0.01, calls=waits)
     with waits.listed("env", "step", 600):
         never = asyncio.create_task(asyncio.Event().wait())
         with pytest.raises(StalledError, match=r"attempts: nothing came back .* longest waits: env: step"):
@@ -83,7 +83,7 @@ async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wai
 
 async def test_attempts_are_waited_for_as_long_as_calls_come_back() -> None:
     waits = PendingCalls()
-    watchdog = Watchdog(stall_deadline_s=1.5, waits=waits)
+    watchdog = Watchdog(stall_deadline_s=1.5, calls=waits)
 
     async def many_short_calls() -> None:
         for _ in range(20):

@@ -13,7 +13,6 @@ Shape legend: N input positions of one datum, T those of all datums laid end to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +32,12 @@ from turnwise.engine.training.objective import LossSettings, Objective
 from turnwise.engine.training.pack import Entries
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import VALUE_LOSS, read_settings
 from turnwise.models.linears import Shape
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import Datum, LoraConfig, TensorData
 
 CRITIC_HINT = "a critic has forward and forward_backward with 'value'"
-VALUE_LOSS = "value"
 VALUE_INPUTS: Mapping[str, str] = {
     "mask": "1 on each position whose value is asked for or learned, 0 on the others",
     "weights": "1.0 (or a normaliser) on each learned position",
@@ -172,7 +171,7 @@ class ValueLoss:
         """The `loss_fn_inputs` that a datum must bring."""
         if not self.is_learning:
             return ()
-        return ("mask", "returns", "values") if self.clip else ("mask", "returns")
+        return (*VALUE_LOSS.columns, "values") if self.clip else VALUE_LOSS.columns
 
     def __call__(self, values_T: Tensor, entropies_T: Tensor | None, columns: ValueColumns) -> Tensor:  # noqa: ARG002
         error_T = (values_T - columns.returns_T).square()
@@ -205,18 +204,12 @@ class StateValues:
     output_name = "values"
 
     def make_loss(self, name: object, settings: LossSettings, *, is_learning: bool) -> ValueLoss:
-        if name != VALUE_LOSS:
-            raise ConfigError(f"loss {name!r} on a critic; it knows one loss: {VALUE_LOSS!r}")
-        given = dict(settings or {})
-        for key in given:
-            if key != "value_clip":
-                raise ConfigError(f"{VALUE_LOSS} has no config key {key!r}{did_you_mean(key, ['value_clip'])}")
-        clip = given.get("value_clip", 0.0)
-        if isinstance(clip, str) or not (math.isfinite(clip) and clip >= 0):
-            raise ConfigError(f"value_clip={clip!r}; expected a distance such as 0.2, or 0 for off")
+        if name != VALUE_LOSS.name:
+            raise ConfigError(f"loss {name!r} on a critic; it knows one loss: {VALUE_LOSS.name!r}")
+        clip = read_settings(VALUE_LOSS, settings).value_clip
         if clip and not is_learning:
             raise ConfigError("value_clip is not read by forward; leave it out")
-        return ValueLoss(clip=float(clip), is_learning=is_learning)
+        return ValueLoss(clip=clip, is_learning=is_learning)
 
     def read_datums(
         self,
@@ -260,7 +253,7 @@ def _read_datum(datum: Datum, loss: ValueLoss, model: CausalModel) -> ValueDatum
             raise DataError(f"loss_fn_inputs has no key {key!r}{near}; a critic reads {', '.join(VALUE_INPUTS)}")
     for key in loss.required_inputs:
         if key not in inputs:
-            raise DataError(f"{VALUE_LOSS} needs {key} in loss_fn_inputs; send {VALUE_INPUTS[key]}")
+            raise DataError(f"{VALUE_LOSS.name} needs {key} in loss_fn_inputs; send {VALUE_INPUTS[key]}")
     if not 0 < len(ids) <= model.max_context_length:
         raise DataError(
             f"model_input has {len(ids)} tokens; expected 1 to {model.max_context_length} (the model's limit here)"

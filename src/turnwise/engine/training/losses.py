@@ -57,9 +57,9 @@ class LossColumns:
     """Per-token columns of a batch of datums laid end to end; every tensor is [T]."""
 
     mask_T: Tensor
-    """bool; the trained positions. What the other columns hold elsewhere is never read."""
+    """bool; the trained positions. Other columns are read at these positions only."""
     weights_T: Tensor
-    """float32; normalisers are folded in here."""
+    """float32; they contain every normaliser."""
     advantages_T: Tensor
     sampler_logprobs_T: Tensor
     datum_T: Tensor
@@ -67,10 +67,10 @@ class LossColumns:
     num_datums: int
     old_logprobs_T: Tensor | None = None
     old_share_T: Tensor | None = None
-    """In place of `old_logprobs_T`: where the old policy lies from the sampler (0) to the trainer (1), in logprobs."""
+    """Instead of `old_logprobs_T`: position of the old logprob between the sampler's (0) and the trainer's (1)."""
     ref_logprobs_T: Tensor | None = None
     clip_low_T: Tensor | None = None
-    """Absolute ratio bounds per token; they take the place of the config's."""
+    """Absolute ratio bounds per token; they replace those of the options."""
     clip_high_T: Tensor | None = None
     sequence_ratio_mask_T: Tensor | None = None
     """bool; the trained tokens that enter a sequence-level ratio. None: all of them."""
@@ -182,7 +182,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The columns as the formulas read them: 0 wherever a token is untrained, whatever filler came there."""
+    """The columns as the formulas read them: 0 wherever a token is not trained."""
 
     mask_T: Tensor
     logprobs_T: Tensor
@@ -194,7 +194,7 @@ class _Tokens:
     log_rho_T: Tensor | None
     """log(old / sampler), a constant; None in bypass."""
     columns: LossColumns
-    """As they came, filler included."""
+    """The columns before masking."""
     clip_low_T: Tensor
     clip_high_T: Tensor
     sequence_mask_T: Tensor
@@ -216,12 +216,12 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PolicyTerm:
-    """[T] a loss before factor and weight, and what its ratio met."""
+    """[T] a loss before factor and weight, its ratio, and where the ratio was clipped."""
 
     loss_T: Tensor
     ratio_T: Tensor
     clipped: Mapping[str, Tensor]
-    """bool by side: low, high, dual; only the sides that the loss has."""
+    """bool masks by side (low, high, dual); only the sides that the loss has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pairs:
-    """A batch, pair by pair."""
+    """The sums of a batch for each pair."""
 
     pair_T: Tensor
     """int64; which pair a token belongs to, from 0."""
@@ -99,7 +99,7 @@ class _Pairs:
     chosen_P: Tensor
     """The chosen side's weighted sum of log-ratios."""
     delta_P: Tensor
-    """That, minus the rejected side's."""
+    """The chosen side's sum minus the rejected side's."""
     rewards_P: Tensor
     """R - R'."""
     weights_P: Tensor
@@ -172,7 +172,7 @@ def make_preference_loss(name: str, config: Settings | None = None) -> Preferenc
 
 
 def check_pairs(datums: Sequence[DatumColumns]) -> None:
-    """Refuse a batch in which a dialogue has no counterpart, or a pair no single weight."""
+    """Refuse a batch in which a side of a pair is missing, or the tokens of a pair have different weights."""
     sides: dict[int, set[bool]] = {}
     weights: dict[int, float] = {}
     has_numbers = datums[0].pair is not None

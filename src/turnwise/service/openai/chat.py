@@ -32,7 +32,7 @@ from turnwise.service.openai.logprobs import chat_logprob, check_top_logprobs
 from turnwise.service.openai.messages import Reply, call_to_json, read_messages, with_call_text, with_tools
 from turnwise.service.openai.schemas import ChatBody, refused
 from turnwise.service.openai.text import ReplyStream
-from turnwise.service.wire.types import SampleReply
+from turnwise.service.wire.results import SampleReply
 from turnwise.trajectory import Message
 from turnwise.types import SampledSequence, SampleRequest, SamplingParams
 

@@ -28,7 +28,7 @@ from turnwise.service.openai.gateway import (
 from turnwise.service.openai.logprobs import check_top_logprobs, plain_logprobs
 from turnwise.service.openai.schemas import CompletionBody, refused
 from turnwise.service.openai.text import ReplyStream
-from turnwise.service.wire.types import SampleReply
+from turnwise.service.wire.results import SampleReply
 from turnwise.types import SampleRequest
 
 DEFAULT_MAX_TOKENS = 16

@@ -17,7 +17,7 @@ from turnwise.errors import CheckpointError, TurnwiseError
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.service.access import Caller
 from turnwise.service.engines import ServedModel
-from turnwise.service.failures import Failure, HttpFailure, without_paths
+from turnwise.service.failures import HttpFailure, without_paths
 from turnwise.service.futures import Promise
 from turnwise.service.openai.capture import Captures
 from turnwise.service.sampling.sampling import SamplingSession
@@ -25,6 +25,7 @@ from turnwise.service.service import Service
 from turnwise.service.store.store import SessionRow
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
+from turnwise.service.wire.results import SampleReply
 from turnwise.types import SampleRequest, SamplingParams
 
 DEADLINE_S = 600.0
@@ -151,7 +152,7 @@ class Gateway:
             talker.sampler, request, seq=next(self._numbers), num_bytes=num_bytes, on_token=on_token
         )
 
-    async def result(self, promise: Promise, request: Request) -> wire.SampleReply:
+    async def result(self, promise: Promise, request: Request) -> SampleReply:
         """Wait for a request, at most to the deadline; a client that leaves takes its request with it."""
         gone = asyncio.ensure_future(_until_gone(request))
         done = asyncio.ensure_future(self.service.promises.wait(promise, DEADLINE_S))
@@ -213,12 +214,13 @@ def cancel(promise: Promise) -> None:
         promise.on_cancel()
 
 
-def outcome_of(promise: Promise) -> wire.SampleReply:
+def outcome_of(promise: Promise) -> SampleReply:
     outcome = promise.outcome
     promise.was_read = True
-    if isinstance(outcome, Failure):
-        raise HttpFailure(400 if outcome.category == "user" else 500, outcome.error)
-    assert isinstance(outcome, wire.SampleReply)
+    failure = None if outcome is None else outcome.failure
+    if failure is not None:
+        raise HttpFailure(400 if failure.category == "user" else 500, failure.error)
+    assert isinstance(outcome, SampleReply)
     return outcome
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from turnwise.service.failures import Failure
 from turnwise.service.futures import Promise
 from turnwise.service.routes.common import (
     PREFIX,
@@ -20,7 +19,6 @@ from turnwise.service.routes.common import (
     is_local,
     promised,
 )
-from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 
@@ -51,13 +49,8 @@ async def retrieve_future(request: Request) -> Response:
     promise.was_read = True
     outcome = promise.outcome
     assert outcome is not None
-    if isinstance(outcome, Failure):
-        return JSONResponse({"error": outcome.error, "category": outcome.category})
-    wants_proto = wire.PROTOBUF in request.headers.get("accept", "")
-    content, content_type = wire_results.encode(outcome, "protobuf" if wants_proto else "json")
-    if isinstance(content, bytes):
-        return Response(content, media_type=content_type)
-    return JSONResponse(content)
+    proto = outcome.to_proto() if wire.PROTOBUF in request.headers.get("accept", "") else None
+    return JSONResponse(outcome.to_json()) if proto is None else Response(proto, media_type=wire.PROTOBUF)
 
 
 def _try_again(promise: Promise) -> JSONResponse:

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from turnwise.errors import TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure, not_found
-from turnwise.service.requests import RequestKind, TrainingRequest, parse_request, place_of
 from turnwise.service.routes.common import (
     PREFIX,
     CallerDep,
@@ -24,8 +23,10 @@ from turnwise.service.routes.common import (
 )
 from turnwise.service.service import Service
 from turnwise.service.store.store import KIND_KEY, OwnedCheckpointRow
+from turnwise.service.training.operations import TrainingRequest, parse_request, sender_of
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
+from turnwise.service.wire.results import JsonReply
 
 router = APIRouter(prefix=PREFIX, tags=["training"])
 
@@ -33,7 +34,7 @@ BIG_BODY = 1 << 16
 """Bodies from this size on are parsed beside the event loop."""
 
 
-async def submit(service: Service, caller: Caller, request: Request, kind: RequestKind) -> JSONResponse:
+async def submit(service: Service, caller: Caller, request: Request, kind: str) -> JSONResponse:
     """Read, check and queue one training request; one that is refused still uses up its sequence number."""
     body = await read_body(request, service.config.max_body_bytes)
     try:
@@ -52,10 +53,11 @@ async def submit(service: Service, caller: Caller, request: Request, kind: Reque
     return promised(request_id, model_id=parsed.model_id)
 
 
-def _refuse(service: Service, caller: Caller, kind: RequestKind, body: bytes) -> None:
-    place = place_of(kind, body)
-    if place is not None:
-        service.training.refuse(caller, *place)
+def _refuse(service: Service, caller: Caller, kind: str, body: bytes) -> None:
+    sender = sender_of(kind, body)
+    if sender is not None:
+        model_id, seq = sender
+        service.training.refuse(caller, model_id, seq)
 
 
 @router.post("/create_model")
@@ -185,5 +187,6 @@ async def unload_model(service: ServiceDep, caller: CallerDep, body: schemas.Mod
     if model.lane.is_idle and model.adapter.is_resident:
         service.training.snapshot(model, park=True)
     promise = service.promises.create(caller.owner, "UnloadModel", 0)
-    service.promises.settle(promise, {"type": "unload_model", "model_id": body.model_id, "time": time.time()})
+    done = JsonReply({"type": "unload_model", "model_id": body.model_id, "time": time.time()})
+    service.promises.settle(promise, done)
     return promised(promise.request_id, model_id=body.model_id)

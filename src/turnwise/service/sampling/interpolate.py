@@ -19,7 +19,7 @@ from turnwise.service.queue import Operation, Steps
 from turnwise.service.store.store import OwnedCheckpointRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.wire import schemas
-from turnwise.service.wire import types as wire
+from turnwise.service.wire.results import JsonReply
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
@@ -49,16 +49,18 @@ class Interpolation:
             yield from ()
             return self._write(engine, row, sources, body.coefficients)
 
-        def finish(written: OwnedCheckpointRow) -> wire.JsonObject:
+        def finish(written: OwnedCheckpointRow) -> JsonReply:
             self._store.put(written)
-            return {
-                "type": "mint_interpolate_checkpoints",
-                "path": written.path,
-                "checkpoint_type": "sampler",
-                "source_paths": body.source_paths,
-                "coefficients": body.coefficients,
-                "has_rank_shards": False,
-            }
+            return JsonReply(
+                {
+                    "type": "mint_interpolate_checkpoints",
+                    "path": written.path,
+                    "checkpoint_type": "sampler",
+                    "source_paths": body.source_paths,
+                    "coefficients": body.coefficients,
+                    "has_rank_shards": False,
+                }
+            )
 
         lane = served.queue.lane(f"interpolate:{caller.owner}", f"interpolate:{caller.owner}")
         operation = Operation(

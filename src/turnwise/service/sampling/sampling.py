@@ -22,7 +22,7 @@ from turnwise.errors import DataError
 from turnwise.service.access import Caller
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModel, ServedModels
-from turnwise.service.failures import Failure, HttpFailure, not_found, session_finished, to_failure
+from turnwise.service.failures import HttpFailure, not_found, session_finished, to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
 from turnwise.service.queue import FairShare
 from turnwise.service.store.store import RunRow, SamplerRow, Store
@@ -30,6 +30,7 @@ from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.parked_adapters import DeviceLimit, ParkedPolicy
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
+from turnwise.service.wire.results import RequestFailure, RequestOutcome, SampleReply
 from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse, TensorData
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Sampling:
         waiting = line.jobs.get(job.sampler.row.session_id)
         if waiting is not None and job in waiting:
             waiting.remove(job)
-            self._settle(job, Failure("cancelled", "user"))
+            self._settle(job, RequestFailure("cancelled", "user"))
 
     def _pump(self, line: _Line) -> None:
         while True:
@@ -272,13 +273,13 @@ class Sampling:
         self._tasks.add(task)
         job.promise.on_cancel = task.cancel  # pyright: ignore[reportAttributeAccessIssue]
 
-        def done(task: asyncio.Task[wire.SampleReply]) -> None:
+        def done(task: asyncio.Task[SampleReply]) -> None:
             self._tasks.discard(task)
             line.num_running -= job.num_samples
             job.sampler.num_running -= 1
             job.sampler.last_used = self._loop.time()
             if task.cancelled():
-                self._settle(job, Failure("cancelled", "user"))
+                self._settle(job, RequestFailure("cancelled", "user"))
             else:
                 error = task.exception()
                 self._settle(job, task.result() if error is None else to_failure(error))
@@ -286,16 +287,16 @@ class Sampling:
 
         task.add_done_callback(done)
 
-    def _settle(self, job: _QueuedSample, outcome: wire.SampleReply | Failure) -> None:
+    def _settle(self, job: _QueuedSample, outcome: RequestOutcome) -> None:
         sampler = job.sampler
         self._promises.settle(job.promise, outcome)
         sampler.num_completed += 1
-        is_good = not isinstance(outcome, Failure)
+        is_good = outcome.failure is None
         sampler.completions.append((sampler.num_completed, job.seq // 10**9, job.promise.request_id, is_good))
         sampler.news.set()
         sampler.news = asyncio.Event()
 
-    async def _sample(self, job: _QueuedSample) -> wire.SampleReply:
+    async def _sample(self, job: _QueuedSample) -> SampleReply:
         worker, request = job.sampler.served.loaded.worker, job.request
         policy = job.sampler.weights.resident(worker.engine)
         if policy is None:
@@ -309,7 +310,7 @@ class Sampling:
             topk = await self._topk_sampled(job, policy, tokens, response)
         if request.targets is not None:
             targets = await self._score_targets(job, policy, tokens, request.targets)
-        return wire.SampleReply(response=response, topk_sampled=topk, target_logprobs=targets)
+        return SampleReply(response=response, topk_sampled=topk, target_logprobs=targets)
 
     async def _topk_sampled(self, job: _QueuedSample, policy: Any, prompt: list[int], response: SampleResponse) -> Any:
         """Read the sampled tokens once more for their best alternatives; logprobs are at temperature 1."""

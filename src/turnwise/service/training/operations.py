@@ -1,9 +1,9 @@
-"""What each training request does, as an operation for the queue."""
+"""Every kind of training request: how it is read, and what it does, as an operation for the queue."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,12 @@ from turnwise.service.engines import ServedModel
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
 from turnwise.service.queue import Lane, Operation, Steps
-from turnwise.service.requests import TrainingRequest
 from turnwise.service.store.store import OwnedCheckpointRow, RunRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.parked_adapters import ParkedAdapter, ParkedPolicy
-from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
+from turnwise.service.wire.results import JsonReply, TrainingReply, tensor_to_json
 from turnwise.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -71,39 +70,26 @@ class OperationBuilder:
     def build(
         self, model: TrainingModel, request: TrainingRequest, promise: Promise | None, request_id: str
     ) -> Operation:
-        match request.kind:
-            case "forward_backward.proto" | "forward_backward.json" | "forward.json":
-                return self._forward_backward(model, request.parsed, promise)
-            case "optim_step":
-                return self._optim_step(model, request.parsed, promise)
-            case "load_weights":
-                return self._load(model, request.parsed, promise)
-            case "reverse_kl":
-                return self._reverse_kl(model, request.parsed, promise)
-            case "save_weights_for_sampler" if request.parsed.path is None:
-                return self._publish(model, request.parsed, promise)
-            case "save_weights" | "save_weights_for_sampler" | "save_weights_external":
-                return self._save(model, request.parsed, KINDS_SAVED[request.kind], promise, request_id)
-            case "refused":
-                raise AssertionError("a refused request does nothing")
+        """Turn a request into what runs on the engine; refuse what cannot work."""
+        operation = REQUESTS[request.kind].build(self, model, request, request_id)
+        operation.promise = promise
+        return operation
 
-    def _forward_backward(
-        self, model: TrainingModel, request: wire.ForwardBackwardRequest, promise: Promise | None
-    ) -> Operation:
-        batch = self._with_reference(model, request.batch)
+    def forward_backward(self, model: TrainingModel, request: TrainingRequest, _: str) -> Operation:
+        asked: wire.ForwardBackwardRequest = request.parsed
+        batch = self._with_reference(model, asked.batch)
 
         def begin(engine: Engine) -> Steps:
-            run = engine.forward if request.forward_only else engine.forward_backward
+            run = engine.forward if asked.forward_only else engine.forward_backward
             return (yield from run(model.adapter.load(engine), batch.datums, batch.loss_fn, batch.loss_fn_config))
 
-        def finish(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-            return wire.join_columns(output, batch.widths)
+        def finish(output: ForwardBackwardOutput) -> TrainingReply:
+            return TrainingReply(wire.join_columns(output, batch.widths))
 
         return Operation(
-            promise=promise,
             begin=begin,
             finish=finish,
-            batch=None if request.forward_only or model.run.is_critic else batch,
+            batch=None if asked.forward_only or model.run.is_critic else batch,
             adapter=model.adapter.load,
             cost=batch.num_tokens,
         )
@@ -117,22 +103,22 @@ class OperationBuilder:
         config = {**batch.loss_fn_config, "kl_reference": str(self._checkpoints.directory(row))}
         return replace(batch, loss_fn_config=config)
 
-    def _optim_step(self, model: TrainingModel, body: schemas.OptimStepBody, promise: Promise | None) -> Operation:
-        params = wire.read_adam(body)
+    def optim_step(self, model: TrainingModel, request: TrainingRequest, _: str) -> Operation:
+        params = wire.read_adam(request.parsed)
 
-        def finish(metrics: dict[str, float]) -> wire.JsonObject:
+        def finish(metrics: dict[str, float]) -> JsonReply:
             model.run.num_steps = int(metrics["optimizer_step"])
             model.steps_since_snapshot += 1
             self._after_step(model)
-            return {"type": "optim_step", "metrics": metrics}
+            return JsonReply({"type": "optim_step", "metrics": metrics})
 
         return Operation(
-            promise=promise,
             begin=_at_once(lambda engine: engine.optim_step(model.adapter.load(engine), params)),
             finish=finish,
         )
 
-    def _load(self, model: TrainingModel, body: schemas.LoadWeightsBody, promise: Promise | None) -> Operation:
+    def load(self, model: TrainingModel, request: TrainingRequest, _: str) -> Operation:
+        body: schemas.LoadWeightsBody = request.parsed
         found: list[Path] = []
 
         def prepare() -> None:
@@ -147,20 +133,21 @@ class OperationBuilder:
             verify(found[0])
             engine.load_adapter(model.adapter.load(engine), found[0], with_optimizer=body.optimizer)
 
-        def finish(_: None) -> wire.JsonObject:
+        def finish(_: None) -> JsonReply:
             self._after_load(model)
-            return {"type": "load_weights", "path": body.path, "model_id": model.run.model_id}
+            return JsonReply({"type": "load_weights", "path": body.path, "model_id": model.run.model_id})
 
-        return Operation(promise=promise, begin=_at_once(load), prepare=prepare, finish=finish, needs_quiet=True)
+        return Operation(begin=_at_once(load), prepare=prepare, finish=finish, needs_quiet=True)
 
-    def _save(
-        self, model: TrainingModel, body: schemas.SaveWeightsBody, kind: Kind, promise: Promise | None, request_id: str
-    ) -> Operation:
-        if body.path is None:
-            raise HttpFailure(400, "path is missing; send the name of the checkpoint")
+    def save(self, model: TrainingModel, request: TrainingRequest, request_id: str) -> Operation:
+        body: schemas.SaveWeightsBody = request.parsed
+        kind = KINDS_SAVED[request.kind]
         if kind == "sampler_weights":
             _refuse_critic(model)
-        saved_by = next(name for name, saved in KINDS_SAVED.items() if saved == kind)
+            if body.path is None:
+                return self._publish(model, body)
+        if body.path is None:
+            raise HttpFailure(400, "path is missing; send the name of the checkpoint")
         now = time.time()
         row = OwnedCheckpointRow(
             model_id=model.run.model_id,
@@ -183,23 +170,22 @@ class OperationBuilder:
 
             return self._checkpoints.write(row, str(model.served.directory), fill)
 
-        def finish(written: OwnedCheckpointRow) -> wire.JsonObject:
+        def finish(written: OwnedCheckpointRow) -> JsonReply:
             self._store.put(written)
-            answer: wire.JsonObject = {"type": saved_by, "path": written.path}
-            return {**answer, "size_bytes": written.size_bytes} if kind == "external_weights" else answer
+            size = {"size_bytes": written.size_bytes} if kind == "external_weights" else {}
+            return JsonReply({"type": request.kind, "path": written.path, **size})
 
         return Operation(
-            promise=promise,
             begin=_at_once(save),
             prepare=lambda: self._checkpoints.check_name(row, overwrite=body.overwrite),
             finish=finish,
             needs_quiet=True,
         )
 
-    def _publish(self, model: TrainingModel, body: schemas.SaveWeightsBody, promise: Promise | None) -> Operation:
+    def _publish(self, model: TrainingModel, body: schemas.SaveWeightsBody) -> Operation:
+        """Publish weights without a name, to sample from only."""
         if body.sampling_session_seq_id is None:
             raise HttpFailure(400, "send path (a name to save under) or sampling_session_seq_id (to sample only)")
-        _refuse_critic(model)
         row = self._sampling.published_row(model.run, body.sampling_session_seq_id)
 
         def publish(engine: Engine) -> ParkedPolicy:
@@ -209,14 +195,16 @@ class OperationBuilder:
                 weights.write(engine, directory)
             return weights
 
-        def finish(weights: ParkedPolicy) -> wire.JsonObject:
+        def finish(weights: ParkedPolicy) -> JsonReply:
             self._sampling.add(row, model.served, weights)
-            return {"type": "save_weights_for_sampler", "sampling_session_id": row.sampler_id, "path": None}
+            published = {"type": "save_weights_for_sampler", "sampling_session_id": row.sampler_id, "path": None}
+            return JsonReply(published)
 
-        return Operation(promise=promise, begin=_at_once(publish), finish=finish)
+        return Operation(begin=_at_once(publish), finish=finish)
 
-    def _reverse_kl(self, model: TrainingModel, body: schemas.ReverseKlBody, promise: Promise | None) -> Operation:
-        """Reverse KL at sampled tokens: see docs/service.md for the definition."""
+    def reverse_kl(self, model: TrainingModel, request: TrainingRequest, _: str) -> Operation:
+        """Train on the reverse KL at sampled tokens: docs/service.md defines it."""
+        body: schemas.ReverseKlBody = request.parsed
         _refuse_critic(model)
         if not body.temperature > 0:
             raise HttpFailure(400, f"temperature={body.temperature}; expected more than 0")
@@ -238,11 +226,75 @@ class OperationBuilder:
             return datums, reference_logprobs, output
 
         return Operation(
-            promise=promise,
             begin=begin,
             finish=lambda value: _reverse_kl_result(*value),
             cost=2 * sum(datum.model_input.length for datum in student),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestType:
+    """One kind of training request: how its body is read, and what it does."""
+
+    read: Callable[[bytes], Any]
+    """Gives a value with `model_id` and `seq_id`; what cannot be read is a `DataError` or pydantic's own error."""
+    build: Callable[[OperationBuilder, TrainingModel, TrainingRequest, str], Operation]
+    changes_nothing: bool = False
+    """The adapter is the same afterwards: after a restart it need not run again."""
+    is_protobuf: bool = False
+
+
+_SAVE = RequestType(schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True)
+
+REQUESTS: Mapping[str, RequestType] = {
+    "forward_backward.proto": RequestType(
+        wire.decode_forward_backward, OperationBuilder.forward_backward, is_protobuf=True
+    ),
+    "forward_backward.json": RequestType(wire.read_forward_backward, OperationBuilder.forward_backward),
+    "forward.json": RequestType(wire.read_forward, OperationBuilder.forward_backward, changes_nothing=True),
+    "optim_step": RequestType(schemas.OptimStepBody.model_validate_json, OperationBuilder.optim_step),
+    "load_weights": RequestType(schemas.LoadWeightsBody.model_validate_json, OperationBuilder.load),
+    "save_weights": RequestType(
+        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
+    ),
+    "save_weights_for_sampler": RequestType(
+        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
+    ),
+    "save_weights_external": RequestType(
+        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
+    ),
+    "reverse_kl": RequestType(schemas.ReverseKlBody.model_validate_json, OperationBuilder.reverse_kl),
+}
+"""Every training request by its name, which the journal stores too: a new one is a line here, its method above, its
+body in `wire/schemas.py` and its route."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRequest:
+    """One request to one model: what it says, and the bytes it came in."""
+
+    kind: str
+    """A name of `REQUESTS`, or `refused` for one that only uses up its number."""
+    model_id: str
+    seq: int | None
+    body: bytes
+    parsed: Any
+    """A `wire.ForwardBackwardRequest` or one of the schemas."""
+
+    @property
+    def changes_nothing(self) -> bool:
+        return REQUESTS[self.kind].changes_nothing or getattr(self.parsed, "forward_only", False)
+
+
+def parse_request(kind: str, body: bytes) -> TrainingRequest:
+    """Read a body; `RequestType.read` says what it raises."""
+    parsed = REQUESTS[kind].read(body)
+    return TrainingRequest(kind=kind, model_id=parsed.model_id or "", seq=parsed.seq_id, body=body, parsed=parsed)
+
+
+def sender_of(kind: str, body: bytes) -> tuple[str, int] | None:
+    """Read the model and the number of a request that was refused, where they can be read at all."""
+    return wire.read_proto_sender(body) if REQUESTS[kind].is_protobuf else wire.read_json_sender(body)
 
 
 def _reverse_kl_datums(index: int, body: schemas.ReverseKlDatumBody, temperature: float) -> tuple[Datum, Datum]:
@@ -269,13 +321,13 @@ def _with_input(datum: Datum, key: str, array: np.ndarray) -> Datum:
     return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
-def _reverse_kl_result(datums: list[Datum], reference: list[Any], output: ForwardBackwardOutput) -> wire.JsonObject:
+def _reverse_kl_result(datums: list[Datum], reference: list[Any], output: ForwardBackwardOutput) -> JsonReply:
     outputs: list[wire.JsonObject] = []
     gaps: list[np.ndarray] = []
     for datum, other, entry in zip(datums, reference, output.loss_fn_outputs, strict=True):
         gap = entry["logprobs"].to_numpy() - other
         weights = datum.loss_fn_inputs["weights"].to_numpy()
-        outputs.append({"loss": wire_results.tensor_to_json(TensorData.from_numpy(weights * gap**2 / 2))})
+        outputs.append({"loss": tensor_to_json(TensorData.from_numpy(weights * gap**2 / 2))})
         gaps.append(gap[weights != 0])
     every = np.concatenate(gaps)
     metrics = {
@@ -283,7 +335,7 @@ def _reverse_kl_result(datums: list[Datum], reference: list[Any], output: Forwar
         "reverse_kl_k1:mean": float(every.mean()) if len(every) else 0.0,
         "num_trained_tokens:sum": float(len(every)),
     }
-    return {"type": "mint_forward_backward_reverse_kl", "outputs": outputs, "metrics": metrics}
+    return JsonReply({"type": "mint_forward_backward_reverse_kl", "outputs": outputs, "metrics": metrics})
 
 
 def _refuse_critic(model: TrainingModel) -> None:

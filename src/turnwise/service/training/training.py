@@ -7,7 +7,6 @@ keep the result that was given, the others get theirs now.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import sqlite3
@@ -23,19 +22,18 @@ from turnwise.errors import TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModels
-from turnwise.service.failures import Failure, HttpFailure, not_found, session_finished
+from turnwise.service.failures import HttpFailure, not_found, session_finished
 from turnwise.service.futures import Promise, Promises
 from turnwise.service.queue import Operation, Steps
-from turnwise.service.requests import TrainingRequest, parse_request
 from turnwise.service.sampling.sampling import Sampling
 from turnwise.service.store.store import CRITIC, KIND_KEY, JournalRow, RunRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
-from turnwise.service.training.operations import OperationBuilder, TrainingModel
+from turnwise.service.training.operations import OperationBuilder, TrainingModel, TrainingRequest, parse_request
 from turnwise.service.training.parked_adapters import DeviceLimit, ParkedAdapter
-from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
-from turnwise.types import ForwardBackwardOutput, LoraConfig
+from turnwise.service.wire.results import JsonReply, outcome_from_journal
+from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
@@ -112,7 +110,7 @@ class Training:
         promise = self._promises.create(caller.owner, "CreateModel", 0, request_id=request_id)
         model = self._open(run)
         self._make_room(keep=model)
-        created = {"type": "create_model", "model_id": model_id}
+        created = JsonReply({"type": "create_model", "model_id": model_id})
 
         def begin(engine: Engine) -> Steps:
             yield from ()
@@ -141,7 +139,7 @@ class Training:
         try:
             self._promises.get(run.request_id, run.owner)
         except HttpFailure:
-            created: wire.JsonObject = {"type": "create_model", "model_id": run.model_id}
+            created = JsonReply({"type": "create_model", "model_id": run.model_id})
             self._promises.restore(run.owner, "CreateModel", run.request_id, created)
 
     def get(self, model_id: str, owner: str) -> TrainingModel:
@@ -245,10 +243,11 @@ class Training:
 
     def _record_result(self, promise: Promise) -> None:
         assert promise.outcome is not None
-        if isinstance(promise.outcome, Failure) and not promise.outcome.is_final:
+        failure = promise.outcome.failure
+        if failure is not None and not failure.is_final:
             return
         try:
-            self._store.finish_journal(promise.request_id, outcome_to_bytes(promise.outcome))
+            self._store.finish_journal(promise.request_id, promise.outcome.to_journal())
         except sqlite3.Error as error:
             log.error("the result of %s could not be written: %s", promise.request_id, error)
 
@@ -274,7 +273,7 @@ class Training:
             finally:
                 model.is_saving = False
 
-        def finish(name: str) -> wire.JsonObject:
+        def finish(name: str) -> JsonReply:
             run = model.run
             if run.is_journaled or model.lane.is_idle:  # else requests that nobody wrote down have made it old
                 run.snapshot, run.snapshot_seq, run.next_seq = name, seqs[0], seqs[0] + 1
@@ -283,7 +282,7 @@ class Training:
             for other in model.adapter.root.iterdir():
                 if other.name != name:
                     remove_directory(other)
-            return {}
+            return JsonReply({})
 
         operation = Operation(
             promise=None, begin=begin, finish=finish, prepare=lambda: seqs.append(model.lane.next_seq - 1)
@@ -333,7 +332,7 @@ class Training:
             log.warning("%s is not brought back: %s", run.model_id, error.detail)
         for row in rows:
             if row.result is not None:
-                self._promises.restore(run.owner, row.kind, row.request_id, outcome_from_bytes(row.result))
+                self._promises.restore(run.owner, row.kind, row.request_id, outcome_from_journal(row.result))
             if model is not None:
                 if row.seq is not None and row.kind != "refused":
                     model.lane.remember(row.seq, row.request_id)
@@ -348,7 +347,7 @@ class Training:
         assert row.body is not None
         body = zstandard.ZstdDecompressor().decompress(row.body)
         try:
-            request = parse_request(row.kind, body)  # pyright: ignore[reportArgumentType] - we wrote it
+            request = parse_request(row.kind, body)
             if row.result is not None and request.changes_nothing:
                 queue.skip(lane, row.seq)
                 return
@@ -360,18 +359,3 @@ class Training:
         except (TurnwiseError, ValidationError) as error:
             log.warning("%s: request %s is not run again: %s", row.model_id, row.seq, error)
             queue.skip(lane, row.seq)
-
-
-def outcome_to_bytes(outcome: wire.Result | Failure) -> bytes:
-    if isinstance(outcome, Failure):
-        return b"E" + json.dumps([outcome.error, outcome.category]).encode()
-    if isinstance(outcome, ForwardBackwardOutput):
-        return b"P" + wire_results.output_to_proto(outcome)
-    assert isinstance(outcome, dict)
-    return b"J" + json.dumps(outcome).encode()
-
-
-def outcome_from_bytes(data: bytes) -> wire.Result | Failure:
-    if data[:1] == b"E":
-        return Failure(*json.loads(data[1:]))
-    return wire_results.output_from_proto(data[1:]) if data[:1] == b"P" else json.loads(data[1:])

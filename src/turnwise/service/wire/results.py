@@ -1,18 +1,24 @@
-"""Results out: training outputs and samples as protobuf or JSON, and back from the journal."""
+"""Results out: what each kind of request ends with, as protobuf or JSON, and back from the journal."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.service.wire import proto as pb
-from turnwise.service.wire.types import JSON, PROTOBUF, JsonObject, Result, SampleReply
-from turnwise.types import ForwardBackwardOutput, TensorData
+from turnwise.service.wire.types import JsonObject
+from turnwise.types import ForwardBackwardOutput, SampleResponse, TensorData
+
+Category = Literal["user", "server", "unknown"]
+"""Whose fault an error is; SDKs retry what is the server's."""
 
 MISSING_TOPK_LOGPROB = -99999.0
 """Fills the cells of a top-k table that has no entry."""
@@ -21,17 +27,123 @@ _PROTO_OUTPUT = pb.message_class("ForwardBackwardOutput")
 _PROTO_SAMPLE = pb.message_class("SampleResponse")
 
 
-def encode(result: Result, accept: Literal["protobuf", "json"]) -> tuple[bytes | JsonObject, str]:
-    """The body of a finished request and its content type; only two kinds of result have a protobuf form."""
-    if isinstance(result, ForwardBackwardOutput):
-        if accept == "protobuf":
-            return output_to_proto(result), PROTOBUF
-        return output_to_json(result), JSON
-    if isinstance(result, SampleReply):
-        if accept == "protobuf":
-            return sample_to_proto(result), PROTOBUF
-        return sample_to_json(result), JSON
-    return result, JSON
+class RequestOutcome(ABC):
+    """What a request ended with: how it goes out to the client, and how the journal keeps it over a restart."""
+
+    num_sampled_tokens: int = 0
+    num_trained_tokens: float = 0.0
+
+    @property
+    def failure(self) -> RequestFailure | None:
+        """What went wrong; None for a good outcome."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        return 500
+
+    @abstractmethod
+    def to_json(self) -> JsonObject: ...
+
+    def to_proto(self) -> bytes | None:
+        """Return the protobuf form; None where the wire has none."""
+        return None
+
+    def to_journal(self) -> bytes:
+        """Return the bytes that `outcome_from_journal` reads; samples are never journaled."""
+        return b"J" + json.dumps(self.to_json()).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class JsonReply(RequestOutcome):
+    """A plain answer."""
+
+    content: JsonObject
+
+    def to_json(self) -> JsonObject:
+        return self.content
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure(RequestOutcome):
+    """The error of a request that was accepted and went wrong, as the SDKs read it."""
+
+    error: str
+    category: Category
+    is_final: bool = True
+    """False when the same request may still be done after a restart."""
+
+    @property
+    def failure(self) -> RequestFailure:
+        return self
+
+    def to_json(self) -> JsonObject:
+        return {"error": self.error, "category": self.category}
+
+    def to_journal(self) -> bytes:
+        return b"E" + json.dumps([self.error, self.category]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReply(RequestOutcome):
+    """What `forward` and `forward_backward` return."""
+
+    output: ForwardBackwardOutput
+
+    @property
+    def num_trained_tokens(self) -> float:
+        return max(self.output.metrics.get("num_trained_tokens:sum", 0.0), 0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        return 500 + sum(4 * len(tensor) + 200 for entry in self.output.loss_fn_outputs for tensor in entry.values())
+
+    def to_json(self) -> JsonObject:
+        return output_to_json(self.output)
+
+    def to_proto(self) -> bytes:
+        return output_to_proto(self.output)
+
+    def to_journal(self) -> bytes:
+        return b"P" + output_to_proto(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReply(RequestOutcome):
+    """A sample response, and what of the wire's extras was asked for."""
+
+    response: SampleResponse
+    topk_sampled: Sequence[Sequence[Sequence[tuple[int, float]]]] | None = None
+    """[sample][position][k]"""
+    target_logprobs: TensorData | None = None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.response.sequences)
+
+    @property
+    def num_bytes(self) -> int:
+        prompt = len(self.response.prompt_logprobs or ())
+        topk = sum(len(row or ()) for row in self.response.topk_prompt_logprobs or ())
+        return 500 + 72 * (self.num_sampled_tokens + prompt + topk)
+
+    def to_json(self) -> JsonObject:
+        return sample_to_json(self)
+
+    def to_proto(self) -> bytes:
+        return sample_to_proto(self)
+
+
+def outcome_from_journal(data: bytes) -> RequestOutcome:
+    """Read what `RequestOutcome.to_journal` wrote."""
+    match data[:1]:
+        case b"E":
+            return RequestFailure(*json.loads(data[1:]))
+        case b"P":
+            return TrainingReply(output_from_proto(data[1:]))
+        case _:
+            return JsonReply(json.loads(data[1:]))
 
 
 def output_to_proto(output: ForwardBackwardOutput) -> bytes:

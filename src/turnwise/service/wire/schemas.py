@@ -95,7 +95,7 @@ class ModelBody(Body):
     model_id: Id
 
 
-class PlaceBody(Body):
+class SenderBody(Body):
     """What says whose request it is, of a body that may be wrong in everything else."""
 
     model_id: Id

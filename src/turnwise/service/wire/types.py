@@ -1,4 +1,4 @@
-"""Bodies in, types out: JSON and protobuf translation, and nothing else; `wire_results.py` is the way back.
+"""Bodies in, types out: JSON and protobuf translation, and nothing else; `results.py` is the way back.
 
 Tinker's wire has no mask and lets every target be scored, so a datum without one gets a mask of ones here: logprobs
 come back for every target, and weights or advantages of 0 train nothing. Targets of shape [N, K] become K datums over
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.losses.table import LOSSES
@@ -28,7 +29,6 @@ from turnwise.types import (
     LoraConfig,
     ModelInput,
     SampleRequest,
-    SampleResponse,
     SamplingParams,
     TensorData,
     TensorDtype,
@@ -94,16 +94,6 @@ class ForwardBackwardRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleReply:
-    """A sample response, and what of the wire's extras was asked for."""
-
-    response: SampleResponse
-    topk_sampled: Sequence[Sequence[Sequence[tuple[int, float]]]] | None = None
-    """[sample][position][k]"""
-    target_logprobs: TensorData | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSample:
     """A sample request, and the extras that only the wire has."""
 
@@ -113,10 +103,6 @@ class ServedSample:
     """Return scores of this many tokens at the prompt's end; None returns all."""
     targets: NDArray[np.int64] | None = field(default=None, compare=False)
     """[prompt - 1, K] ids to score; -1 asks for nothing."""
-
-
-Result = ForwardBackwardOutput | SampleReply | JsonObject
-"""What a finished request holds."""
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -142,14 +128,23 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
-def read_place(body: bytes) -> tuple[str, int] | None:
-    """Model and sequence number of a protobuf request, even when its datums cannot be used."""
+def read_proto_sender(body: bytes) -> tuple[str, int] | None:
+    """Read the model and sequence number of a protobuf request, even when its datums cannot be used."""
     message = _PROTO_REQUEST()
     try:
         message.ParseFromString(body)
     except DecodeError:
         return None
     return (message.model_id, message.seq_id) if message.seq_id > 0 else None
+
+
+def read_json_sender(body: bytes) -> tuple[str, int] | None:
+    """Read the model and sequence number of a JSON request, whatever else is wrong with it."""
+    try:
+        sender = schemas.SenderBody.model_validate_json(body)
+    except ValidationError:
+        return None
+    return sender.model_id, sender.seq_id
 
 
 def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> TrainingBatch:
@@ -311,8 +306,21 @@ def read_model_input(body: schemas.ModelInputBody, index: int = 0) -> ModelInput
     return ModelInput(chunks=[EncodedTextChunk(tokens=chunk.tokens) for chunk in body.chunks])
 
 
-def read_forward_backward(body: schemas.ForwardBackwardInputBody) -> TrainingBatch:
-    """The JSON form of forward_backward and forward."""
+def read_forward_backward(content: bytes) -> ForwardBackwardRequest:
+    """Read the JSON form of forward_backward."""
+    body = schemas.ForwardBackwardBody.model_validate_json(content)
+    batch = _read_batch(body.forward_backward_input)
+    return ForwardBackwardRequest(model_id=body.model_id, seq_id=body.seq_id, batch=batch, forward_only=False)
+
+
+def read_forward(content: bytes) -> ForwardBackwardRequest:
+    """Read the JSON form of forward."""
+    body = schemas.ForwardBody.model_validate_json(content)
+    batch = _read_batch(body.forward_input)
+    return ForwardBackwardRequest(model_id=body.model_id, seq_id=body.seq_id, batch=batch, forward_only=True)
+
+
+def _read_batch(body: schemas.ForwardBackwardInputBody) -> TrainingBatch:
     datums = (
         Datum(
             model_input=read_model_input(datum.model_input, index),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.errors import ConfigError, DataError
-from turnwise.service.requests import parse_request, place_of
+from turnwise.service.training.operations import parse_request, sender_of
 from turnwise.service.wire import results as wire_results
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
@@ -116,8 +116,8 @@ def test_bytes_that_are_no_request_are_refused_and_nothing_worse(noise: bytes, a
     for body in (noise, good[:at] + noise + good[at:], good[: at % len(good)]):
         with contextlib.suppress(DataError):
             wire.decode_forward_backward(body)
-        place_of("forward_backward.proto", body)
-        place_of("optim_step", body)
+        sender_of("forward_backward.proto", body)
+        sender_of("optim_step", body)
 
 
 def test_a_training_output_survives_the_journal() -> None:
@@ -142,7 +142,7 @@ def test_a_sample_in_protobuf_marks_what_has_no_logprob() -> None:
         topk_prompt_logprobs=[None, [(4, -0.1), (5, -0.2)]],
     )
     message = message_class("SampleResponse")()
-    message.ParseFromString(wire_results.sample_to_proto(wire.SampleReply(response=response)))
+    message.ParseFromString(wire_results.SampleReply(response=response).to_proto())
     assert np.frombuffer(message.sequences[0].tokens, dtype="<i4").tolist() == [1, 2]
     logprobs = np.frombuffer(message.prompt_logprobs, dtype="<f4")
     assert np.isnan(logprobs[0])
