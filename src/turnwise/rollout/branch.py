@@ -6,9 +6,9 @@
 
 The dialogue before h is played once. Each continuation has its own env in the same state: a fork of the first env if it
 has `fork()`, otherwise a fresh env with the same seed that gets the same replies. The states are compared
-(`state_key()`, and every answer of a replay), and a copy that differs fails its attempt. Sampler and env draw different numbers in each
-continuation (`reseed(seed)`, if the env has it). All continuations hold the same ids before turn h, so they share the
-KV cache in sampling and the prefix tree in training.
+(`state_key()`, and every answer of a replay), and a copy that differs fails its attempt. Sampler and env draw different
+numbers in each continuation (`reseed(seed)`, if the env has it). All continuations hold the same ids before turn h, so
+they share the KV cache in sampling and the prefix tree in training.
 
 A dialogue may end before turn h. Its group then branches at a turn that is drawn again from the turns it had, or is
 dropped as `ended_before_branch`. For this, one savepoint is kept while the dialogue runs, chosen by reservoir sampling
