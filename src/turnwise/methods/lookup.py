@@ -57,12 +57,12 @@ def find_options(name: str) -> type[MethodOptions]:
 
 
 def read_method(given: Any) -> MethodOptions:
-    """The section `method`: a mapping with the method's name and its options, a bare name, or options."""
+    """The section `method`: a mapping with the method's name and its options, or what `as_method_options` takes."""
     if isinstance(given, MethodOptions):
         return given
     given = {"name": given} if isinstance(given, str) else given
     if not isinstance(given, Mapping):
-        raise ConfigError(f"method={given!r}; expected a name, or a mapping of options")
+        return as_method_options(given)
     name = str(given.get("name") or DEFAULT_METHOD)
     if name in _PASSED:
         unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))

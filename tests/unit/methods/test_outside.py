@@ -102,6 +102,7 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     for given in (CappedGrpo, CappedGrpo.Options(), CappedGrpo.Options.path()):
         assert as_method_options(given) == CappedGrpo.Options()
     assert as_method_options(CappedGrpo, cap=0.5) == CappedGrpo.Options(cap=0.5)
+    assert Config.model_validate({"method": CappedGrpo}).method == CappedGrpo.Options()
     config = Config(method=CappedGrpo.Options(cap=0.5))
     assert config_from_yaml(config_to_yaml(config), "a run") == config
     built = CappedGrpo(loss_fn="ppo", loss_config={"dual_clip": 3.0}, cap=0.5)
