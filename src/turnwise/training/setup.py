@@ -7,6 +7,7 @@ Nothing here is spent: no weights are loaded, and no file is written. A mistake 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
