@@ -98,8 +98,13 @@ class RemoteServiceClient:
     ) -> RemoteTrainingClient:
         create = partial(
             self._sdk_client.create_lora_training_client,
-            *(base_model, rank, to_seed(seed), train_mlp, train_attn, train_unembed),
-            dict(user_metadata or {}) or None,
+            base_model,
+            rank=rank,
+            seed=to_seed(seed),
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+            user_metadata=dict(user_metadata or {}) or None,
         )
         created = self._connection.call(create, f"create_lora_training_client {base_model}").result()
         return RemoteTrainingClient(self._connection, created, base_model=base_model)

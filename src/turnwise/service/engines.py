@@ -11,7 +11,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.models import store as model_store
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promises
-from turnwise.service.queue import TrainingQueue
+from turnwise.service.training.queue import TrainingQueue
 
 
 @dataclass(frozen=True, slots=True)

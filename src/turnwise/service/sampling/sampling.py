@@ -24,10 +24,10 @@ from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModel, ServedModels
 from turnwise.service.failures import HttpFailure, not_found, session_finished, to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
-from turnwise.service.queue import FairShare
 from turnwise.service.store.store import RunRow, SamplerRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.parked_adapters import DeviceLimit, ParkedPolicy
+from turnwise.service.training.queue import FairShare
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import RequestFailure, RequestOutcome, SampleReply

@@ -15,10 +15,10 @@ from turnwise.errors import DataError
 from turnwise.service.engines import ServedModel
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
-from turnwise.service.queue import Lane, Operation, Steps
 from turnwise.service.store.store import OwnedCheckpointRow, RunRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.parked_adapters import ParkedAdapter, ParkedPolicy
+from turnwise.service.training.queue import Lane, Operation, Steps
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import JsonReply, TrainingReply, tensor_to_json

@@ -24,12 +24,12 @@ from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModels
 from turnwise.service.failures import HttpFailure, not_found, session_finished
 from turnwise.service.futures import Promise, Promises
-from turnwise.service.queue import Operation, Steps
 from turnwise.service.sampling.sampling import Sampling
 from turnwise.service.store.store import CRITIC, KIND_KEY, JournalRow, RunRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.operations import OperationBuilder, TrainingModel, TrainingRequest, parse_request
 from turnwise.service.training.parked_adapters import DeviceLimit, ParkedAdapter
+from turnwise.service.training.queue import Operation, Steps
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import JsonReply, outcome_from_journal
