@@ -23,7 +23,6 @@ MAX_PARAMETERS = 6
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-TO_DO = "its owner renames it"
 SHARED_CLASS_NAMES = {
     "Options": "each method declares its own, inside its class",
 }
@@ -38,10 +37,14 @@ MANY_PARAMETERS = {
     "client/remote.py:create_lora_training_client": TINKERS_SIGNATURE,
     "client/remote.py:__init__": TINKERS_SIGNATURE,
     "envs/adapters/": WORLD_OPTIONS,
+    "envs/adapters/verifiers_harness.py": "the signature of the peer's interface",
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "recipes/": ROOM,
     "service/openai/capture.py": ROOM,
-    "training/": ROOM,
+    "training/run.py:train": "the front door: each keyword is an option of a run",
+    "training/checkpoint.py": ROOM,
+    "training/heartbeat.py": ROOM,
+    "training/loop.py": ROOM,
 }
 
 SPLATS = {
