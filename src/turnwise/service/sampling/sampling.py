@@ -184,7 +184,7 @@ class Sampling:
         return sampler.row.num_joined
 
     def reference_weights(self, path: str, owner: str, served: ServedModel) -> ParkedPolicy:
-        """The weights that a reverse KL is measured against: a checkpoint of the same base model, or the base."""
+        """Find the weights that a reverse KL is measured against: a checkpoint of the same base model, or the base."""
         if "://" not in path:
             if self._models.find(path) is not served:
                 raise HttpFailure(400, f"the reference {path[:200]!r} is another base model than the student's")
