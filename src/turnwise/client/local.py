@@ -38,6 +38,12 @@ class ServiceClient:
 
     Clients of one base model share its engine, across services too; it is loaded when the first one is created. Use
     it as a context manager, or call `close`, to free the device before the process ends.
+
+    >>> import turnwise as tw
+    >>> with tw.ServiceClient() as service:
+    ...     trainer = service.create_lora_training_client("tiny", rank=4)
+    ...     trainer.get_tokenizer().decode(trainer.get_tokenizer().encode("hi"))
+    'hi'
     """
 
     def __init__(

@@ -92,7 +92,8 @@ def train(
         KeyboardInterrupt: Ctrl-C stopped the run, which was saved before; go on with `Run.resume(directory)`.
 
     >>> import turnwise as tw
-    >>> run = tw.train("guess_number", model="tiny", steps=2, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=2, **quick)
     >>> run.metrics["step"]
     [1.0, 2.0]
     """
@@ -106,7 +107,8 @@ def start(target: Target, **arguments: Any) -> Run:
     """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
 
     >>> import turnwise as tw
-    >>> run = tw.start("guess_number", model="tiny", steps=500, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.start("guess_number", model="tiny", steps=500, **quick)
     >>> run.stop()
     >>> run.wait().state
     'stopped'
@@ -126,7 +128,7 @@ def evaluate(
 
     Args:
         target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
-        env: The world to play, by name or as an object; default: the run's own.
+        env: The world to play, by name or as an object, or options of the section `env`; default: the run's own.
         step: best, last or a number, for runs.
         overrides: Options as on the command line: `["eval.tasks=8"]`.
         sections: Any section of the config as a dict: `eval={"tasks": 8}`.
@@ -137,6 +139,8 @@ def evaluate(
     """
     if isinstance(target, PolicySampler):
         return target.evaluate()
+    if isinstance(env, Mapping):
+        sections, env = {**sections, "env": env}, None
     if isinstance(target, Run):
         env = target.objects.env if env is None else env
         target = target.directory
@@ -150,7 +154,8 @@ class Run:
     """One training run: under way, finished, or read from its directory.
 
     >>> import turnwise as tw
-    >>> run = tw.train("guess_number", model="tiny", steps=1, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=1, **quick)
     >>> again = tw.Run.open(run.directory)
     >>> again.state, len(again.attempts(phase="train")) > 0
     ('finished', True)
