@@ -339,9 +339,7 @@ class Sampling:
             for k in range(targets.shape[1])
         ]
         worker = job.sampler.served.loaded.worker
-        output = await asyncio.wrap_future(
-            worker.run_steps("samplers", lambda engine: engine.forward(policy, datums, "cross_entropy", None))
-        )
+        output = await asyncio.wrap_future(worker.run_steps("samplers", lambda engine: engine.score(policy, datums)))
         columns = [entry["logprobs"].to_numpy() for entry in output.loss_fn_outputs]
         return TensorData.from_numpy(np.where(asked, np.stack(columns, axis=1), 0.0).astype(np.float32))
 

@@ -213,8 +213,8 @@ class OperationBuilder:
         student, teacher = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
         def begin(engine: Engine) -> Generator[None, None, tuple[list[Datum], list[Any], ForwardBackwardOutput]]:
-            policy: Any = reference.load(engine)
-            known = yield from engine.forward(policy, teacher, "cross_entropy", None)
+            policy = reference.load(engine)
+            known = yield from engine.score(policy, teacher)
             reference_logprobs = [entry["logprobs"].to_numpy() for entry in known.loss_fn_outputs]
             datums = [
                 _with_input(datum, "ref_logprobs", logprobs)
