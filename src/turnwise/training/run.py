@@ -39,7 +39,7 @@ from turnwise.training.session import TrainingSession
 from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
 from turnwise.training.steer import give_order, read_settings
 from turnwise.training.table import MetricTable
-from turnwise.watch.curve import run_svg
+from turnwise.watch.curve import SvgPicture, run_svg
 from turnwise.watch.loggers import MetricLogger
 from turnwise.watch.observer import Observer
 from turnwise.watch.report import dialogue_lines, report_lines
@@ -148,6 +148,10 @@ def evaluate(
         raise ConfigError(f"{target} does not say which world it is for; add env=NAME")
     with find_policy(str(target), env, step, [*to_overrides(sections), *overrides]) as policy:
         return policy.evaluate()
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM stopped a run, which was saved before."""
 
 
 class Run:
@@ -269,7 +273,7 @@ class Run:
         if self._error is not None:
             raise self._error
         if is_interrupted:
-            raise KeyboardInterrupt
+            raise RunInterrupted(f"stopped; {self.directory} was saved")
         return self
 
     async def wait_async(self) -> Run:
@@ -379,10 +383,10 @@ class Run:
         with RunReader(self.directory) as run:
             return "\n".join(report_lines(run, best_evaluation(run), title=title, num_dialogues=config.run.dialogues))
 
-    def curve(self) -> str:
-        """Held-out success and reward over steps, as an SVG picture."""
+    def curve(self) -> SvgPicture:
+        """Held-out success and reward over steps, as an SVG picture; a notebook shows it."""
         with RunReader(self.directory) as run:
-            return run_svg(run, self.directory.name, best_evaluation(run))
+            return SvgPicture(run_svg(run, self.directory.name, best_evaluation(run)))
 
     def close(self) -> None:
         """Free the models of `best` and `last`; a run that goes on is not touched."""
@@ -410,7 +414,7 @@ class Run:
         try:
             outcome = self._session.run()
             if self._session.interrupt.is_by_signal:
-                self._error = KeyboardInterrupt()
+                self._error = RunInterrupted(f"stopped; {self.directory} was saved")
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread of the caller
             self._error = self._error or error
         finally:
