@@ -32,7 +32,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation, as env authors see it."""
+    """One message of a conversation, as env authors see it.
+
+    >>> import turnwise as tw
+    >>> tw.Message(role="user", content="Hello.").content
+    'Hello.'
+    """
 
     role: Role
     content: str
@@ -142,7 +147,15 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at one task."""
+    """One attempt at one task.
+
+    >>> import turnwise as tw
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=1, **quick)
+    >>> trajectory = run.attempt(1).trajectory
+    >>> all(len(turn.sampled_ids) == len(turn.sampler_logprobs) for turn in trajectory.turns)
+    True
+    """
 
     task_id: str
     attempt: int

@@ -3,6 +3,10 @@
 Plain frozen dataclasses that check their values when they are made. This module imports numpy, but neither torch nor
 pydantic. Everything is in token ids. A datum's tensors are aligned to `model_input`: position i predicts
 `target_tokens[i]`, so a linear sequence x_0..x_N is sent as input x_0..x_{N-1} and targets x_1..x_N.
+
+>>> from turnwise import types
+>>> types.ModelInput.from_ints([1, 2, 3]).to_ints()
+[1, 2, 3]
 """
 
 from __future__ import annotations

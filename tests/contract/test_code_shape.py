@@ -40,17 +40,13 @@ MANY_PARAMETERS = {
     "envs/adapters/verifiers_harness.py": "the signature of the peer's interface",
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "recipes/": ROOM,
-    "service/openai/capture.py": ROOM,
     "training/run.py:train": "the front door: each keyword is an option of a run",
     "training/checkpoint.py": ROOM,
     "training/heartbeat.py": ROOM,
     "training/loop.py": ROOM,
 }
 
-SPLATS = {
-    "client/remote.py": ROOM,
-    "service/openai/": ROOM,
-}
+SPLATS: dict[str, str] = {}
 
 DEVICE_CHECKS = {
     "engine/device_info.py": "finds out which device there is, and what memory a GPU has",

@@ -26,6 +26,15 @@ CURVE_FILE = "curve.svg"
 Points = Sequence[tuple[float, float]]
 
 
+class SvgPicture(str):
+    """The text of an SVG file, which a notebook shows as a picture."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
 def write_curve(run: RunReader, title: str, best: EvaluationRow | None) -> Path:
     """Draw what the run has so far into its directory; `best` is the evaluation of the best checkpoint."""
     path = run.directory / CURVE_FILE
