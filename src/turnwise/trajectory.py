@@ -1,9 +1,9 @@
-"""What happened, in exact token ids: turns, trajectories, groups. Frozen, validated at birth, no torch.
+"""What happened, in exact token ids: turns, trajectories, groups. All are frozen and checked when they are made.
 
     trajectory = Trajectory(task_id="sum-7", turns=(Turn(...), Turn(...)), end_reason=EndReason.TERMINATED, ...)
 
-A turn is one model call and what the world answered. Its `sampled_ids` are the ids that the sampler returned; these
-very ids are trained, never re-encoded text.
+A turn is one model call and the world's answer to it. Its `sampled_ids` are the ids that the sampler returned, and
+exactly these ids are trained: text is never encoded again. This module imports without torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from turnwise.errors import DataError, Party
 Role = Literal["system", "user", "assistant", "tool"]
 
 REWARD_PARTS = ("outcome", "format", "shaping", "penalty", "judge")
-"""The named channels that a reward may be made of; the reward is their sum."""
+"""The channels that a reward can have; the reward is their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the model asked for."""
+    """A tool call that the model asked for."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -32,13 +32,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation, as env authors see it."""
+    """One message of a conversation, as env authors see it.
+
+    >>> import turnwise as tw
+    >>> tw.Message(role="user", content="Hello.").content
+    'Hello.'
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
-    """Of a tool message: the tool that answered."""
+    """The tool that answered; only tool messages have one."""
 
 
 class EndReason(StrEnum):
@@ -73,7 +78,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Who failed an attempt, and how."""
+    """Which party failed an attempt, and how."""
 
     party: Party
     detail: str
@@ -84,9 +89,9 @@ class Turn:
     """One model call, exactly as it happened, and the world's answer to it."""
 
     prompt_ids: tuple[int, ...]
-    """[P] every id the sampler was shown."""
+    """[P] all ids that the sampler was given."""
     sampled_ids: tuple[int, ...]
-    """[S] the ids it returned, the stop included."""
+    """[S] the ids that the sampler returned, with the stop."""
     sampler_logprobs: tuple[float, ...]
     """[S] logprob of each sampled id under `policy_version`, at `temperature`."""
     policy_version: int
@@ -94,20 +99,20 @@ class Turn:
     reply: Message
     """The sampled ids, parsed."""
     observation: tuple[Message, ...] = ()
-    """What the env said next; after the last turn, its last words, if any."""
+    """The env's answer; it may be empty after the last turn."""
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By channel (`REWARD_PARTS`)."""
+    """The reward of this turn, by channel (`REWARD_PARTS`)."""
     is_trained: bool = True
-    """False: left out of the loss (an unparsable reply under the policy `mask`, a turn that a method does not train);
-    it still counts in returns."""
+    """False leaves the turn out of the loss: an unparsable reply with `rollout.on_unparsable=mask`, or a turn that a
+    method does not train. Its reward still counts in returns."""
     is_cut: bool = False
-    """The sampler ran into its token limit before a stop."""
+    """The sampler reached its token limit before a stop."""
     env_state: str | None = None
-    """The env's own key for the state before this turn; equal keys mean the same state."""
+    """The env's key for the state before this turn. Equal keys mean equal states."""
     potential: float | None = None
-    """How good the env calls that state, for shaping; None where it does not say."""
+    """The env's potential of that state, for reward shaping; None if the env has none."""
     next_potential: float | None = None
-    """The same of the state after this turn."""
+    """The env's potential of the state after this turn."""
 
     def __post_init__(self) -> None:
         if len(self.sampled_ids) != len(self.sampler_logprobs):
@@ -130,36 +135,44 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Where an attempt leaves the dialogue that it shares with the others of its group."""
+    """The turn at which an attempt leaves the dialogue that its group shares."""
 
     turn: int
-    """Its first turn of its own, from 0; those before were played once, for the whole group."""
+    """The attempt's first own turn, from 0. Earlier turns were played once, for the whole group."""
     seed: int
-    """Seeds the sampler from that turn on; the attempt's `seed` made the env."""
+    """Seeds the sampler from that turn on. (`Trajectory.seed` seeds the env.)"""
     reseeds_env: bool = False
-    """The env too goes on with `seed` from that turn on, where it has a `reseed()`."""
+    """Whether the env also gets `seed` at that turn, if it has a `reseed()`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at one task."""
+    """One attempt at one task.
+
+    >>> import turnwise as tw
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=1, **quick)
+    >>> trajectory = run.attempt(1).trajectory
+    >>> all(len(turn.sampled_ids) == len(turn.sampler_logprobs) for turn in trajectory.turns)
+    True
+    """
 
     task_id: str
     attempt: int
-    """Which attempt of its group, from 0."""
+    """Index of the attempt in its group, from 0."""
     seed: int
-    """Seeds the env of this attempt, and its sampler too where it has no `branch`."""
+    """Seeds the env of this attempt, and its sampler if there is no `branch`."""
     start: tuple[Message, ...] = ()
     """The env's first messages."""
     turns: tuple[Turn, ...]
     end_reason: EndReason
     failure: Failure | None = None
     is_success: bool | None = None
-    """What the env says of the whole attempt; None when it does not say."""
+    """The env's verdict on the whole attempt; None if it gave none."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     duration_s: float = 0.0
     branch: Branch | None = None
-    """None: every turn is its own."""
+    """None if the attempt shares no turn with others."""
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.end_reason is EndReason.FAILED):
@@ -178,29 +191,29 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """Counts in a success rate: the env said, or it ended before the env could say, which is no success."""
+        """Whether it counts in a success rate: the env gave a verdict, or the attempt ended before it could."""
         return self.is_success is not None or self.end_reason is not EndReason.TERMINATED
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of its own turns: what a group shares was sampled once and is counted there."""
+        """Number of tokens in the attempt's own turns; shared turns were sampled once and are counted by the group."""
         first = 0 if self.branch is None else self.branch.turn
         return sum(len(turn.sampled_ids) for turn in self.turns[first:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Attempts at the same task from the same start; baselines are made inside it. Failed attempts are apart."""
+    """Attempts at one task. Baselines are computed inside a group; failed attempts are kept apart."""
 
     task_id: str
     trajectories: tuple[Trajectory, ...]
     failed: tuple[Trajectory, ...] = ()
     branch_turn: int | None = None
-    """The turn at which its attempts leave the dialogue that they share; None: they were played apart."""
+    """The turn at which the attempts leave their shared dialogue; None if they share none."""
     branch_probability: float = 1.0
-    """With which that turn was drawn."""
+    """The probability with which `branch_turn` was drawn."""
     branched_share: float = 1.0
-    """Of the dialogues of its batch that were to be branched, those that did not end before their turn."""
+    """Share of the batch's dialogues that reached the turn at which they were to branch."""
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:

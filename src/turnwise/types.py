@@ -1,8 +1,12 @@
 """The training API's vocabulary, named as Tinker and MinT name it.
 
-Plain frozen dataclasses, validated at birth, with numpy at most: this module imports without torch and without
+Plain frozen dataclasses that check their values when they are made. This module imports numpy, but neither torch nor
 pydantic. Everything is in token ids. A datum's tensors are aligned to `model_input`: position i predicts
 `target_tokens[i]`, so a linear sequence x_0..x_N is sent as input x_0..x_{N-1} and targets x_1..x_N.
+
+>>> from turnwise import types
+>>> types.ModelInput.from_ints([1, 2, 3]).to_ints()
+[1, 2, 3]
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ INTEGER_KEYS = frozenset({"target_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class EncodedTextChunk:
-    """A run of token ids."""
+    """A sequence of token ids."""
 
     tokens: Sequence[int]
     type: Literal["encoded_text"] = "encoded_text"
@@ -40,7 +44,7 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What the model reads, as chunks of token ids; `ModelInput.from_ints([1, 2, 3])` is the usual way in."""
+    """What the model reads, in chunks of token ids. `ModelInput.from_ints([1, 2, 3])` makes one."""
 
     chunks: Sequence[EncodedTextChunk] = ()
 
@@ -70,8 +74,8 @@ class ModelInput:
 class TensorData:
     """A flat list of numbers with its dtype and shape; `shape=None` means one-dimensional.
 
-    What was made from an array stays one until somebody reads `data`: lists of a whole batch would take the engine
-    longer to fill and to read than to upload.
+    A tensor that was made from an array stays an array until `data` is read: for a whole batch, building and reading
+    Python lists takes longer than the upload to the device.
     """
 
     _values: Sequence[int] | Sequence[float] | NDArray[Any]
@@ -106,7 +110,7 @@ class TensorData:
         if isinstance(self._values, np.ndarray):
             array = self._values.astype(self.dtype)
         else:
-            try:  # of a long list the quickest way, and most are flat
+            try:  # the fastest way for a long flat list, and most are flat
                 array = np.fromiter(self._values, dtype=self.dtype, count=len(self._values))
             except ValueError:
                 array = np.asarray(self._values, dtype=self.dtype)
@@ -121,7 +125,7 @@ class TensorData:
         return self.to_numpy().tolist()
 
     def copy(self) -> TensorData:
-        """One that stays as it is when the caller goes on to change its lists."""
+        """A copy that does not change when the caller changes the original lists."""
         return TensorData(copy.copy(self._values), self.dtype, copy.copy(self.shape))
 
     def __len__(self) -> int:
@@ -132,14 +136,14 @@ class TensorData:
             return NotImplemented
         return (self.data, self.dtype, self.shape) == (other.data, other.dtype, other.shape)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - as any list's
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - unhashable, like a list
 
     def __repr__(self) -> str:
         return f"TensorData(data={self.data!r}, dtype={self.dtype!r}, shape={self.shape!r})"
 
 
 def to_tensor_data(key: str, value: Any) -> TensorData:
-    """A list, numpy array, torch tensor or `TensorData`, as the `TensorData` that `loss_fn_inputs[key]` holds."""
+    """Turn a list, numpy array or torch tensor into the `TensorData` that `loss_fn_inputs[key]` holds."""
     if isinstance(value, TensorData):
         return value
     if hasattr(value, "detach"):
@@ -180,7 +184,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """At most this many new tokens; None fills the context."""
     seed: int | None = None
-    """Same seed, prompt and weights: the same tokens, whatever else is in the batch."""
+    """The same seed, prompt and weights give the same tokens, whatever else is in the batch."""
     stop: str | Sequence[str] | Sequence[int] | None = None
     """Stop strings, or stop token ids. The returned tokens include the stop."""
     stop_token_ids: Sequence[int] | None = None

@@ -40,14 +40,10 @@ MANY_PARAMETERS = {
     "envs/adapters/": WORLD_OPTIONS,
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "recipes/": ROOM,
-    "service/openai/capture.py": ROOM,
     "training/": ROOM,
 }
 
-SPLATS = {
-    "client/remote.py": ROOM,
-    "service/openai/": ROOM,
-}
+SPLATS: dict[str, str] = {}
 
 DEVICE_CHECKS = {
     "engine/device_info.py": "finds out which device there is, and what memory a GPU has",

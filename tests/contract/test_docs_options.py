@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+from turnwise import Run
 from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
@@ -20,7 +21,8 @@ NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\
 COMMAND = re.compile(
     r"^\s*(?:\$ )?turnwise (train|compare) ((?:.*\\\n)*.*)$|`turnwise (train|compare) ([^`]+)`", re.MULTILINE
 )
-FILES = ("run.db", "train.jsonl")
+NOT_OPTIONS = {"run.db", "train.jsonl", *(f"run.{name}" for name in dir(Run))}
+"""Files, and what a run is asked in Python: `run.metrics`."""
 BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 """Words that stand for others: such a line is no command."""
 
@@ -28,7 +30,9 @@ BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 def _named_options(text: str) -> set[str]:
     found = {first or second for first, second in NAMED.findall(text)}
     return {
-        name for name in found if not name.startswith(("env.options.", "method.loss_options.")) and name not in FILES
+        name
+        for name in found
+        if not name.startswith(("env.options.", "method.loss_options.")) and name not in NOT_OPTIONS
     }
 
 

@@ -51,4 +51,19 @@ def test_every_linked_name_is_defined_in_its_file() -> None:
 
 def test_the_tour_stops_at_all_eleven_places() -> None:
     text = (DOCS / "tour.md").read_text(encoding="utf-8")
-    assert [int(number) for number in re.findall(r"^## (\d+)\.", text, re.MULTILINE)] == list(range(1, 12))
+    assert [int(number) for number in re.findall(r"^### (\d+)\.", text, re.MULTILINE)] == list(range(1, 12))
+
+
+def _files_of(part: str) -> set[str]:
+    """The source files that one part of the tour visits; kernels are behind `engine/ops` and not counted."""
+    text = (DOCS / "tour.md").read_text(encoding="utf-8")
+    own = text.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
+    targets = [target for _, target in _LINK.findall(own) if target.endswith(".py")]
+    return {target for target in targets if "/engine/ops/" not in target}
+
+
+def test_the_walk_is_short() -> None:
+    set_up = _files_of("Set-up")
+    assert 8 <= len(set_up) <= 12
+    assert 15 <= len(_files_of("One step") - set_up) <= 25
+    assert 10 <= len(_files_of("A gradient over HTTP")) <= 15

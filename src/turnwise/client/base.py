@@ -40,7 +40,7 @@ DEFAULT_SAMPLING_PARAMS = SamplingParams()
 
 
 def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | None) -> AdamParams:
-    """The settings of `optim_step`, under whichever of its two names they came."""
+    """Return the settings of `optim_step`, given under one of its two names."""
     params = optim_params if adam_params is None else adam_params
     if params is None or (optim_params is not None and adam_params is not None):
         raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
@@ -48,7 +48,16 @@ def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | 
 
 
 class SamplingClient(Protocol):
-    """Draws tokens from one fixed version of the weights."""
+    """Draws tokens from one fixed version of the weights.
+
+    >>> import turnwise as tw
+    >>> with tw.ServiceClient() as service:
+    ...     sampler = service.create_sampling_client(base_model="tiny")
+    ...     prompt = tw.types.ModelInput.from_ints(sampler.get_tokenizer().encode("hi"))
+    ...     reply = sampler.sample(prompt, 1, tw.types.SamplingParams(max_tokens=3)).result()
+    >>> len(reply.sequences[0].tokens) <= 3
+    True
+    """
 
     @abstractmethod
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
@@ -92,7 +101,19 @@ class SamplingClient(Protocol):
 
 
 class TrainingClient(Protocol):
-    """Trains one adapter. Its operations run in the order of the calls, waited for or not."""
+    """Trains one adapter. Its operations run in the order of the calls, waited for or not.
+
+    >>> import turnwise as tw
+    >>> with tw.ServiceClient() as service:
+    ...     trainer = service.create_lora_training_client("tiny", rank=4, seed=0)
+    ...     ids = trainer.get_tokenizer().encode("one two three")
+    ...     datum = tw.types.Datum(
+    ...         model_input=tw.types.ModelInput.from_ints(ids[:-1]),
+    ...         loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
+    ...     )
+    ...     trainer.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"] > 0
+    True
+    """
 
     @property
     @abstractmethod

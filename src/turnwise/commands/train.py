@@ -12,7 +12,7 @@ from typing import NoReturn
 from turnwise.config.files import left_out
 from turnwise.errors import ConfigError
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.run import Run
+from turnwise.training.run import Run, RunInterrupted
 from turnwise.training.session import ENGINE_PARTIES
 from turnwise.training.setup import Setup, check_free, read_config, set_up_new, set_up_resume
 from turnwise.watch.terminal import format_duration, open_view
@@ -29,6 +29,8 @@ def run_train(name: str | None, overrides: Sequence[str], *, only_plan: bool, re
     started_s = time.monotonic()
     try:
         run = Run.start(setup, observer=open_view(setup.config.train.steps), on_stuck=end_process)
+    except RunInterrupted:
+        return ExitCode.INTERRUPTED
     except StalledError as error:
         if error.party in ENGINE_PARTIES:  # its thread would keep the process from ending
             end_process(error)

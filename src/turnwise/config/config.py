@@ -35,7 +35,12 @@ from turnwise.watch.alarms import AlarmConfig
 
 
 class Config(Section):
-    """Everything that `turnwise train` can be told."""
+    """Everything that `turnwise train` can be told.
+
+    >>> import turnwise as tw
+    >>> tw.Config.model_validate({"env": {"name": "guess_number"}, "train": {"steps": 5}}).train.steps
+    5
+    """
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)

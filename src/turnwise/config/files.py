@@ -46,7 +46,7 @@ SWITCHES = {
     "warmup.steps": ("batch_size", "learning_rate"),
     "critic.pretrain_steps": tuple(name for name in CriticConfig.model_fields if name.startswith("pretrain_")),
 }
-"""Options that turn something off with a 0, and those that nothing reads then."""
+"""Options that turn something off when they are 0, and the options that nothing reads then."""
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -63,8 +63,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def left_out(start: str | Config, overrides: Sequence[str]) -> list[str]:
-    """What `load_config` or `override_config` leave out of a file because the overrides choose another method or loss;
-    one sentence for each choice."""
+    """Sentences about what `load_config` and `override_config` drop from a file, because overrides choose another
+    method or loss."""
     tree = read_tree(start) if isinstance(start, str) else config_to_tree(start)
     return _apply_all(tree, overrides, start if isinstance(start, str) else "this run's config")
 
@@ -109,7 +109,7 @@ def parse_yaml(text: str, source: str) -> Tree:
 
 
 def tree_to_config(tree: Tree) -> Config:
-    """Check everything; NotImplementedError is what an unsupported pair of rollout options raises."""
+    """Check everything. Raises NotImplementedError for a pair of rollout options that no backend supports."""
     try:
         return Config.model_validate(tree)
     except ValidationError as cause:
@@ -123,12 +123,12 @@ def config_to_tree(config: Config) -> Tree:
 
 
 def config_to_yaml(config: Config) -> str:
-    """Every option with its value; loads to the same config."""
+    """The config as YAML, every option with its value; `config_from_yaml` reads it back."""
     return yaml.safe_dump(config_to_tree(config), sort_keys=False, allow_unicode=True)
 
 
 def config_from_yaml(text: str, source: str) -> Config:
-    """The config that a run wrote down, every option with its value."""
+    """The config that a run wrote down. Options that came later than the run get the value that the run had."""
     tree = parse_yaml(text, source)
     _fill_in(tree)
     _turn_off(tree, None)
@@ -137,7 +137,7 @@ def config_from_yaml(text: str, source: str) -> Config:
 
 
 def _fill_in(tree: Tree) -> None:
-    """What a run did whose config has no word for it: an option that is not there came later than the run."""
+    """Set options that came later than the run to what the run did."""
     rollout, train, method = (tree.setdefault(name, {}) for name in ("rollout", "train", "method"))
     if "same_start" in rollout or "group_size" not in rollout:
         return
@@ -187,7 +187,7 @@ def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
 
 
 def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
-    """Put the overrides on top; returns what the file says and the overrides leave no reader for, in words."""
+    """Put the overrides on top. Returns sentences about what was dropped from the file because nothing reads it now."""
     given: Tree = {}
     written: dict[str, str] = {}
     for text in overrides:
@@ -274,7 +274,7 @@ def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:
 
 
 def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
-    """What was turned off, by an override or (None) by the file itself, takes what the file says about it along."""
+    """Drop the options of something that is turned off, by an override or (`given` is None) by the file itself."""
     for switch, options in SWITCHES.items():
         section, _, key = switch.partition(".")
         held = tree.get(section)
@@ -283,7 +283,7 @@ def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """A mistake in words; an option that is unknown comes with the one that was probably meant."""
+    """A sentence about a mistake; for an unknown option it names the one that was probably meant."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
         return explain(error)
@@ -327,7 +327,7 @@ def _presets() -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-5 is a number and a key that comes twice is a mistake."""
+    """Safe YAML that reads 1e-5 as a number and refuses a key that comes twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownVariableType]

@@ -1,4 +1,4 @@
-"""The options as text: `docs/config.md` and the end of `turnwise train --help`, both made from the fields."""
+"""Make `docs/config.md` and the end of `turnwise train --help` from the config's fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
 HEADER = """\
 # Options
 
-`turnwise train NAME|FILE section.key=value ...` takes every option below, and a YAML file holds the same by section:
+This page lists every option of a run. Set options on the command line,
+`turnwise train NAME|FILE section.key=value ...`, or in a YAML file, by section:
 
 ```yaml
 rollout:
@@ -27,23 +28,26 @@ train:
   steps: 100
 ```
 
-`model=NAME`, `method=NAME` and `env=NAME` are short for the section's `name`, `loss=NAME` for `method.loss_fn`, and
-`base_url=URL` for `model.base_url` (docs/service_openai.md). Values are read as YAML. An option that is unknown, or
-that nothing would read in the given combination, is refused before anything is spent. A file's section `method` is
-written for its own method: where the command line, or `turnwise compare`, names another one, that begins with its own
-defaults; with another `method.loss_fn` or `method.correction` the bounds of the file's go. The plan says what was left
-out. `eval.tasks=0`, `warmup.steps=0` and `critic.pretrain_steps=0` take along what a file says about what they turn
-off. The whole config, defaults included, is the first thing that a run writes down.
+- **Short forms.** `model=NAME`, `method=NAME` and `env=NAME` set the section's `name`, `loss=NAME` sets
+  `method.loss_fn`, and `base_url=URL` sets `model.base_url` (docs/service_openai.md). Values are YAML.
+- **Refused options.** An unknown option is refused before the run begins, and so is an option that has no effect in the
+  given combination.
+- **Another method than the file's.** A file's section `method` belongs to the file's own method. If the command line or
+  `turnwise compare` names another method, that method starts with its own defaults. With another `method.loss_fn` or
+  `method.correction`, the file's bounds are dropped. The plan shows what was left out.
+- **Turned off.** With `eval.tasks=0`, `warmup.steps=0` or `critic.pretrain_steps=0`, the file's other options of that
+  part are ignored.
+- **Record.** A run first writes its whole config, including defaults, to its directory.
 
-This page is made from the fields of the rooms' sections, which `turnwise.config.config` puts together
+This page is generated from the sections that `turnwise.config.config` puts together
 (`python -m turnwise.config.reference > docs/config.md`).
 """
 
 SPELLINGS_HEADER = """\
 ## Other spellings
 
-SkyRL's names, and names of options that had another section, mean the same wherever an option is taken. Two spellings
-of one option that say different things are refused.
+SkyRL's names, and older names of options, work wherever an option is read. If two spellings of one option have
+different values, the config is refused.
 """
 
 

@@ -26,7 +26,12 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem of a world; the same seed gives the same tasks."""
+    """One problem of a world; the same seed gives the same tasks.
+
+    >>> import turnwise as tw
+    >>> tw.Task(id="sum-1", data={"a": 2, "b": 3}).data["a"]
+    2
+    """
 
     id: str
     """Unique in its world; train and test ids never meet."""
@@ -36,7 +41,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStep:
-    """What the world answers to one reply."""
+    """What the world answers to one reply.
+
+    >>> import turnwise as tw
+    >>> tw.EnvStep(reward=1.0, terminated=True, is_success=True).is_over
+    True
+    >>> tw.EnvStep(messages=[tw.user("Guess again.")]).is_over
+    False
+    """
 
     messages: Sequence[Message] = ()
     """What the policy sees next; may be empty when the attempt is over."""
@@ -93,6 +105,19 @@ class Env(Protocol):
     gives an independent copy of an env in the middle of its task; `reseed(seed)` gives an env in the middle of its
     task other randomness from there on, and changes nothing else; `potential() -> float` says how good the state is,
     for shaping.
+
+    >>> import turnwise as tw
+    >>> class Polite:
+    ...     def __init__(self, seed):
+    ...         self.seed = seed
+    ...     def start(self):
+    ...         return [tw.user("Say please.")]
+    ...     def step(self, reply):
+    ...         return tw.EnvStep(reward=float("please" in reply.content), terminated=True)
+    ...     def close(self):
+    ...         pass
+    >>> isinstance(Polite(seed=0), tw.Env)
+    True
     """
 
     async def start(self) -> Sequence[Message]:
@@ -109,7 +134,13 @@ class Env(Protocol):
 
 
 class World(Protocol):
-    """Where tasks and envs come from: what `turnwise train NAME` names."""
+    """Where tasks and envs come from: what `turnwise train NAME` names.
+
+    >>> from turnwise.envs.registry import get_world
+    >>> world = get_world("guess_number", high=8)
+    >>> [task.id for task in world.tasks("train", 2, seed=0)] == [task.id for task in world.tasks("train", 2, seed=0)]
+    True
+    """
 
     @property
     def name(self) -> str: ...
@@ -144,12 +175,30 @@ class World(Protocol):
 
 
 def system(content: str) -> Message:
+    """A message of the system.
+
+    >>> import turnwise as tw
+    >>> tw.system("Hello.").role
+    'system'
+    """
     return Message(role="system", content=content)
 
 
 def user(content: str) -> Message:
+    """A message of the user.
+
+    >>> import turnwise as tw
+    >>> tw.user("Hello.").role
+    'user'
+    """
     return Message(role="user", content=content)
 
 
 def assistant(content: str) -> Message:
+    """A message of the assistant.
+
+    >>> import turnwise as tw
+    >>> tw.assistant("Hello.").role
+    'assistant'
+    """
     return Message(role="assistant", content=content)

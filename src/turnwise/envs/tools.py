@@ -88,6 +88,14 @@ def tool(
     Args:
         name: What the policy calls it; the function's own name by default.
         timeout_s: A call that takes longer has failed through the tool's fault, not the policy's.
+
+    >>> import turnwise as tw
+    >>> @tw.tool
+    ... def add(a: int, b: int) -> int:
+    ...     '''Add two numbers.'''
+    ...     return a + b
+    >>> add(2, 3)
+    5
     """
 
     def mark(marked: F) -> F:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field, create_model
@@ -83,6 +84,7 @@ def find_function(name: str) -> LossFunction:
     return found
 
 
+@lru_cache(maxsize=64)
 def outside_info(function: LossFunction) -> LossInfo:
     """The function as a row of the table: its options are its keyword-only arguments."""
     name = import_path(function)

@@ -84,7 +84,13 @@ class Kept:
 
 
 class Method(Protocol):
-    """A method that learns from attempts. The loop samples, `credit` does the arithmetic, a method connects both."""
+    """A method that learns from attempts. The loop samples, `credit` does the arithmetic, a method connects both.
+
+    >>> from turnwise.methods.grpo import Grpo
+    >>> method = Grpo(loss_fn="importance_sampling", loss_config={})
+    >>> method.keep([]).groups
+    ()
+    """
 
     @property
     def source(self) -> PlayGroups | PlayBranches: ...

@@ -44,6 +44,8 @@ def find_options(name: str) -> type[MethodOptions]:
         expected = ", ".join(repr(known) for known in SHIPPED)
         detail = InitErrorDetails(type="literal_error", loc=("name",), input=name, ctx={"expected": expected})
         raise ValidationError.from_exception_data("method", [detail])
+    if name in _PASSED:
+        return PassedMethod
     if name in DECLARED:
         return DECLARED[name]
     if name.startswith(_OBJECT) or not is_importable(name):
@@ -55,14 +57,17 @@ def find_options(name: str) -> type[MethodOptions]:
 
 
 def read_method(given: Any) -> MethodOptions:
-    """The section `method`: a mapping with the method's name and its options, a bare name, or options."""
+    """The section `method`: a mapping with the method's name and its options, or what `as_method_options` takes."""
     if isinstance(given, MethodOptions):
         return given
     given = {"name": given} if isinstance(given, str) else given
     if not isinstance(given, Mapping):
-        raise ConfigError(f"method={given!r}; expected a name, or a mapping of options")
+        return as_method_options(given)
     name = str(given.get("name") or DEFAULT_METHOD)
     if name in _PASSED:
+        unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
+        if unread:
+            raise ConfigError(f"{unread[0]} beside a method that is built; give the options to its constructor")
         return _PASSED[name]
     options = find_options(name)
     kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
@@ -218,6 +223,8 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
     A clip of `ppo` means nothing to `cispo`; the bounds of one correction mean nothing to another.
     """
+    if method.get("name") in _PASSED:
+        return {}
     options = find_options(str(method.get("name") or DEFAULT_METHOD))
     loss = method.get("loss_fn")
     loss_fn = options.default_loss if loss in (None, "auto") else str(loss)

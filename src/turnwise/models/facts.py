@@ -19,12 +19,12 @@ DEFAULT_CONTEXT = 4096
 """The context of a model whose config does not name one."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
-"""The head's matrix too, where the two are tied."""
+"""Names of the embedding; it is the head's matrix too where the two are tied."""
 _FROZEN = (
     ("routed experts", re.compile(r"\.experts\.")),
     ("routers", re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.|\.router\.")),
 )
-"""Matrices of a layer that transformers keeps outside linear layers, so that no adapter lies on them."""
+"""Matrices that transformers keeps outside linear layers; they cannot get an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +73,23 @@ class ModelFacts(ModelSizes):
     context_length: int
     linears: dict[str, Shape]
     frozen: dict[str, int]
-    """Parameters in matrices that no adapter can lie on, by what they are."""
+    """Parameters in matrices that cannot get an adapter, by what they are."""
 
     def num_adapter_parameters(self, model: LoraTargets, rank: int = 0) -> int:
         """Parameters of an adapter of `rank`; 0 stands for the rank in `model`."""
         return sum((rank or model.rank) * (o + i) for o, i in self.adapted(model).values())
 
     def num_adapted_parameters(self, model: LoraTargets) -> int:
-        """Weights of the base that the adapter lies on."""
+        """Weights of the base's linears that get an adapter."""
         return sum(o * i for o, i in self.adapted(model).values())
 
     def adapted(self, model: LoraTargets) -> dict[str, Shape]:
-        """The linears that the adapter lies on."""
-        return adapted_linears(self.linears, _wanted(model))
+        """The linears that get an adapter."""
+        return adapted_linears(self.linears, model)
 
     def check_trained(self, model: LoraTargets) -> None:
         """Refuse to train kinds of layers that the model does not have."""
-        check_kinds(self.linears, _wanted(model))
+        check_kinds(self.linears, model)
 
 
 def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
@@ -116,10 +116,6 @@ def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
         linears=linears,
         frozen={what: count for what, count in frozen.items() if count},
     )
-
-
-def _wanted(model: LoraTargets) -> dict[str, bool]:
-    return {"attn": model.train_attn, "mlp": model.train_mlp, "unembed": model.train_unembed}
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The linear layers of a model by name: what kind each is, and which of them an adapter lies on."""
+"""The linear layers of a model by name: what kind each one is, and which of them get an adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shape = tuple[int, int]
 
 
 class LoraTargets(Protocol):
-    """Which linears an adapter lies on, and its rank: a run's `model` section and the API's `LoraConfig` are both."""
+    """Which linears get an adapter, and its rank: a run's `model` section, or the API's `LoraConfig`."""
 
     @property
     def rank(self) -> int: ...
@@ -28,23 +28,28 @@ class LoraTargets(Protocol):
 
 
 def linear_kind(name: str) -> str:
-    """`attn`, `mlp` or `unembed` for a linear's dotted name in the model."""
+    """`attn`, `mlp` or `unembed`, told from a linear's dotted name in the model."""
     if ".layers." not in f".{name}":
         return "unembed"
     return "attn" if "attn" in name or "attention" in name else "mlp"
 
 
-def adapted_linears(linears: Mapping[str, Shape], wanted: Mapping[str, bool]) -> dict[str, Shape]:
-    """Those of the wanted kinds."""
-    return {name: shape for name, shape in linears.items() if wanted[linear_kind(name)]}
+def adapted_linears(linears: Mapping[str, Shape], targets: LoraTargets) -> dict[str, Shape]:
+    """The linears that get an adapter."""
+    is_wanted = _by_kind(targets)
+    return {name: shape for name, shape in linears.items() if is_wanted[linear_kind(name)]}
 
 
-def check_kinds(linears: Iterable[str], wanted: Mapping[str, bool]) -> None:
-    """Refuse a kind that is wanted and is not there: nothing of it would learn."""
-    there = {linear_kind(name) for name in linears}
-    for kind, is_wanted in wanted.items():
-        if is_wanted and kind not in there:
+def check_kinds(linears: Iterable[str], targets: LoraTargets) -> None:
+    """Refuse targets of a kind that the model does not have: nothing of that kind would learn."""
+    present = {linear_kind(name) for name in linears}
+    for kind, is_wanted in _by_kind(targets).items():
+        if is_wanted and kind not in present:
             raise ConfigError(
                 f"train_{kind}=True, but this model has no linear layer of that kind to adapt (routed experts are "
                 f"none); set train_{kind}=False"
             )
+
+
+def _by_kind(targets: LoraTargets) -> dict[str, bool]:
+    return {"attn": targets.train_attn, "mlp": targets.train_mlp, "unembed": targets.train_unembed}

@@ -48,7 +48,7 @@ ModelSource = Literal["directory", "gguf", "store", "hub_cache"]
 
 ALIASES_VARIABLE = "TURNWISE_ALIASES"
 HUB_REACH_S = 8.0
-"""How long the hub may take to give a first sign of life before we say that it cannot be reached."""
+"""Seconds until the hub's first answer; after that we say that it cannot be reached."""
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*"]
 """Folders inside a repository hold other formats of the same weights."""
@@ -59,16 +59,16 @@ class ResolvedModel:
     """A model directory and how its name led there."""
 
     name: str
-    """As the caller spelled it."""
+    """The name as the caller spelled it."""
     directory: Path
     source: ModelSource
     aliased_to: str | None = None
-    """The name that an alias put in place of `name`; None when none did."""
+    """The name that an alias puts in place of `name`; None if there is no alias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One line of `list_models`; what is not known before the model is there is None."""
+    """One row of `list_models`. A field is None if it is only known once the model is on disk."""
 
     name: str
     path: Path
@@ -119,7 +119,7 @@ def resolve_model(
 
 
 def fetch_model(name: str, *, report: Report = logger.info) -> ResolvedModel:
-    """Download or make one of the store's own models; a model that is already there is left as it is."""
+    """Download or make one of the store's own models. A model that is on disk already stays as it is."""
     entry = CATALOG.get(name)
     if entry is None:
         raise ModelNotFoundError(
@@ -284,7 +284,7 @@ def _build(name: str, entry: CatalogEntry, directory: Path, report: Report) -> N
 
 @contextmanager
 def _directory_in_the_making(directory: Path) -> Iterator[Path]:
-    """A folder to fill; becomes `directory` when all went well, and goes away when it did not."""
+    """A folder to fill. It becomes `directory` if the block succeeds, and is removed if it fails."""
     partial: Path | None = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,7 @@ def _directory_in_the_making(directory: Path) -> Iterator[Path]:
 
 
 def _move_into_place(partial: Path, directory: Path) -> None:
-    """Keep what another process made of the same model meanwhile; replace a damaged or outdated copy."""
+    """Put a finished copy in place, unless another process did so meanwhile; replace a damaged or old copy."""
 
     def is_there() -> bool:
         return is_complete(directory) and _read_json(directory / "model.json") == _read_json(partial / "model.json")
@@ -332,7 +332,7 @@ def _is_up_to_date(directory: Path, entry: CatalogEntry) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is none to be read."""
+    """The JSON object in `path`; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -341,7 +341,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _num_parameters(directory: Path) -> int:
-    """Counted in the headers of the safetensors files; the weights are not read."""
+    """Number of parameters, from the headers of the safetensors files; the weights are not read."""
     total = 0
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:

@@ -1,18 +1,18 @@
-"""One dialogue to turn h, then several continuations of it -> groups that differ from turn h on.
+"""Plays one dialogue to turn h, then several continuations: the attempts of a group differ from turn h on.
 
     start ... turn h-1 | turn h ... end        attempt 0
                        | turn h ... end        attempt 1
                        | turn h ... end        ...
 
-The dialogue before h is played once. Each continuation stands in an env of its own in the same state: a fork of the
-first one where the env has `fork()`, else a fresh env of the same seed that was given the same replies. The states are
-compared (`state_key()`, and every answer of a replay), and a copy that differs fails its attempt. Sampler and env draw
-other numbers in each continuation (`reseed(seed)`, where the env has it). All continuations hold the same ids before
-turn h, so they share KV cache in sampling and the prefix tree in training.
+The dialogue before h is played once. Each continuation has its own env in the same state: a fork of the first env if it
+has `fork()`, otherwise a fresh env with the same seed that gets the same replies. The states are compared
+(`state_key()`, and every answer of a replay), and a copy that differs fails its attempt. Sampler and env draw different
+numbers in each continuation (`reseed(seed)`, if the env has it). All continuations hold the same ids before turn h, so
+they share the KV cache in sampling and the prefix tree in training.
 
-A dialogue that ends before turn h has no such turn. Its group then branches at a turn that is drawn again from those it
-had, or is dropped as `ended_before_branch`. While the dialogue runs, one of its turns is held ready for that, each with
-its share of the probability (reservoir sampling), so that no more than one spare env is open.
+A dialogue may end before turn h. Its group then branches at a turn that is drawn again from the turns it had, or is
+dropped as `ended_before_branch`. For this, one savepoint is kept while the dialogue runs, chosen by reservoir sampling
+with the right probabilities, so at most one spare env is open.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from turnwise.rollout.sources import PlayBranches
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, TrajectoryGroup
 
 CHECKED_TURNS = 3
-"""At how many turns `check_can_branch` tries."""
+"""Number of turns at which `check_can_branch` compares a copy."""
 
 
 @dataclass(slots=True)
 class _Trunk:
-    """The dialogue that a group shares, and the point at which it is left."""
+    """The dialogue that a group shares, and the savepoint at which the attempts leave it."""
 
     player: Player
     seed: int
-    """Of its world."""
+    """Seed of the env."""
     point: Savepoint | None = None
-    """None: the dialogue ended before its turn."""
+    """None if the dialogue ended before its turn."""
     probability: float = 1.0
     num_sampled_tokens: int = 0
     end_reason: EndReason | None = None
@@ -108,10 +108,10 @@ class BranchRollout(Rollout):
         return self.finish_group(task, trajectories, branch_turn=len(point.turns), branch_probability=trunk.probability)
 
     async def _play_trunk(self, task: Task, group_seed: int) -> _Trunk | Trajectory:
-        """Play to the turn that is to be branched at; a failed trajectory when that failed, time after time."""
+        """Play to the turn at which the group branches. Returns a failed trajectory if all tries failed."""
         retry = 0
         while True:
-            # The world stays; what is said in it is drawn anew.
+            # A retry keeps the env's seed; the sampler draws anew.
             attempt = Attempt(
                 task_id=task.id,
                 index=0,
@@ -146,7 +146,7 @@ class BranchRollout(Rollout):
                 await close_in_any_case(trunk.close())
 
     async def _run_trunk(self, trunk: _Trunk, rng: np.random.Generator) -> None:
-        """Play until turn h, holding the savepoint that would do if the dialogue ended before it."""
+        """Play until turn h. Keep a savepoint in case the dialogue ends before it."""
         probabilities_H, player = self._probabilities_H, trunk.player
         wanted = int(rng.choice(len(probabilities_H), p=probabilities_H))
         await player.begin()
@@ -187,7 +187,7 @@ class BranchRollout(Rollout):
 
 
 async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0) -> str:
-    """Branch a short dialogue without a model, and see that copies of the env answer as it does.
+    """Branch a short dialogue without a model, and check that copies of the env answer like the original.
 
     Returns how the world branches, `fork` or `replay`; raises `ConfigError` when it does neither.
     """
@@ -206,7 +206,7 @@ async def check_can_branch(world: World, limits: RolloutLimits, *, seed: int = 0
 
 
 class _ForkCheck:
-    """Two copies of an env, asked the same at each of the first turns."""
+    """Compares an env with a fresh copy of it at each of the first turns."""
 
     def __init__(self, world: World, task: Task, limits: RolloutLimits, seed: int) -> None:
         self._clock = Clock(limits.attempt_deadline_s)

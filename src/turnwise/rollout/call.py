@@ -31,7 +31,7 @@ from turnwise.trajectory import Message, Role
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 1.0
-"""How long a cancelled call may take to clean up before it is left to itself."""
+"""How long a cancelled call may take to clean up before we stop waiting for it."""
 _ROLES = frozenset(get_args(Role))
 _SMALL_METHODS = frozenset({"state_key", "potential", "reseed"})
 _POLL_S = 0.01
@@ -49,10 +49,10 @@ async def call(
     deadline_s: float,
     on_abandoned: Callable[[], None] | None = None,
 ) -> T:
-    """Await `work()` for at most `deadline_s`; then it is cancelled.
+    """Await `work()` for at most `deadline_s`, then cancel it.
 
-    The work runs in a task of its own, so that a party that swallows its cancellation is left behind (and reported by
-    `on_abandoned`) instead of holding up the attempt.
+    The work runs in its own task. A party that ignores its cancellation is therefore left behind (`on_abandoned` is
+    called) and does not hold up the attempt.
     """
     task = asyncio.create_task(_blamed(party, what, work))
     with PENDING_CALLS.listed(party, what, deadline_s):
@@ -72,7 +72,7 @@ async def call(
 
 
 def call_now(party: Party, what: str, work: Callable[[], T]) -> T:
-    """Run plain code of a party that answers at once."""
+    """Run a party's plain function that answers at once."""
     try:
         return work()
     except AttemptFailed:
@@ -110,13 +110,13 @@ class EnvCalls:
         self._making: Making | None = None
         self._thread: CallThread | None = None
         self._forks: list[Any] = []
-        """Copies that nobody has taken over yet; closed with the env if nobody does."""
+        """Forks that nobody has taken over yet. They are closed together with the env."""
         self._is_left = False
         self._is_late = False
         self.num_abandoned = 0
-        """Calls that were left behind."""
+        """Number of calls that were left behind."""
         self.close_problem: str | None = None
-        """Why `close` failed; the attempt itself does not suffer from it."""
+        """Why `close` failed; the attempt still counts."""
 
     async def start(self) -> tuple[Message, ...]:
         await self._call("make_env")
@@ -128,7 +128,7 @@ class EnvCalls:
         return _blame_env("step", lambda: _checked_step(step))
 
     async def state_key(self) -> str | None:
-        """The env's name for the state it is in, where it has one."""
+        """The env's key for its current state, or None if it has no `state_key()`."""
         if not hasattr(self._env, "state_key"):
             return None
         key = await self._call("state_key")
@@ -137,7 +137,7 @@ class EnvCalls:
         return key
 
     async def potential(self) -> float | None:
-        """How good the env calls the state it is in, where it says."""
+        """The env's potential of its current state, or None if it has no `potential()`."""
         if not hasattr(self._env, "potential"):
             return None
         potential = await self._call("potential")
@@ -149,23 +149,23 @@ class EnvCalls:
         return hasattr(self._env, "fork")
 
     async def fork(self) -> EnvCalls:
-        """An independent copy of the env in the state it is in."""
+        """An independent copy of the env in its current state."""
         copy = EnvCalls(self._make_env, self._limits, self._clock)
         await copy.start_as_fork(self)
         return copy
 
     async def start_as_fork(self, original: EnvCalls) -> None:
-        """Begin in the middle: as a copy of another env, which is left as it is."""
+        """Start as a copy of another env, which does not change."""
         await original._call("fork")
         self._env = original._forks.pop()
 
     async def reseed(self, seed: int) -> None:
-        """Give the env other randomness from here on, where it can be given one."""
+        """Give the env a new seed, if it has a `reseed()`."""
         if hasattr(self._env, "reseed"):
             await self._call("reseed", seed)
 
     async def close(self) -> None:
-        """Close the env whatever happened; what goes wrong here is noted and not raised."""
+        """Close the env whatever happened. A problem is noted in `close_problem` and not raised."""
         if not self._is_late:
             await self._wait_for_thread()  # the attempt was cancelled in the middle of a call that is not late
         self._leave_busy_thread()
@@ -220,7 +220,7 @@ class EnvCalls:
         return await result if inspect.isawaitable(result) else result
 
     def _make(self) -> Any:
-        """Runs in a thread. The env is kept here, because nobody may be waiting for it any more."""
+        """Runs in a thread. Keeps the env here, because the caller may have stopped waiting."""
         if self._is_left:
             raise RuntimeError("the attempt was given up before its env was made")
         self._env = env = self._make_env()
@@ -231,7 +231,7 @@ class EnvCalls:
         return env
 
     def _fork(self) -> None:
-        """Runs in the env's thread. Kept here until it is taken over, because nobody may be waiting any more."""
+        """Runs in the env's thread. Keeps the fork here, because the caller may have stopped waiting."""
         fork = self._env.fork()
         missing = [name for name in ENV_METHODS if not callable(getattr(fork, name, None))]
         if missing:
@@ -240,7 +240,7 @@ class EnvCalls:
 
     @property
     def _is_busy(self) -> bool:
-        """A call was begun, in a thread, and has not come back."""
+        """Whether a call is still running in a thread."""
         return any(work is not None and work.is_busy for work in (self._making, self._thread))
 
     async def _wait_for_thread(self) -> None:
@@ -268,12 +268,12 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
 
 
 def _answers_at_once(method: Callable[..., Any]) -> bool:
-    """A plain method beside coroutines; wrappers hand out the methods of what they wrap, whose owner counts."""
+    """Whether this is a plain method of an env whose main methods are coroutines (also behind a wrapper)."""
     return not inspect.iscoroutinefunction(method) and has_coroutines(getattr(method, "__self__", None))
 
 
 def _blame_env(what: str, check: Callable[[], T]) -> T:
-    """Run a check of what an env returned; whatever it trips over is the env's doing."""
+    """Run a check of an env's answer, and blame the env for what it finds."""
     try:
         return check()
     except (TypeError, ValueError, AttributeError) as cause:
@@ -281,7 +281,7 @@ def _blame_env(what: str, check: Callable[[], T]) -> T:
 
 
 def _checked_step(step: object) -> EnvStep:
-    """What `EnvStep` does not check at its birth; an env may also have built it by another way."""
+    """Check what `EnvStep` itself does not check."""
     if not isinstance(step, EnvStep):
         raise TypeError(f"returned {step!r:.80}; expected an EnvStep")
     for name in ("terminated", "truncated", "is_unparsable"):

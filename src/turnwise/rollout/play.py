@@ -1,11 +1,11 @@
-"""One env, one sampler, one renderer -> one trajectory.
+"""Plays one attempt: an env, a sampler and a renderer make one trajectory.
 
     start -> render -> [limits] -> sample -> parse -> step -> extend -> [limits] -> sample -> ...
 
-Every end has one `EndReason`. A turn is recorded when the env has answered it, so no turn has a reward that nobody
-gave: an attempt that fails or runs out of time keeps the turns before. A failed attempt is data, with the party to
-blame; only bugs of ours and cancellation leave `play` as exceptions. The env is closed in any case. An attempt may
-also go on from a `Savepoint`, the middle of another one (`rollout.branch`).
+Every attempt ends with one `EndReason`. A turn is recorded after the env has answered it, so no reward is invented: an
+attempt that fails or runs out of time keeps its earlier turns. A failed attempt is data, with the party to blame; only
+our own bugs and cancellation leave `play` as exceptions. The env is always closed. An attempt may also start at a
+`Savepoint`, in the middle of another attempt (`rollout.branch`).
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ CANNOT_REPLAY = "the env does not go the same way again with the same seed and t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What is to be played."""
+    """An attempt that is to be played."""
 
     task_id: str
     index: int
-    """Which attempt of its group, from 0."""
+    """Index of the attempt in its group, from 0."""
     seed: int
     make_env: Callable[[], Env]
     branch: Branch | None = None
-    """Where it leaves the others of its group."""
+    """Where it leaves the dialogue that its group shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savepoint:
-    """An attempt before one of its turns, from which others may go on."""
+    """The state of an attempt before one of its turns. Other attempts can continue from it."""
 
     start: tuple[Message, ...]
     turns: tuple[Turn, ...]
     history: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
-    """What the sampler is to be shown next."""
+    """The next prompt of the sampler."""
     metrics: Mapping[str, float]
     is_success: bool | None
     env_state: str | None
     parked: EnvCalls | None
-    """The env in that state, to be forked; None: a fresh one is brought there by the same replies."""
+    """The env in that state, ready to be forked. None if a fresh env must replay the same replies."""
 
 
 async def play(
@@ -72,7 +72,7 @@ async def play(
 
 
 async def play_to_the_end(player: Player) -> Trajectory:
-    """Let a player finish, and close its env."""
+    """Run a player to the end and close its env."""
     failure: Failure | None = None
     try:
         end_reason = await player.run()
@@ -84,7 +84,7 @@ async def play_to_the_end(player: Player) -> Trajectory:
 
 
 async def close_in_any_case(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that has deadlines of its own, however often we are cancelled meanwhile."""
+    """Await work that has its own deadlines, even if we are cancelled; the cancellation is raised afterwards."""
     task = asyncio.create_task(work)
     was_cancelled = False
     while not task.done():
@@ -98,7 +98,7 @@ async def close_in_any_case(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Player:
-    """The state of one attempt."""
+    """One attempt while it is played."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Player:
         self._env = EnvCalls(attempt.make_env, config, self._clock)
         self._start: tuple[Message, ...] = ()
         self._history: list[Message] = []
-        """What the current prompt stands for."""
+        """The messages that the current prompt stands for."""
         self._prompt_ids: list[int] = []
         self._turns: list[Turn] = []
         self._metrics: dict[str, float] = {}
@@ -135,7 +135,7 @@ class Player:
         return sum(len(turn.sampled_ids) for turn in self._turns)
 
     async def run(self) -> EndReason:
-        """From the start, or the savepoint, to the end."""
+        """Play from the start, or from the savepoint, to the end."""
         try:
             await self.begin()
             while (end_reason := await self.turn()) is None:
@@ -179,7 +179,7 @@ class Player:
         self._prompt_ids = call_now(Party.RENDERER, "start", lambda: self._renderer.start(self._start))
 
     def limit_reached(self) -> EndReason | None:
-        """Asked before each sampling. A first prompt that does not fit is no attempt at all."""
+        """The limit that forbids another reply, if any. Fails the attempt if even its first prompt does not fit."""
         if self._config.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
                 limit = self._config.max_trajectory_tokens
@@ -191,7 +191,7 @@ class Player:
         return None
 
     async def turn(self) -> EndReason | None:
-        """One turn; why there is no other one after it (or why there was none at all), else None."""
+        """Play one turn, if a limit allows it. Returns why the attempt is over, or None if it goes on."""
         end_reason = self.limit_reached()
         if end_reason is not None:
             return end_reason
@@ -214,7 +214,7 @@ class Player:
         return end_reason
 
     async def save(self, *, is_fork: bool) -> Savepoint:
-        """The attempt as it is now; `is_fork`: with a fork of the env, because this attempt goes on."""
+        """The attempt as it is now. Set `is_fork` if this attempt goes on: the savepoint gets a fork of the env."""
         env_state = await self._env.state_key()
         parked = None
         if self._env.can_fork:  # nothing is awaited after this: a fork that nobody holds would stay open
@@ -231,7 +231,7 @@ class Player:
         )
 
     async def _take_over(self, point: Savepoint) -> None:
-        """Stand where the savepoint stands, in an env of our own in the same state."""
+        """Continue from the savepoint, in an own env that is brought to the same state."""
         if point.parked is None:
             await self._timed(Party.ENV, self._replay(point))
         else:
@@ -316,7 +316,7 @@ class Player:
         return parts
 
     def _end_after(self, step: EnvStep) -> EndReason | None:
-        """The env's own end comes before any limit of ours."""
+        """Why the attempt ends after this step, or None. The env's own end comes before our limits."""
         if step.terminated:
             return EndReason.TERMINATED
         if step.truncated:
@@ -351,7 +351,7 @@ def check_same_state(expected: str | None, came: str | None) -> None:
 
 
 def check_same_answer(turn: int, expected: tuple[Message, ...], came: tuple[Message, ...]) -> None:
-    """`turn` is -1 for the first messages."""
+    """Fail if a replayed env answered differently. `turn` is -1 for the first messages."""
     if expected != came:
         where = "the first messages were" if turn < 0 else f"the answer to turn {turn} was"
         raise AttemptFailed(Party.ENV, f"{CANNOT_REPLAY} {where} {_said(came)}, and {_said(expected)} the first time")
@@ -362,9 +362,9 @@ def _said(messages: tuple[Message, ...]) -> str:
 
 
 def _check_response(response: SampleResponse) -> None:
-    """Refuse what cannot be trained on; no logprob is made up."""
+    """Refuse a response that cannot be trained on; no logprob is ever invented."""
     if len(response.sequences) != 1:
-        raise AttemptFailed(Party.SAMPLER, f"{len(response.sequences)} sequences came; one was asked for")
+        raise AttemptFailed(Party.SAMPLER, f"the sampler returned {len(response.sequences)} sequences; expected one")
     sequence = response.sequences[0]
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         came = "none" if sequence.logprobs is None else str(len(sequence.logprobs))

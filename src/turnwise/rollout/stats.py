@@ -1,7 +1,7 @@
-"""What happened in a rollout, in numbers under `rollout/`.
+"""The metrics of a rollout, all under `rollout/`.
 
-Attempts add up: `rollout/attempts` = `rollout/attempts_kept` + all `rollout/dropped_*`. A try is one play of an
-attempt; a failed one may be followed by another. Averages are over kept attempts.
+`rollout/attempts` = `rollout/attempts_kept` + the sum of all `rollout/dropped_*`. A try is one play of an attempt; a
+failed attempt may be tried again. Averages are over kept attempts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class StatsState(TypedDict):
 
 
 class RolloutStats:
-    """Collects while a rollout runs; `metrics()` at any time."""
+    """Counts while a rollout runs. Call `metrics()` at any time."""
 
     def __init__(self) -> None:
         self.kept: list[Trajectory] = []
-        """Attempts in groups that were kept."""
+        """The attempts of groups that were kept."""
         self.dropped: Counter[str] = Counter()
-        """Attempts that are not trained on, by reason."""
+        """Number of attempts that are not trained on, by reason."""
         self._counts: Counter[str] = Counter()
         self._waited_s: defaultdict[str, float] = defaultdict(float)
 
     @classmethod
     def merged(cls, parts: Iterable[RolloutStats]) -> RolloutStats:
-        """Several rollouts as one."""
+        """Add up the counts of several rollouts."""
         whole = cls()
         for part in parts:
             whole.kept += part.kept
@@ -47,7 +47,7 @@ class RolloutStats:
         return whole
 
     def to_state(self) -> StatsState:
-        """Its numbers, ready for JSON; the attempts themselves are kept elsewhere."""
+        """The numbers, ready for JSON, without the attempts themselves."""
         return StatsState(dropped=dict(self.dropped), counts=dict(self._counts), waited_s=dict(self._waited_s))
 
     @classmethod
@@ -60,12 +60,12 @@ class RolloutStats:
 
     @property
     def num_abandoned(self) -> int:
-        """Env calls that were left behind in their threads."""
+        """Number of env calls that were left behind in their threads."""
         return self._counts["abandoned_calls"]
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the sampler drew, whatever became of the attempts."""
+        """Number of tokens that the sampler drew, for kept and dropped attempts."""
         return self._counts["tokens_drawn"]
 
     def add_try(self, trajectory: Trajectory) -> None:
@@ -77,7 +77,7 @@ class RolloutStats:
         self._counts["retries"] += 1
 
     def add_shared_tokens(self, count: int) -> None:
-        """Tokens of a dialogue that a group shares: sampled once, whatever number of attempts hold them."""
+        """Count tokens of a shared dialogue: they were sampled once, however many attempts hold them."""
         self._counts["shared_sampled_tokens"] += count
 
     def add_kept_group(self, kept: Sequence[Trajectory], failed: Sequence[Trajectory]) -> None:
@@ -88,14 +88,14 @@ class RolloutStats:
             self._counts["groups_with_unequal_starts"] += 1
 
     def add_dropped_group(self, why: str, num_attempts: int, failed: Sequence[Trajectory]) -> None:
-        """`num_attempts`: those that did not fail themselves, and go with their group."""
+        """Count a dropped group. `num_attempts` of it did not fail themselves."""
         self._counts["groups_dropped"] += 1
         if num_attempts:
             self.dropped[why] += num_attempts
         self.add_failed(failed)
 
     def add_failed(self, failed: Sequence[Trajectory]) -> None:
-        """Attempts that stayed failed after all retries."""
+        """Count attempts that still failed after all retries."""
         for trajectory in failed:
             assert trajectory.failure is not None
             self.dropped[f"{trajectory.failure.party}_failed"] += 1
@@ -110,18 +110,18 @@ class RolloutStats:
         self._counts["close_failures"] += 1
 
     def add_sampled(self, num_tokens: int) -> None:
-        """Every token that the sampler drew, whatever became of the attempt; a shared beginning counts once."""
+        """Count tokens that the sampler drew, for kept and dropped attempts; a shared beginning counts once."""
         self._counts["tokens_drawn"] += num_tokens
 
     def add_unparsable(self) -> None:
         self._counts["unparsable_replies"] += 1
 
     def add_wait(self, party: Party, seconds: float) -> None:
-        """Time that attempts spent waiting for a party, added up over attempts that ran side by side."""
+        """Add the time that one attempt waited for a party; attempts that run side by side add up."""
         self._waited_s[party] += seconds
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/quantity_unit` to number; an average of nothing is left out."""
+        """All metrics by name; an average over nothing is left out."""
         values: dict[str, float] = {name: float(count) for name, count in self._counts.items() if count}
         values |= {f"dropped_{why}": float(count) for why, count in self.dropped.items()}
         values |= {f"{party}_wait_s": seconds for party, seconds in self._waited_s.items()}
@@ -134,14 +134,14 @@ class RolloutStats:
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float | None:
-    """Share of successes. An attempt that ended before the env could tell did not succeed; None when it never tells."""
+    """Share of successes; None if the env never gives a verdict. An attempt that ended before a verdict failed."""
     if all(trajectory.is_success is None for trajectory in trajectories):
         return None
     return fmean(float(trajectory.is_success is True) for trajectory in trajectories if trajectory.is_judged)
 
 
 def num_splits(trajectory: Trajectory) -> int:
-    """Turns whose prompt does not extend what came before: each starts another datum."""
+    """Number of turns whose prompt does not extend the ids before it; each of them starts a new datum."""
     count = 0
     ids: tuple[int, ...] = ()
     for turn in trajectory.turns:

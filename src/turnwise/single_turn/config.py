@@ -18,7 +18,12 @@ POLICY_LOSSES = tuple(name for name in policy_losses() if LOSSES[name].is_of_tin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLConfig:
-    """Settings of one run; what cannot work is refused here, before a model is loaded."""
+    """Settings of one run; what cannot work is refused here, before a model is loaded.
+
+    >>> import turnwise as tw
+    >>> tw.RLConfig(base_model="tiny", num_steps=2).group_size
+    4
+    """
 
     loss_fn: str = "importance_sampling"
     """One of `POLICY_LOSSES`, with that loss's own defaults (docs/training_api.md)."""

@@ -142,6 +142,18 @@ def run_grpo(
     Args:
         service_client: Where the training client comes from; default: an in-process `ServiceClient` for this run.
         on_step: Receives each step's record; default: print its line.
+
+    >>> import turnwise as tw
+    >>> class Shouting(tw.RLAdapter[str]):
+    ...     def build_dataset(self):
+    ...         return ["hello", "good morning"]
+    ...     def make_prompt(self, sample, tokenizer):
+    ...         return tokenizer.encode(f"Say it loud: {sample}")
+    ...     def compute_reward(self, response_text, sample):
+    ...         return float(response_text.isupper())
+    >>> settings = tw.RLConfig(base_model="tiny", num_steps=1, batch_size=1)
+    >>> len(tw.run_grpo(Shouting(), settings, on_step=lambda record: None).steps)
+    1
     """
     config = config or RLConfig()
     report = on_step or _print_step

@@ -19,6 +19,7 @@ from turnwise.config.files import SHORTHANDS, left_out, override_config
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import as_loss_name
+from turnwise.methods.lookup import as_method_options
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, object_name
 from turnwise.training.setup import read_config
@@ -91,6 +92,11 @@ def read_arguments(
     if (loss := keywords.pop("loss", None)) is not None:
         objects = objects if isinstance(loss, str) else replace(objects, loss=loss)
         overrides = [f"method.loss_fn={_to_text(as_loss_name(loss))}", *overrides]
+    method = keywords.get("method")
+    if method is not None and not isinstance(method, str | Mapping):
+        options = as_method_options(method)
+        keywords["method"] = {"name": options.name, **options.model_dump(mode="json", exclude_unset=True)}
+        objects = replace(objects, method=method)
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
     if not isinstance(target, str | Path | Config):

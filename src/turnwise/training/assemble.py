@@ -1,4 +1,4 @@
-"""A config and a model's sizes to the parts that the loop is made of."""
+"""Makes the parts of a training loop from a config and what is known about the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Parts:
     config: Config
     world: World
     tasks: ShuffledItems[Task]
-    """Train tasks, in batches."""
+    """Training tasks, in batches."""
     held_out: tuple[Task, ...]
     rollout: RolloutConfig
     eval_rollout: RolloutConfig
@@ -73,7 +73,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
 
 
 def check_pretraining(critic: CriticConfig, world: World) -> None:
-    """Refuse a place to learn from that is not there, before anything is spent."""
+    """Refuse a source of pre-training that does not exist, before anything is spent."""
     match critic.pretrain_from:
         case "rollouts":
             return
@@ -88,7 +88,7 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
 
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
-    """At most `count` tasks, none twice; a world may have fewer."""
+    """Up to `count` tasks without duplicates; a world may have fewer."""
     tasks = world.tasks(split, count, seed) if count else []
     return list({task.id: task for task in tasks}.values())
 
@@ -118,7 +118,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
 
 
 def make_shaping(config: Config) -> Shaping:
-    """The rewards' section, with the discount that the method itself credits with."""
+    """The section `reward`, with the discount that the method credits with."""
     return Shaping(config.reward, gamma=config.method.discount if config.reward.potential else 1.0)
 
 
@@ -149,6 +149,6 @@ def make_renderer(tokenizer: Any, rollout: RolloutConfig) -> Renderer:
 
 
 def split_evenly(items: Sequence[Any], num_parts: int) -> list[list[Any]]:
-    """Consecutive shares whose sizes differ by at most one; empty ones are left out."""
+    """Consecutive parts whose sizes differ by at most one; empty parts are left out."""
     bounds = [round(part * len(items) / num_parts) for part in range(num_parts + 1)]
     return [list(items[low:high]) for low, high in pairwise(bounds) if high > low]

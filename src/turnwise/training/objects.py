@@ -1,4 +1,4 @@
-"""Worlds, rewards and loggers that a run was given as Python objects, not by name.
+"""Worlds, rewards, methods, losses and loggers that a run was given as Python objects, not by name.
 
 A run directory cannot hold them. It records which ones there were (`meta["objects"]`), and whoever resumes the run or
 evaluates it passes them again.
@@ -18,6 +18,8 @@ from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import LossFunction, as_loss_name
+from turnwise.methods.lookup import SHIPPED, PassedMethod, as_method_options
+from turnwise.methods.options import MethodOptions
 from turnwise.runlog.reader import RunReader
 from turnwise.runtime.import_path import import_path, is_importable
 from turnwise.watch.loggers import MetricLogger
@@ -32,6 +34,8 @@ class PythonObjects:
     env: Any = None
     """A world, a class or function that makes one, or an env class (`turnwise.envs.worlds.as_world`)."""
     reward: RewardFunction | None = None
+    method: Any = None
+    """A method that is built, a class with `Options`, or options (`turnwise.methods.lookup.as_method_options`)."""
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
 
@@ -55,6 +59,8 @@ class PythonObjects:
             names["env"] = _short_name(self.env)
         if self.reward is not None:
             names["reward"] = _short_name(self.reward)
+        if self.method is not None and not _can_be_named(as_method_options(self.method)):
+            names["method"] = _short_name(self.method)
         if self.loss is not None and not is_importable(import_path(self.loss)):
             names["loss"] = _short_name(self.loss)
         return json.dumps(names)
@@ -70,9 +76,11 @@ def object_name(target: Any) -> str:
 
 
 def check_objects(run: RunReader, given: PythonObjects) -> None:
-    """Refuse to go on with a run without the objects that it was started with, and make its loss known by name."""
+    """Refuse to go on with a run without the objects that it was started with; make loss and method known by name."""
     if given.loss is not None:
         as_loss_name(given.loss)
+    if given.method is not None:
+        as_method_options(given.method)
     missing = {
         name: label for name, label in json.loads(run.meta(META_KEY) or "{}").items() if getattr(given, name) is None
     }
@@ -82,6 +90,11 @@ def check_objects(run: RunReader, given: PythonObjects) -> None:
             f"{run.directory} was started from Python with {listed}, which a run directory cannot hold; pass the same "
             f"objects again: turnwise.Run.resume({str(run.directory)!r}, {listed})"
         )
+
+
+def _can_be_named(method: MethodOptions) -> bool:
+    """Another process finds the method by its name: it ships with the package, or can be imported."""
+    return not isinstance(method, PassedMethod) and (method.name in SHIPPED or is_importable(method.name))
 
 
 def _short_name(target: Any) -> str:

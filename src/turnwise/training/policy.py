@@ -54,7 +54,8 @@ class PolicySampler:
     """Weights that answer. Its model is loaded at the first question; `close`, or a with statement, frees it.
 
     >>> import turnwise as tw
-    >>> with tw.train("guess_number", model="tiny", steps=1, eval={"tasks": 0}, observer=tw.Observer()) as run:
+    >>> small = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> with tw.train("guess_number", model="tiny", steps=1, **small) as run:
     ...     reply = run.last.sample("Guess a number.", max_tokens=4, seed=0)
     >>> isinstance(reply, str)
     True

@@ -39,7 +39,7 @@ from turnwise.training.session import TrainingSession
 from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
 from turnwise.training.steer import give_order, read_settings
 from turnwise.training.table import MetricTable
-from turnwise.watch.curve import run_svg
+from turnwise.watch.curve import SvgPicture, run_svg
 from turnwise.watch.loggers import MetricLogger
 from turnwise.watch.observer import Observer
 from turnwise.watch.report import dialogue_lines, report_lines
@@ -73,7 +73,7 @@ def train(
     Args:
         target: A preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object.
         model: A model's name, or the options of the section `model` as a dict.
-        method: A method's name, or the options of the section `method`.
+        method: A method's name, the options of the section `method`, a class with `Options`, or a built method.
         steps: Optimizer steps (`train.steps`).
         directory: Where the run is kept (`run.dir`); default: a new directory below `runs`.
         reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
@@ -92,7 +92,8 @@ def train(
         KeyboardInterrupt: Ctrl-C stopped the run, which was saved before; go on with `Run.resume(directory)`.
 
     >>> import turnwise as tw
-    >>> run = tw.train("guess_number", model="tiny", steps=2, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=2, **quick)
     >>> run.metrics["step"]
     [1.0, 2.0]
     """
@@ -106,7 +107,8 @@ def start(target: Target, **arguments: Any) -> Run:
     """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
 
     >>> import turnwise as tw
-    >>> run = tw.start("guess_number", model="tiny", steps=500, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.start("guess_number", model="tiny", steps=500, **quick)
     >>> run.stop()
     >>> run.wait().state
     'stopped'
@@ -126,7 +128,7 @@ def evaluate(
 
     Args:
         target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
-        env: The world to play, by name or as an object; default: the run's own.
+        env: The world to play, by name or as an object, or options of the section `env`; default: the run's own.
         step: best, last or a number, for runs.
         overrides: Options as on the command line: `["eval.tasks=8"]`.
         sections: Any section of the config as a dict: `eval={"tasks": 8}`.
@@ -137,6 +139,8 @@ def evaluate(
     """
     if isinstance(target, PolicySampler):
         return target.evaluate()
+    if isinstance(env, Mapping):
+        sections, env = {**sections, "env": env}, None
     if isinstance(target, Run):
         env = target.objects.env if env is None else env
         target = target.directory
@@ -146,11 +150,16 @@ def evaluate(
         return policy.evaluate()
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM stopped a run, which was saved before."""
+
+
 class Run:
     """One training run: under way, finished, or read from its directory.
 
     >>> import turnwise as tw
-    >>> run = tw.train("guess_number", model="tiny", steps=1, eval={"tasks": 0}, observer=tw.Observer())
+    >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    >>> run = tw.train("guess_number", model="tiny", steps=1, **quick)
     >>> again = tw.Run.open(run.directory)
     >>> again.state, len(again.attempts(phase="train")) > 0
     ('finished', True)
@@ -210,10 +219,10 @@ class Run:
 
         Args:
             overrides: Settings to change, as `train.steps=100`; model, world and method stay.
-            options: `env`, `reward`, `loss` and `loggers`: the objects that the run was started with, if it was;
+            options: `env`, `reward`, `method`, `loss`, `loggers`: the objects that the run was started with, if it was;
                 and `service`, `observer`, `on_stuck` and `wait`, as for `start`.
         """
-        given = {name: options.pop(name) for name in ("env", "reward", "loss", "loggers") if name in options}
+        given = {name: options.pop(name) for name in ("env", "reward", "method", "loss", "loggers") if name in options}
         setup = set_up_resume(Path(directory).expanduser(), overrides, PythonObjects(**given))
         return cls.start(setup, **options)
 
@@ -264,7 +273,7 @@ class Run:
         if self._error is not None:
             raise self._error
         if is_interrupted:
-            raise KeyboardInterrupt
+            raise RunInterrupted(f"stopped; {self.directory} was saved")
         return self
 
     async def wait_async(self) -> Run:
@@ -374,10 +383,10 @@ class Run:
         with RunReader(self.directory) as run:
             return "\n".join(report_lines(run, best_evaluation(run), title=title, num_dialogues=config.run.dialogues))
 
-    def curve(self) -> str:
-        """Held-out success and reward over steps, as an SVG picture."""
+    def curve(self) -> SvgPicture:
+        """Held-out success and reward over steps, as an SVG picture; a notebook shows it."""
         with RunReader(self.directory) as run:
-            return run_svg(run, self.directory.name, best_evaluation(run))
+            return SvgPicture(run_svg(run, self.directory.name, best_evaluation(run)))
 
     def close(self) -> None:
         """Free the models of `best` and `last`; a run that goes on is not touched."""
@@ -405,7 +414,7 @@ class Run:
         try:
             outcome = self._session.run()
             if self._session.interrupt.is_by_signal:
-                self._error = KeyboardInterrupt()
+                self._error = RunInterrupted(f"stopped; {self.directory} was saved")
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread of the caller
             self._error = self._error or error
         finally:

@@ -7,6 +7,7 @@ Nothing here is spent: no weights are loaded, and no file is written. A mistake 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,9 @@ def check_free(setup: Setup) -> None:
 
 def _default_name(config: Config) -> str:
     world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
-    return f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(free for free in names if config.run.dir or not is_run(Path("runs") / free))
 
 
 def check_overrides(stored: Config, overrides: Sequence[str]) -> None:

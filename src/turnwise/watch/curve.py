@@ -26,6 +26,15 @@ CURVE_FILE = "curve.svg"
 Points = Sequence[tuple[float, float]]
 
 
+class SvgPicture(str):
+    """The text of an SVG file, which a notebook shows as a picture."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
 def write_curve(run: RunReader, title: str, best: EvaluationRow | None) -> Path:
     """Draw what the run has so far into its directory; `best` is the evaluation of the best checkpoint."""
     path = run.directory / CURVE_FILE
@@ -34,7 +43,7 @@ def write_curve(run: RunReader, title: str, best: EvaluationRow | None) -> Path:
 
 
 def run_svg(run: RunReader, title: str, best: EvaluationRow | None) -> str:
-    """The curves of one run, as far as it has come."""
+    """The curves of one run so far."""
     rewards = [(float(step), value) for step, value in run.metric("rollout/reward_mean") if math.isfinite(value)]
     rates = [(float(step), value) for step, value in run.metric("train/learning_rate") if math.isfinite(value)]
     return curve_svg(title, run.evaluations(), rewards, rates, best)
@@ -70,7 +79,7 @@ def curve_svg(
 
 
 def _rate_line(axes: _Axes, rates: Points) -> list[str]:
-    """The learning rate as a share of its most, dashed; nothing where it stayed the same."""
+    """The learning rate as a share of its maximum, dashed; nothing if it stayed constant."""
     most = max((rate for _, rate in rates), default=0.0)
     if most == min((rate for _, rate in rates), default=0.0):
         return []
@@ -80,7 +89,7 @@ def _rate_line(axes: _Axes, rates: Points) -> list[str]:
 
 
 def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
-    """Held-out success of several runs over their steps; of evaluations at one step, the last."""
+    """Held-out success of several runs over their steps; if a step has several evaluations, the last one."""
     axes = _Axes(max([1.0, *(float(row.step) for rows in runs.values() for row in rows)]))
     parts = [*_frame(title, HEIGHT + LEGEND_HEIGHT * len(runs)), *axes.grid(TEXT_COLOR)]
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % intervals", "start", TEXT_COLOR))
@@ -118,7 +127,7 @@ class _Axes:
         return [*parts, _text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR)]
 
     def success_line(self, rows: Sequence[EvaluationRow], color: str, opacity: float) -> list[str]:
-        """Success at every evaluation, over the band of its interval."""
+        """Success at every evaluation, drawn over the band of its interval."""
         band = [(self.x(row.step), self.y(row.success_high)) for row in rows]
         band += [(self.x(row.step), self.y(row.success_low)) for row in rows[::-1]]
         points = [(self.x(row.step), self.y(row.success)) for row in rows]

@@ -17,10 +17,12 @@ import numpy as np
 
 Z_95 = 1.959964
 # Student's t at 97.5 % by degrees of freedom; from 30 on the expansion below is right to three digits.
+# fmt: off
 _T_975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )
+# fmt: on
 DOUBTED_TASKS = 0.5
 """Weight, in tasks, of the assumption that attempts at one task are copies of each other: the least that keeps coverage
 at 94 % or more for 4 to 64 tasks with 2 to 16 attempts each, also where most tasks are never solved."""

@@ -1,4 +1,4 @@
-"""Metrics to other tools: TensorBoard, Weights & Biases, trackio. None is needed; the run directory has everything."""
+"""Sends metrics to TensorBoard, Weights & Biases or trackio. The run directory has everything without them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from turnwise.errors import ConfigError
 from turnwise.watch.observer import Observer
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""By logger: the extra of this package that brings it."""
+"""Logger to the extra of this package that installs it."""
 
 
 class MetricLogger(Protocol):
     """An object that takes metrics, such as one of your own in `turnwise.train(..., loggers=[it])`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step or of an evaluation."""
+        """Take the metrics of a step or of an evaluation."""
         ...
 
 
@@ -62,7 +62,7 @@ def open_loggers(
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Say what is missing before anything is spent."""
+    """Refuse a logger that is not installed, before anything is spent."""
     for name in names:
         _module(name, name)
 
@@ -80,7 +80,7 @@ class _TensorBoard(Observer):
 
 
 class _Hosted(Observer):
-    """wandb and trackio share their calls."""
+    """wandb or trackio, which have the same functions."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

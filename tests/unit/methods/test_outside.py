@@ -102,6 +102,7 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     for given in (CappedGrpo, CappedGrpo.Options(), CappedGrpo.Options.path()):
         assert as_method_options(given) == CappedGrpo.Options()
     assert as_method_options(CappedGrpo, cap=0.5) == CappedGrpo.Options(cap=0.5)
+    assert Config.model_validate({"method": CappedGrpo}).method == CappedGrpo.Options()
     config = Config(method=CappedGrpo.Options(cap=0.5))
     assert config_from_yaml(config_to_yaml(config), "a run") == config
     built = CappedGrpo(loss_fn="ppo", loss_config={"dual_clip": 3.0}, cap=0.5)
@@ -109,6 +110,10 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     setup = MethodSetup(data=DataConfig(), group_size=4, max_turns=1, max_tokens=4)
     assert config_from_yaml(config_to_yaml(passed), "a run").method.build(setup) is built
     assert (passed.method.loss, passed.method.loss_config) == ("ppo", {"dual_clip": 3.0})
+    assert override_config(passed, ["train.steps=3"]).method is passed.method
+    assert override_config(passed, ["method=rloo"]).method == read_method("rloo")
+    with pytest.raises(ConfigError, match="loss_fn beside a method that is built"):
+        override_config(passed, ["loss=cispo"])
     another = CappedGrpo(loss_fn="ppo", loss_config={}, cap=0.25)
     assert as_method_options(another).name != passed.method.name, "two objects are never mixed up"
 

@@ -14,6 +14,8 @@ import pytest
 
 import turnwise as tw
 from turnwise.errors import ConfigError
+from turnwise.methods.grpo import Grpo
+from turnwise.methods.rloo import Rloo
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow
 from turnwise.watch.observer import ObserverError
 
@@ -150,7 +152,7 @@ def test_a_wrong_keyword_is_refused_with_the_right_one(keywords: dict[str, Any],
         tw.train("guess_number", **{**SMALL, **keywords}, directory=tmp_path / "run", observer=SILENT)
 
 
-def test_a_world_a_reward_and_a_logger_are_passed_as_objects(tmp_path: Path) -> None:
+def test_a_world_a_reward_a_method_a_loss_and_a_logger_are_passed_as_objects(tmp_path: Path) -> None:
     class Local(Echo):
         """No other process can import it."""
 
@@ -161,18 +163,34 @@ def test_a_world_a_reward_and_a_logger_are_passed_as_objects(tmp_path: Path) -> 
         def log(self, step: int, values: Mapping[str, float]) -> None:
             self.rewards.append((step, values["rollout/reward_mean"]))
 
+    def doubled(logprobs: Any, columns: Any) -> Any:
+        return -2 * (logprobs - columns.anchor_logprobs_T).exp() * columns.advantages_T
+
     logger, directory = Logger(), tmp_path / "run"
-    objects: dict[str, Any] = {"reward": length_reward}
+    objects: dict[str, Any] = {"reward": length_reward, "loss": doubled}
     run = tw.train(Local, **SMALL, **objects, loggers=[logger], steps=2, directory=directory, observer=SILENT)
     assert run.config.env.name == "python:Local"
     assert logger.rewards == run.metric("rollout/reward_mean")
     lengths = [len(run.attempt(row.id).trajectory.turns[-1].reply.content) for row in run.attempts()]
     assert [row.reward for row in run.attempts()] == pytest.approx([length / 100 for length in lengths])
-    asked = re.escape("env=Local, reward=length_reward")
+    asked = re.escape("env=Local, reward=length_reward, loss=doubled")
     with pytest.raises(ConfigError, match=f"was started from Python with {asked}.*{asked}"):
         tw.Run.resume(directory, ["train.steps=3"], observer=SILENT)
     more = tw.Run.resume(directory, ["train.steps=3"], env=Local, **objects, observer=SILENT)
     assert more.metrics["step"] == [1, 2, 3]
+
+
+def test_a_method_is_passed_as_options_or_built(tmp_path: Path) -> None:
+    options = Rloo.Options(kl_coef=0.1)
+    run = tw.train("guess_number", **SMALL, method=options, steps=1, directory=tmp_path / "run", observer=SILENT)
+    assert run.config.method == options
+    built = Grpo(loss_fn="importance_sampling", loss_config={})
+    run = tw.train("guess_number", **SMALL, method=built, steps=1, directory=tmp_path / "built", observer=SILENT)
+    asked = r"was started from Python with method=Grpo"
+    with pytest.raises(ConfigError, match=asked):
+        tw.Run.resume(run.directory, ["train.steps=2"], observer=SILENT)
+    more = tw.Run.resume(run.directory, ["train.steps=2"], method=built, observer=SILENT)
+    assert more.metrics["step"] == [1, 2]
 
 
 def test_an_importable_env_class_is_recorded_by_name_and_needed_no_more(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model in: transformers' modelling code, our attention, adapters on every linear."""
+"""Loads a Hugging Face causal language model; attention is replaced by ours, and every linear can carry adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from turnwise.models.families import check_supported
 
 
 class CausalModel:
-    """The frozen base: its body, its head, and the linears that adapters may lie on."""
+    """The frozen base model: its body, its head, and the linears that can carry adapters."""
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         config = _read_config(directory)
@@ -51,7 +51,7 @@ class CausalModel:
 
     @property
     def groups(self) -> Sequence[LinearGroup]:
-        """Linears whose weights stand side by side, where the body joins any."""
+        """Linears whose weights the fused body has joined into one tensor."""
         return self.fused.groups if self.fused is not None else ()
 
     def hidden(
@@ -101,7 +101,7 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreT
 
 
 def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:
-    """Replace every linear by an adaptable one, in place; keys are its dotted names, as PEFT writes them."""
+    """Replace every linear by one that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
     linears: dict[str, LoraLinear] = {}
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:  # a subclass may do something else, as PhiMoE's router does

@@ -1,7 +1,7 @@
 """LoRA adapters of different ranks and targets on one frozen base, side by side in one batch.
 
-A forward pass over packed tokens carries a `Route`: which span of tokens belongs to which adapter. Every adapted
-linear computes y = x W' (+ b) once for all tokens and adds scale * (x A') B' on each span (A' = transpose). An
+A forward pass over packed tokens carries a `Route`: which span of tokens belongs to which adapter. Every linear
+computes y = x W' (+ b) once for all tokens and adds scale * (x A') B' on each span (A' = transpose). An
 adapter's weights are views into one flat float32 tensor, so that optimizer, snapshot and norm are single calls.
 
 Shape legend: N packed tokens, I inputs, O outputs, r rank.
@@ -22,7 +22,7 @@ from turnwise.models.linears import Shape, adapted_linears, check_kinds
 from turnwise.types import LoraConfig
 
 LORA_ALPHA = 32.0
-"""Scale is alpha / rank, so that a good learning rate does not depend on the rank."""
+"""The scale is alpha / rank, so that a good learning rate does not depend on the rank."""
 
 _versions = itertools.count(1)
 
@@ -90,7 +90,7 @@ def base_policy() -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Packed tokens [start, stop) run with `weights`; spans do not overlap, tokens in none use the base alone."""
+    """Packed tokens [start, stop) run with `weights`. Spans do not overlap; tokens in no span use the base alone."""
 
     start: int
     stop: int
@@ -104,11 +104,11 @@ class BankRoute:
     banks: Mapping[str, Any]
     """A and B of all slots, by group of linears."""
     generation: int
-    """Counts the times that the banks were laid out anew."""
+    """How often the banks were laid out again."""
     runs: Sequence[tuple[int, int, int]]
     """(first row, rows, slot) of each adapter's neighbouring rows."""
     tiles: Tensor
-    """[3, T] int32: the same, cut into tiles."""
+    """[3, T] int32: the runs, cut into tiles."""
 
     def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
         """y += scale (x A') B', every row with its own adapter."""
@@ -121,18 +121,18 @@ class BankRoute:
 
 @dataclass(slots=True)
 class Route:
-    """What the adapted linears of one model do in the forward pass that is running."""
+    """Which weights each packed token of a forward pass runs with."""
 
     spans: Sequence[Span] = ()
     merged: Mapping[str, Tensor] | None = None
-    """Weights that stand in for the base's, adapter already added; then there are no spans."""
+    """Weights used in place of the base's, with an adapter already added; then there are no spans."""
     bank: BankRoute | None = None
     """Many adapters in one launch, for sampling on a GPU; then there are no spans."""
 
 
 @dataclass(slots=True)
 class RouteHolder:
-    """Shared by all adapted linears of one model; the engine swaps the route around each forward pass."""
+    """Shared by all linears of one model; the engine sets the route for each forward pass."""
 
     route: Route = field(default_factory=Route)
 
@@ -247,10 +247,9 @@ class _LoraMatmul(torch.autograd.Function):
 
 
 def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, Shape]:
-    """{linear: (outputs, inputs)} of what `lora` trains; linears are told apart by where they stand in the model."""
-    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    check_kinds(linears, wanted)
-    return adapted_linears({n: (m.out_features, m.in_features) for n, m in linears.items()}, wanted)
+    """{linear: (outputs, inputs)} of the linears that `lora` puts an adapter on."""
+    check_kinds(linears, lora)
+    return adapted_linears({n: (m.out_features, m.in_features) for n, m in linears.items()}, lora)
 
 
 def merge_into(

@@ -49,7 +49,7 @@ class LoraBank:
         self._slot_of: OrderedDict[int, int] = OrderedDict()
         """By policy version, least recently used first."""
         self._free: list[int] = []
-        self._adapted: set[str] = set()
+        self._targets: set[str] = set()
         self.generation = 0
         self.banks: dict[str, GroupBank] = {}
 
@@ -63,8 +63,8 @@ class LoraBank:
         wanted = {policy.version: policy for policy in policies if policy.has_adapter}
         rank = max([self._rank, *(policy.lora.rank for policy in wanted.values())])
         adapted = {name for policy in wanted.values() for name in policy.pairs}
-        if rank > self._rank or len(wanted) > self._num_slots or not adapted <= self._adapted:
-            self._adapted |= adapted
+        if rank > self._rank or len(wanted) > self._num_slots or not adapted <= self._targets:
+            self._targets |= adapted
             self._grow(len(wanted), 1 << (rank - 1).bit_length())
         for version in wanted:
             if version in self._slot_of:
@@ -85,7 +85,7 @@ class LoraBank:
         self._free = list(range(self._num_slots))
         self.banks.clear()
         for group in self._groups:
-            if not self._adapted & set(group.names):
+            if not self._targets & set(group.names):
                 continue
             num_out, num_in = group.weight.shape
             owners = np.zeros(-(-num_out // OUTPUT_BLOCK), dtype=np.int32)

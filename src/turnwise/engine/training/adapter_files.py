@@ -39,7 +39,7 @@ _REFUSED = (
     "layers_to_transform",
     "trainable_token_indices",
 )
-"""PEFT options that mean more than plain A and B."""
+"""PEFT options that need more than plain A and B; they are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def write_adapter(
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; a disk that is full is an `OSError` like everybody else's."""
+    """Write a safetensors file; a full disk raises `OSError`, as other writes do."""
     try:
         save_file(tensors, file, metadata=metadata)
     except SafetensorError as cause:
@@ -112,7 +112,7 @@ def _sync(directory: Path) -> None:
 
 
 def _move(temporary: Path, directory: Path) -> None:
-    """Rename into place; an older checkpoint of that name stands until the new one is complete."""
+    """Rename into place; an older checkpoint of that name stays until the new one is complete."""
     if directory.exists():
         old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
         directory.rename(old / "old")
@@ -176,7 +176,7 @@ def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Te
 
 
 def is_critic(directory: Path) -> bool:
-    """There is a value head beside the adapter."""
+    """Whether there is a value head beside the adapter."""
     return (directory / HEAD_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""A training adapter on disk, whole: weights, optimizer and the gradient collected so far; and sums of adapters.
+"""Snapshots of what is trained (weights, optimizer and the gradient collected so far), and sums of adapters.
 
 A snapshot is an adapter directory with `gradient.safetensors` beside it when there is a gradient, so that training
 goes on from it at any point, not only between optimizer steps.
@@ -27,7 +27,7 @@ MAX_SUMMED_RANK = 1024
 
 
 def write_snapshot(engine: Engine, adapter: Trainable, directory: Path) -> None:
-    """Fill `directory` with everything that training on needs; the caller syncs it and puts it in place."""
+    """Fill `directory` with everything that further training needs; the caller syncs it and puts it in place."""
     engine.save_adapter(adapter, directory, with_optimizer=True)
     if bool(adapter.grad.any()):
         adapter_files.save_tensors({"grad": adapter.grad.cpu()}, directory / GRADIENT_FILE)

@@ -19,7 +19,6 @@ from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.openai.messages import Reply, with_call_text
 from turnwise.service.openai.schemas import CaptureBody, RewardBody
 from turnwise.trajectory import EndReason, Message, Trajectory, Turn
-from turnwise.types import SampledSequence
 
 MAX_CAPTURES = 4096
 """Of one key; the longest unused goes first."""
@@ -74,28 +73,8 @@ class Capture:
                 return known
         return None
 
-    def add(
-        self,
-        asked: Sequence[Message],
-        prompt_ids: Sequence[int],
-        sequence: SampledSequence,
-        reply: Reply,
-        parsed: Message,
-        *,
-        policy_version: int,
-        temperature: float,
-    ) -> None:
+    def add(self, asked: Sequence[Message], reply: Reply, turn: Turn) -> None:
         """Record a call that was answered."""
-        assert sequence.logprobs is not None, "the engine always gives logprobs"
-        turn = Turn(
-            prompt_ids=tuple(prompt_ids),
-            sampled_ids=tuple(sequence.tokens),
-            sampler_logprobs=tuple(sequence.logprobs),
-            policy_version=policy_version,
-            temperature=temperature or 1.0,  # greedy logprobs are those at 1
-            reply=parsed,
-            is_cut=sequence.stop_reason == "length",
-        )
         self.turns.append(CapturedTurn(asked=tuple(asked), reply=reply, turn=turn))
 
     def reward(self, body: RewardBody) -> None:

@@ -33,7 +33,7 @@ from turnwise.service.openai.messages import Reply, call_to_json, read_messages,
 from turnwise.service.openai.schemas import ChatBody, refused
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.results import SampleReply
-from turnwise.trajectory import Message
+from turnwise.trajectory import Message, Turn
 from turnwise.types import SampledSequence, SampleRequest, SamplingParams
 
 
@@ -71,13 +71,19 @@ class Call:
 
     def record(self, sequence: SampledSequence, reply: Reply, outcome: SampleReply) -> None:
         """Add the turn to the capture, if there is one."""
-        if self.capture is not None:
-            self.capture.add(
-                *(self.asked, self.prompt, sequence, reply),
-                self.talker.renderer.parse(sequence.tokens),
-                policy_version=outcome.response.policy_version,
-                temperature=self.params.temperature,
-            )
+        if self.capture is None:
+            return
+        assert sequence.logprobs is not None, "the engine always gives logprobs"
+        turn = Turn(
+            prompt_ids=tuple(self.prompt),
+            sampled_ids=tuple(sequence.tokens),
+            sampler_logprobs=tuple(sequence.logprobs),
+            policy_version=outcome.response.policy_version,
+            temperature=self.params.temperature or 1.0,  # greedy logprobs are those at 1
+            reply=self.talker.renderer.parse(sequence.tokens),
+            is_cut=sequence.stop_reason == "length",
+        )
+        self.capture.add(self.asked, reply, turn)
 
 
 async def answer_chat(

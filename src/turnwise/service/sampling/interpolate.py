@@ -15,9 +15,9 @@ from turnwise.service.access import Caller
 from turnwise.service.engines import ServedModels
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promises
-from turnwise.service.queue import Operation, Steps
 from turnwise.service.store.store import OwnedCheckpointRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
+from turnwise.service.training.queue import Operation, Steps
 from turnwise.service.wire import schemas
 from turnwise.service.wire.results import JsonReply
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from turnwise.service.queue import FairShare
+from turnwise.service.training.queue import FairShare
 from turnwise.service.wire.results import output_from_proto
 from turnwise.service.wire.types import PROTOBUF
 from unit.service.conftest import TOKENS, Serve, Wire, training_body, training_proto
