@@ -58,7 +58,6 @@ PRIVATE_NAMES_IN_TESTS = {
     "contract/sdk/runner.py": ENDS_A_PROCESS,
     "contract/sdk/remote_mint_checks.py": ROOM,
     "unit/client/": ROOM,
-    "unit/engine/": ROOM,
 }
 
 
