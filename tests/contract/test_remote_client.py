@@ -122,7 +122,7 @@ def test_a_remote_run_does_what_a_local_one_does(server: ServerProcess, tmp_path
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["engine.device=cpu"], "model.device is not read with model.base_url"),
+        (["engine.device=cpu"], "engine.device is not read with model.base_url"),
         (["rollout.stop=x"], "rollout.stop"),
         (["base_url=localhost:1"], "expected http://"),
     ],

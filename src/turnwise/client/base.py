@@ -40,7 +40,7 @@ DEFAULT_SAMPLING_PARAMS = SamplingParams()
 
 
 def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | None) -> AdamParams:
-    """The settings of `optim_step`, under whichever of its two names they came."""
+    """Return the settings of `optim_step`, given under one of its two names."""
     params = optim_params if adam_params is None else adam_params
     if params is None or (optim_params is not None and adam_params is not None):
         raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")

@@ -40,7 +40,7 @@ class EnginePool:
         self._slots: dict[tuple[Path, EngineConfig], _Slot] = {}
 
     def acquire(self, directory: Path, config: EngineConfig, name: str) -> EngineWorker:
-        """The worker of that model, started if it is not running; whoever gets it gives it back with `release`."""
+        """Return the worker of a model, started if it is not running. The caller gives it back with `release`."""
         with self._lock:
             slot = self._slots.setdefault((directory.resolve(), config), _Slot())
         with slot.lock:  # two callers at once load once

@@ -154,7 +154,7 @@ class Submission(_Request[T_co], Coroutine[Any, Any, ApiFuture[T_co]]):
 
 
 def completed(value: T, what: str) -> ApiFuture[T]:
-    """An `ApiFuture` that is done."""
+    """Make an `ApiFuture` that is done."""
     future: Future[T] = Future()
     future.set_result(value)
     return ApiFuture(future, what)

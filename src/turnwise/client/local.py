@@ -34,7 +34,7 @@ __all__ = ["LocalSamplingClient", "LocalTrainingClient", "ServiceClient"]
 
 
 class ServiceClient:
-    """Where training and sampling clients come from.
+    """Creates training and sampling clients.
 
     Clients of one base model share its engine, across services too; it is loaded when the first one is created. Use
     it as a context manager, or call `close`, to free the device before the process ends.
@@ -79,7 +79,7 @@ class ServiceClient:
         self._is_closed = False
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """The models that are there already; a model directory or a hub name works as `base_model` too."""
+        """List the models that are stored here; a model directory or a hub name works as `base_model` too."""
         ready = {row.name: row.context_length for row in model_store.list_models() if row.is_ready}
         aliases = {**model_store.aliases_from_environment(), **self._aliases}
         lengths = {**ready, **{name: ready.get(target) for name, target in aliases.items()}}
@@ -99,7 +99,7 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> LocalTrainingClient:
-        """A client that trains a new adapter on `base_model`."""
+        """Create a client that trains a new adapter on `base_model`."""
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         return self._create(base_model, lambda engine: engine.create_adapter(lora), user_metadata)
 
@@ -114,7 +114,7 @@ class ServiceClient:
         train_attn: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> LocalTrainingClient:
-        """A client that trains a new critic on `base_model`: an adapter of its own and a value head, no policy.
+        """Create a client that trains a new critic on `base_model`: an adapter of its own and a value head, no policy.
 
         Its one loss is `value`: `forward(datums, "value")` answers with the value of each position whose `mask` is 1,
         and `forward_backward(datums, "value", {"value_clip": 0.2})` learns `returns`.
@@ -127,7 +127,7 @@ class ServiceClient:
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> LocalTrainingClient:
-        """A client that trains on from a checkpoint's weights, a critic's too, with a fresh optimizer.
+        """Create a client that trains on from a checkpoint's weights, a critic's too, with a fresh optimizer.
 
         Args:
             base_model: For adapters that do not say which base model they were made for.
@@ -139,7 +139,7 @@ class ServiceClient:
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> LocalTrainingClient:
-        """A client that goes on where `save_state` left off."""
+        """Create a client that goes on where `save_state` left off."""
         return self._from_state(path, user_metadata, base_model, with_optimizer=True)
 
     create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
@@ -150,7 +150,7 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: object = None,  # noqa: ARG002 - nothing is lost on the way in process
     ) -> LocalSamplingClient:
-        """A client that samples from saved weights, or from a base model as it is."""
+        """Create a client that samples from saved weights, or from a base model as it is."""
         if model_path is not None:
             checkpoint = self._store.find(model_path)
             model = self._base_of(checkpoint, base_model)

@@ -32,7 +32,7 @@ CLOSE_S = 20.0
 
 
 class RemoteServiceClient:
-    """Where remote clients come from; a context manager, as the local one."""
+    """Creates remote clients. Use it as a context manager, as the local one."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RemoteServiceClient:
 
     @property
     def dialect(self) -> Dialect:
-        """What may be sent."""
+        """Which columns may be sent."""
         return self._connection.dialect
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
@@ -120,7 +120,7 @@ class RemoteServiceClient:
         train_attn: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> RemoteTrainingClient:
-        """A client that trains a new critic, at a service of ours; its one loss is `value`, as in this process."""
+        """Create a client that trains a new critic, at a service of ours; its one loss is `value`, as here."""
         self.check_critics()
         metadata = {**(user_metadata or {}), **CRITIC_METADATA}
         return self.create_lora_training_client(base_model, rank, seed, train_mlp, train_attn, False, metadata)
@@ -159,7 +159,7 @@ class RemoteServiceClient:
         base_model: str | None = None,
         retry_config: object = None,
     ) -> RemoteSamplingClient:
-        """A client that samples from saved weights, or from a base model as it is."""
+        """Create a client that samples from saved weights, or from a base model as it is."""
         if model_path is None and base_model is None:
             raise ConfigError("create_sampling_client needs model_path (saved weights) or base_model")
         more = {} if retry_config is None else {"retry_config": retry_config}

@@ -1,4 +1,4 @@
-"""The line to a service elsewhere: who answers there, the SDK that talks to it, and its futures as ours."""
+"""The connection to a service elsewhere: what answers there, the SDK that talks to it, and its futures as ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sdk = Any
 
 PROBE_S = 10.0
 LOCAL_KEY = "tml-no-key-needed"
-"""The SDK wants a key; a service on this machine may need none."""
+"""A key for a service on this machine that needs none: the SDK insists on one."""
 
 
 class Connection:
@@ -82,7 +82,7 @@ class Connection:
 
 
 def probe(base_url: str) -> Dialect:
-    """Who answers there: a service of ours says so at `/healthz`; nobody at all is an error at once."""
+    """Find out which kind of service answers: ours says so at `/healthz`. No answer is an error."""
     try:
         with urllib.request.urlopen(f"{base_url}/healthz", timeout=PROBE_S) as answer:  # the scheme was checked
             body = json.loads(answer.read(10_000))

@@ -22,7 +22,7 @@ from turnwise.losses.table import CLIP_KEYS, LOSSES, clip_bounds
 from turnwise.types import Datum, SamplingParams
 
 Dialect = Literal["tinker", "turnwise"]
-"""What the other side reads: Tinker's columns, or all of ours."""
+"""Which columns the other side reads: Tinker's, or all of ours."""
 
 FOLDED_LOSSES = tuple(name for name, info in LOSSES.items() if info.is_linear)
 """Linear in the advantages: mask and weights can be folded into them."""
@@ -75,7 +75,7 @@ def _arrays(datum: Datum) -> dict[str, NDArray[Any]]:
 
 
 def mask_of(datum: Datum) -> NDArray[np.bool_]:
-    """The trained targets, as the engine reads them: the mask, else nonzero weights, else all."""
+    """Return which targets are trained, as the engine reads it: the mask, else nonzero weights, else all."""
     inputs = _arrays(datum)
     if "mask" in inputs:
         return inputs["mask"] != 0
@@ -135,7 +135,7 @@ def _folded(index: int, datum: Datum, loss_fn: str) -> Columns:
 
 
 def to_stop(params: SamplingParams) -> str | list[str] | list[int] | None:
-    """The wire's one `stop`: strings or ids, not both."""
+    """Return the wire's `stop`, which holds strings or ids, not both."""
     strings = params.stop_strings()
     named = [int(token) for token in params.stop_token_ids or ()]
     if strings and named:
@@ -150,7 +150,7 @@ def to_stop(params: SamplingParams) -> str | list[str] | list[int] | None:
 
 
 def to_seed(seed: int | None) -> int | None:
-    """The same 64 bits, signed."""
+    """Return the same 64 bits as a signed number."""
     if seed is None:
         return None
     bits = seed % 2**64

@@ -95,6 +95,14 @@ class Engine:
             yield from self.trainer.add_reference(job, result, reference)
         return make_output(job, result, loss)
 
+    def score(self, policy: Policy, datums: Sequence[Datum]) -> Generator[None, None, ForwardBackwardOutput]:
+        """Compute the logprobs of every target under published weights."""
+        loss = TOKEN_LOGPROBS.make_loss("cross_entropy", None, is_learning=False)
+        checked = TOKEN_LOGPROBS.read_datums(datums, loss, self.model, is_learning=False)
+        job = TrainingJob(weights=policy, datums=checked, objective=TOKEN_LOGPROBS)
+        result = yield from self.trainer.read(job, only_trained=False, with_entropy=False)
+        return make_output(job, result, loss)
+
     def forward_backward(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:

@@ -36,7 +36,7 @@ class Caller:
 
 
 def create_key(store: Store, name: str, style: KeyStyle = "tml") -> str:
-    """A new key; this is the only time that it can be seen."""
+    """Create a key and return it; it cannot be shown again later."""
     if not name or len(name) > 100 or not name.isprintable():
         raise ConfigError(f"key name {name!r}; expected 1 to 100 printable characters")
     key = f"{style}-{secrets.token_urlsafe(32)}"
@@ -111,7 +111,7 @@ class Access:
         return self._store.key_by_id(int(str(key_id)))
 
     def make_link(self, what: dict[str, str]) -> tuple[str, float]:
-        """A token for one download, and when it ends."""
+        """Make a token for one download; return it and the time when it expires."""
         expires = time.time() + self._token_s
         payload = _encode(json.dumps({**what, "exp": expires}).encode())
         return f"{payload}.{_encode(self._sign(b'link', payload))}", expires

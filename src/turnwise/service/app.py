@@ -119,7 +119,7 @@ class Gate:
 
 
 class _BodyTooLargeError(Exception):
-    """A body without a length went on for too long."""
+    """A body without a declared length is larger than allowed."""
 
 
 def _without_port(host: str) -> str:

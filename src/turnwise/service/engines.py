@@ -1,4 +1,4 @@
-"""The base models that are served: by the names that clients may use, each with its worker and its training queue."""
+"""The base models that are served, by the names that clients use, each with its worker and its training queue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServedModel:
             )
 
     def tokenizer_name(self, *, is_local: bool) -> str:
-        """What a client can load the tokenizer from: the directory on this machine, else the hub's name."""
+        """Return what a client can load the tokenizer from: the directory if it is local, else the name at the hub."""
         is_hub_name = self.name.count("/") == 1 and not Path(self.name).is_dir()
         return self.name if is_hub_name or not is_local else str(self.directory)
 

@@ -31,7 +31,7 @@ class HttpFailure(TurnwiseError):  # noqa: N818
 
 
 def not_found(what: str) -> HttpFailure:
-    """The one answer for what is absent and for what belongs to somebody else."""
+    """Answer the same for what does not exist and for what belongs to somebody else."""
     return HttpFailure(404, f"{what} not found")
 
 
@@ -41,7 +41,7 @@ def session_finished() -> HttpFailure:
 
 
 def to_failure(error: BaseException) -> RequestFailure:
-    """What the client of a failed request is told."""
+    """Turn an error into what the client of the request is told."""
     if isinstance(error, HttpFailure):
         return RequestFailure(error.detail, "user" if error.status < 500 else "server")
     if isinstance(error, EngineStoppedError):
@@ -65,5 +65,5 @@ def log_internal(error: BaseException) -> str:
 
 
 def without_paths(text: str) -> str:
-    """The text with every absolute path of this machine cut to its last part."""
+    """Cut every absolute path in a text to its last part."""
     return _PATH.sub(lambda found: found.group().rstrip("/").rpartition("/")[2], text)

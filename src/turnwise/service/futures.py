@@ -21,7 +21,7 @@ from turnwise.service.wire.results import RequestOutcome
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 KEEP_S = 3600.0
-"""A result is kept this long, unless the room for results runs out; then the oldest that were read go first."""
+"""Results are kept this long. If memory for results runs out, the oldest that were read go first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Promise:
     owner: str
     kind: str
     num_bytes: int
-    """Of the request, while it waits; of the result, once there is one."""
+    """Size of the request while it waits; size of the result once there is one."""
     outcome: RequestOutcome | None = None
     was_read: bool = False
     finished_at: float = 0.0
@@ -93,7 +93,7 @@ class Promises:
         return f"req-{self._life}-{next(self._ids)}"
 
     def restore(self, owner: str, kind: str, request_id: str, outcome: RequestOutcome) -> Promise:
-        """A promise that an earlier process had settled."""
+        """Create a promise that an earlier process had settled."""
         promise = self.create(owner, kind, 0, request_id=request_id)
         self.settle(promise, outcome)
         return promise
@@ -120,7 +120,7 @@ class Promises:
         self._make_room()
 
     def get(self, request_id: str, owner: str) -> Promise:
-        """The promise, or 404; 410 for one of an earlier life, which makes SDKs sample again."""
+        """Return the promise; raise 404 for an unknown one, 410 for one of an earlier process (SDKs sample again)."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.owner == owner:
             return promise

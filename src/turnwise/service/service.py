@@ -1,4 +1,4 @@
-"""The service itself: everything that the routes call, put together, and its clockwork."""
+"""The service: everything that the routes call, put together, and the task that cleans up at intervals."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Taught = tuple[Trajectory, TrajectoryValues, Sequence[FloatArray]]
 
 
 class Critic:
-    """Values of attempts, and lessons about them."""
+    """Estimates the values of attempts, and learns from them."""
 
     def __init__(
         self,
@@ -51,19 +51,14 @@ class Critic:
         renderer: Renderer,
         *,
         max_tokens: int,
-        num_pretrained: int = 0,
     ) -> None:
-        """Wrap a critic's client.
-
-        Args:
-            max_tokens: the longest prompt that it may be shown.
-            num_pretrained: batches that it has learned before the policy's first step.
-        """
+        """Wrap a critic's client. `max_tokens` is the longest prompt that it may be given."""
         self.client = client
         self.config = config
-        self.num_pretrained = num_pretrained
+        self.num_pretrained = 0
+        """Number of batches that it has learned from before the policy's first step."""
         self.plateau = Plateau(config.pretrain_patience)
-        """Of the pre-training, over all batches that it has had."""
+        """Whether pre-training still improves, over all its batches."""
         self._gae = gae
         self.optim = optim
         self._renderer = renderer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from turnwise.config.checks import unread_of_stored
@@ -13,6 +13,7 @@ from turnwise.config.training import TrainConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
+from turnwise.envs.base import Split
 from turnwise.losses.table import LOSSES
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
@@ -49,21 +50,20 @@ def make_plan(
     *,
     engine: EngineConfig,
     device: DeviceInfo | None,
-    num_train_tasks: int,
-    num_test_tasks: int,
+    num_tasks: Mapping[Split, int],
 ) -> Plan:
     if device is not None:
         facts.check_trained(config.model)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
-    num_evaluations = len(evaluation_steps(config)) if num_test_tasks else 0
+    num_evaluations = len(evaluation_steps(config)) if num_tasks["test"] else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
-    eval_attempts = num_evaluations * num_test_tasks * evaluation.samples
+    eval_attempts = num_evaluations * num_tasks["test"] * evaluation.samples
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)
     return Plan(
-        num_train_tasks=num_train_tasks,
-        num_test_tasks=num_test_tasks,
+        num_train_tasks=num_tasks["train"],
+        num_test_tasks=num_tasks["test"],
         num_steps=train.steps,
         num_train_attempts=train_attempts,
         num_evaluations=num_evaluations,

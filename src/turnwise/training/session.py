@@ -222,8 +222,9 @@ class TrainingSession:
             make_optim(config, critic_rate(config)),
             renderer,
             max_tokens=self.setup.parts.rollout.max_trajectory_tokens,
-            num_pretrained=saved.num_pretrained if saved is not None else 0,
         )
+        if saved is not None:
+            critic.num_pretrained = saved.num_pretrained
         if saved is not None and saved.plateau is not None:
             critic.plateau.restore(saved.plateau)
         return critic

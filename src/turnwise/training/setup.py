@@ -90,8 +90,7 @@ class Setup:
             rollout,
             engine=engine,
             device=None if self.config.model.base_url else find_device(engine),
-            num_train_tasks=len(self.parts.tasks),
-            num_test_tasks=len(self.parts.held_out),
+            num_tasks={"train": len(self.parts.tasks), "test": len(self.parts.held_out)},
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         lines += [f"note         {note}" for note in self.notes]

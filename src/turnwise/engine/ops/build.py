@@ -30,7 +30,7 @@ _FOLDER = Path(__file__).parent
 COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK_FLAGS = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
 # More flags to (compile, link), best first: torch's OpenMP, a runtime of our own, one thread, any processor.
-_VARIANTS = (
+VARIANTS = (
     (("-march=native", "-fopenmp"), ()),
     (("-march=native", "-fopenmp"), ("-fopenmp",)),
     (("-march=native",), ()),
@@ -46,17 +46,18 @@ def library() -> ctypes.CDLL | None:
     if not _loaded:  # asked at every call of a kernel, so the lock is for the first ones alone
         with _load_lock:
             if not _loaded:
-                _loaded.append(_open_library())
+                _loaded.append(open_library())
     return _loaded[0]
 
 
-def _open_library() -> ctypes.CDLL | None:
+def open_library() -> ctypes.CDLL | None:
+    """Build and open the library; None, with a warning, where that fails."""
     compiler = find_compiler()
     if compiler is None:
         _log.warning("no C compiler ($CC, cc, gcc, clang): the CPU uses the slower torch path")
         return None
     why = ""
-    for compile_flags, link_flags in _VARIANTS:
+    for compile_flags, link_flags in VARIANTS:
         try:
             path = build(compiler, (*COMPILE_FLAGS, *compile_flags), (*LINK_FLAGS, *link_flags))
             return ctypes.CDLL(str(path))

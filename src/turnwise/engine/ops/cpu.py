@@ -167,6 +167,4 @@ def load() -> CpuKernels | None:
     return None if library is None else _bind(library)
 
 
-@functools.cache
-def _bind(library: ctypes.CDLL) -> CpuKernels:
-    return CpuKernels(library)
+_bind = functools.cache(CpuKernels)

@@ -146,11 +146,13 @@ class AttentionKernels:
             function.restype = int32
 
 
-@functools.cache
+_bind = functools.cache(AttentionKernels)
+
+
 def _kernels() -> AttentionKernels:
     library = build.library()
     assert library is not None, "chosen only where the library is built"
-    return AttentionKernels(library)
+    return _bind(library)
 
 
 def attend(sides: Saved, scale: float, *, is_causal: bool, is_added: bool = False) -> None:

@@ -34,11 +34,13 @@ class HeadKernels:
         self.row_gradients.restype = None
 
 
-@functools.cache
+_bind = functools.cache(HeadKernels)
+
+
 def _kernels() -> HeadKernels:
     library = build.library()
     assert library is not None, "chosen only where the library is built"
-    return HeadKernels(library)
+    return _bind(library)
 
 
 def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:

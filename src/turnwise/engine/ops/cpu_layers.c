@@ -1,7 +1,7 @@
 /* The steps between a decoder layer's matrix products, float32, for the CPU: norm, rotation, gate, forward and backward.
  *
  * Each is bound by memory: it reads its inputs once and writes its outputs once, row by row, rows shared among threads.
- * The arithmetic is that of `layer_ops.py`.
+ * The arithmetic is that of `torch_layers.py`.
  */
 #include "cpu_vectors.h"
 

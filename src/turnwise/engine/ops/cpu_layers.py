@@ -43,11 +43,13 @@ class LayerKernels:
             function.restype = int32
 
 
-@functools.cache
+_bind = functools.cache(LayerKernels)
+
+
 def _kernels() -> LayerKernels:
     library = build.library()
     assert library is not None, "chosen only where the library is built"
-    return LayerKernels(library)
+    return _bind(library)
 
 
 def add_norm(

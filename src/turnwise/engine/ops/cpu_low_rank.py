@@ -23,9 +23,7 @@ def fits(x_MI: Tensor, *sides: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Callable[..., int]:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
+def _bind(library: ctypes.CDLL) -> Callable[..., int]:
     function = library.tw_low_rank_gradients
     function.argtypes = [
         ctypes.c_void_p * 5, ctypes.c_int64 * 10, ctypes.c_int64 * 3, ctypes.c_float, ctypes.c_int,
@@ -51,5 +49,7 @@ def gradients(x_MI: Tensor, u_MR: Tensor, grad_IR: Tensor, w_IR: Tensor, out_MR:
     pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
     strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
     sizes = (ctypes.c_int64 * 3)(rows, cols, rank)
-    if _kernel()(pointers, strides, sizes, scale, waiting.num_threads()):
+    library = build.library()
+    assert library is not None, "chosen only where the library is built"
+    if _bind(library)(pointers, strides, sizes, scale, waiting.num_threads()):
         raise MemoryError(f"no memory for the gradients of a low-rank part, {rows} x {cols}, rank {rank}")

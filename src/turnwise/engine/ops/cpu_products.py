@@ -83,11 +83,13 @@ class ProductKernel:
         return buffer.data_ptr()
 
 
-@functools.cache
+_bind = functools.cache(ProductKernel)
+
+
 def _kernel() -> ProductKernel:
     library = build.library()
     assert library is not None, "chosen only where the library is built"
-    return ProductKernel(library)
+    return _bind(library)
 
 
 def product(

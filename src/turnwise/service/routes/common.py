@@ -32,7 +32,7 @@ CallerDep = Annotated[Caller, Depends(get_caller)]
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, decompressed if it was sent with zstd; the server's middleware has bounded what arrived."""
+    """Read the body, and decompress it if it was sent with zstd; `Gate` has bounded what arrived."""
     body = await request.body()
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
@@ -50,7 +50,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
-    """A model's JSON schema with nothing to look up elsewhere."""
+    """Return a model's JSON schema with all references resolved."""
 
     def resolve(node: Any, definitions: dict[str, Any]) -> Any:
         if isinstance(node, list):
@@ -66,7 +66,7 @@ def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
 
 
 def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict[str, Any]:
-    """How a body that is read by hand appears in the OpenAPI document."""
+    """Describe a body that is read by hand for the OpenAPI document."""
     content: dict[str, Any] = {wire.JSON: {"schema": inline_schema(body)}}
     if protobuf is not None:
         content[wire.PROTOBUF] = {"schema": {"type": "string", "format": "binary", "title": protobuf}}
@@ -74,7 +74,7 @@ def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict
 
 
 def promised(request_id: str, **more: Any) -> JSONResponse:
-    """The answer to every submission."""
+    """Answer a submission with the id of its request."""
     return JSONResponse({"request_id": request_id, **more})
 
 

@@ -146,7 +146,7 @@ async def set_checkpoint_ttl(
 async def checkpoint_archive(
     service: ServiceDep, caller: CallerDep, run_id: str, kind: Kind, name: Name, request: Request
 ) -> Response:
-    """A redirect to a link that needs no key, as the SDKs expect it."""
+    """Redirect to a link that needs no key, as the SDKs expect."""
     row = service.checkpoints.get(run_id, kind, name, caller.owner, may_be_public=True)
     token, expires = service.access.make_link({"path": row.path, "file": "archive.tar"})
     url = f"{_base_url(request)}{PREFIX}/downloads/{token}/archive.tar"
@@ -187,7 +187,7 @@ def _base_url(request: Request) -> str:
 
 @router.post("/copy_weights")
 async def copy_weights(service: ServiceDep, caller: CallerDep, body: schemas.CopyWeightsBody) -> dict[str, str]:
-    """A copy of one's own, or of a published checkpoint, that belongs to the caller."""
+    """Copy one's own checkpoint, or a published one; the copy belongs to the caller."""
     source = service.checkpoints.find(body.source_path, caller.owner)
     now = time.time()
     target = replace(

@@ -89,7 +89,7 @@ async def get_sampler(service: ServiceDep, caller: CallerDep, sampler_id: str, r
 async def retrieve_futures(
     service: ServiceDep, caller: CallerDep, body: schemas.RetrieveFuturesBody
 ) -> dict[str, object]:
-    """What finished in one sampling session since the cursor; held while there is nothing new."""
+    """Return what finished in one sampling session since the cursor; the call waits while there is nothing new."""
     sampler = service.sampling.get(body.target.sampling_session_id, caller.owner)
     cursor = body.prev_cursor or 0
     deadline_s = min(service.config.hold_s, body.timeout or service.config.hold_s)

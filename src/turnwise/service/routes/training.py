@@ -157,7 +157,7 @@ async def load_weights(service: ServiceDep, caller: CallerDep, request: Request)
 
 
 def _kind_of(row: OwnedCheckpointRow) -> dict[str, str]:
-    """A critic's checkpoint makes a critic."""
+    """Say that a model made from a critic's checkpoint is a critic."""
     return {KIND_KEY: row.user_metadata[KIND_KEY]} if KIND_KEY in row.user_metadata else {}
 
 

@@ -184,7 +184,7 @@ class Sampling:
         return sampler.row.num_joined
 
     def reference_weights(self, path: str, owner: str, served: ServedModel) -> ParkedPolicy:
-        """The weights that a reverse KL is measured against: a checkpoint of the same base model, or the base."""
+        """Find the weights that a reverse KL is measured against: a checkpoint of the same base model, or the base."""
         if "://" not in path:
             if self._models.find(path) is not served:
                 raise HttpFailure(400, f"the reference {path[:200]!r} is another base model than the student's")
@@ -339,9 +339,7 @@ class Sampling:
             for k in range(targets.shape[1])
         ]
         worker = job.sampler.served.loaded.worker
-        output = await asyncio.wrap_future(
-            worker.run_steps("samplers", lambda engine: engine.forward(policy, datums, "cross_entropy", None))
-        )
+        output = await asyncio.wrap_future(worker.run_steps("samplers", lambda engine: engine.score(policy, datums)))
         columns = [entry["logprobs"].to_numpy() for entry in output.loss_fn_outputs]
         return TensorData.from_numpy(np.where(asked, np.stack(columns, axis=1), 0.0).astype(np.float32))
 

@@ -94,7 +94,7 @@ class RunRow:
     session_id: str
     owner: str
     request_id: str
-    """Of the create_model that made it."""
+    """The request that created it."""
     base_model: str
     """As the client named it."""
     lora: LoraConfig
@@ -240,7 +240,7 @@ class Store:
         return changed.rowcount == 1
 
     def has_keys(self) -> bool:
-        """A revoked key counts: taking the last one away does not open the doors."""
+        """Say whether a key was ever made. A revoked key counts: revoking the last one does not open the service."""
         return self._db.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
 
     # rows by id and owner
@@ -270,7 +270,7 @@ class Store:
         return self._all(SessionRow, query, owner, created_at, session_id, limit)
 
     def session_totals(self, session_id: str) -> tuple[int, int]:
-        """How many checkpoints a session's runs have, and their bytes."""
+        """Count the checkpoints of a session's runs, and their bytes."""
         query = (
             "SELECT COUNT(*), COALESCE(SUM(c.size_bytes), 0) FROM checkpoints c JOIN runs r USING (model_id) "
             "WHERE r.session_id = ?"
@@ -333,7 +333,7 @@ class Store:
         return self._all(OwnedCheckpointRow, query, owner, limit, offset)
 
     def checkpoint_totals(self, owner: str) -> tuple[int, int]:
-        """How many, and how many bytes."""
+        """Count an owner's checkpoints, and their bytes."""
         query = "SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM checkpoints WHERE owner = ?"
         count, size = self._db.execute(query, (owner,)).fetchone()
         return int(count), int(size)

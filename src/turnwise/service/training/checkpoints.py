@@ -45,7 +45,7 @@ class OwnedCheckpoints:
         return self._files.directory(row.path)
 
     def find(self, path: str, owner: str) -> OwnedCheckpointRow:
-        """What `owner` may read under that path: its own, and what others have published."""
+        """Find a checkpoint that `owner` may read: its own, or one that somebody published."""
         asked = _parse(path)
         return self.get(asked.model_id, asked.kind, asked.name, owner, may_be_public=True)
 
@@ -58,7 +58,7 @@ class OwnedCheckpoints:
         return row
 
     def by_link(self, path: str) -> OwnedCheckpointRow:
-        """What a signed link stands for: it was made for somebody who may read it."""
+        """Find the checkpoint of a signed link; whoever got the link may read it."""
         asked = _parse(path)
         row = self._live_row(asked.model_id, asked.kind, asked.name)
         if row is None:

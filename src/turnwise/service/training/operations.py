@@ -39,7 +39,7 @@ REVERSE_KL_LOSS = ("importance_sampling", {"kl_coef": 1.0, "kl_estimator": "k2"}
 
 @dataclass(slots=True, eq=False)
 class TrainingModel:
-    """A training client's adapter, alive."""
+    """A training client that is open, and its adapter."""
 
     run: RunRow
     served: ServedModel
@@ -95,7 +95,7 @@ class OperationBuilder:
         )
 
     def _with_reference(self, model: TrainingModel, batch: wire.TrainingBatch) -> wire.TrainingBatch:
-        """A checkpoint as `kl_reference` becomes its directory; no other directory may be named."""
+        """Replace a checkpoint path in `kl_reference` by its directory; clients cannot name any other directory."""
         reference = batch.loss_fn_config.get("kl_reference", "base")
         if reference == "base":
             return batch
@@ -213,8 +213,8 @@ class OperationBuilder:
         student, teacher = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
         def begin(engine: Engine) -> Generator[None, None, tuple[list[Datum], list[Any], ForwardBackwardOutput]]:
-            policy: Any = reference.load(engine)
-            known = yield from engine.forward(policy, teacher, "cross_entropy", None)
+            policy = reference.load(engine)
+            known = yield from engine.score(policy, teacher)
             reference_logprobs = [entry["logprobs"].to_numpy() for entry in known.loss_fn_outputs]
             datums = [
                 _with_input(datum, "ref_logprobs", logprobs)
@@ -298,7 +298,7 @@ def sender_of(kind: str, body: bytes) -> tuple[str, int] | None:
 
 
 def _reverse_kl_datums(index: int, body: schemas.ReverseKlDatumBody, temperature: float) -> tuple[Datum, Datum]:
-    """What the student trains on and what the reference scores: the same targets behind their own inputs."""
+    """Make the datum that the student trains on and the one that the reference scores: same targets, own inputs."""
     targets = wire.read_tensor("target_tokens", body.target_tokens.model_copy(update={"dtype": "int64"})).to_numpy()
     weights = wire.read_tensor("weights", body.weights).to_numpy().astype(np.float32)
     if targets.ndim != 1 or weights.shape != targets.shape:
@@ -344,7 +344,7 @@ def _refuse_critic(model: TrainingModel) -> None:
 
 
 def _at_once(work: Callable[[Engine], Any]) -> Callable[[Engine], Steps]:
-    """An operation without micro-batches."""
+    """Make an operation that runs in one go, without micro-batches."""
 
     def begin(engine: Engine) -> Steps:
         yield from ()

@@ -35,7 +35,7 @@ MAX_SHARED = 16
 """Most models in one shared batch."""
 MAX_REMEMBERED = 10_000
 SHARED_TOKENS = 8192
-"""A batch with more tokens fills its passes alone."""
+"""A batch with more tokens than this does not share its passes."""
 CLOSE_S = 10.0
 """How long closing waits for what the engine is doing."""
 OP_COST = 64
@@ -53,7 +53,7 @@ class Operation:
     promise: Promise | None = None
     """None for what the service does on its own account."""
     finish: Callable[[Any], RequestOutcome] = lambda _: JsonReply({})
-    """The engine's value as the client's result; runs on the event loop, and may record what was done."""
+    """Turns the engine's value into the client's result; runs on the event loop, and may record what was done."""
     batch: TrainingBatch | None = None
     """Set for forward_backward: what may share passes with other models."""
     adapter: Callable[[Engine], Any] | None = None
@@ -100,7 +100,7 @@ class Lane:
             del self.request_ids[next(iter(self.request_ids))]
 
     def head(self) -> Operation | None:
-        """What may run next, if anything."""
+        """Return the operation that may run next; None if there is none."""
         if self.is_shared:
             return None
         if self.urgent:
@@ -122,7 +122,7 @@ class Lane:
 
 
 class FairShare:
-    """Who goes next: the session that was charged least; one that was away gets no credit for it."""
+    """Chooses the session that was charged least. A session that was away gets no credit for it."""
 
     def __init__(self) -> None:
         self._charged: dict[str, float] = {}
@@ -195,7 +195,7 @@ class TrainingQueue:
         self._pump()
 
     def skip(self, lane: Lane, seq: int | None) -> None:
-        """A number whose request was refused: nobody waits for it."""
+        """Skip a number whose request was refused."""
         if seq is not None and seq >= lane.next_seq and seq not in lane.waiting:
             lane.max_seen = max(lane.max_seen, seq)
             lane.waiting[seq] = Operation(promise=None, begin=_nothing)
@@ -250,7 +250,7 @@ class TrainingQueue:
                 self._dispatch(group)
 
     def _is_prepared(self, *group: tuple[Lane, Operation]) -> bool:
-        """Whether the chosen operations may run; only a lone one can have anything to prepare."""
+        """Prepare the chosen operations and say whether they may run; only a single one can need preparation."""
         operation = group[0][1]
         if operation.prepare is not None:
             try:
@@ -261,7 +261,7 @@ class TrainingQueue:
         return True
 
     def _shared_batch(self, first: Lane, ready: Sequence[Lane]) -> list[tuple[Lane, Operation]]:
-        """The chosen model's operation, and batches of others that fit into the same passes."""
+        """Take the chosen model's operation, and batches of other models that fit into the same passes."""
         operation = first.pop()
         self._watch_gap(first)
         chosen = [(first, operation)]

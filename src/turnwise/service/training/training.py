@@ -120,7 +120,7 @@ class Training:
         return promise.request_id, model_id
 
     def _read_lora(self, body: schemas.CreateModelBody) -> LoraConfig:
-        """What to train, with a seed always; a critic has a head of its own and none of the model's."""
+        """Read what to train. A seed is always set; a critic trains a head of its own and not the model's."""
         kind = (body.user_metadata or {}).get(KIND_KEY, "policy")
         if kind not in ("policy", CRITIC):
             raise HttpFailure(400, f"{KIND_KEY}={kind[:50]!r} in user_metadata; expected policy or {CRITIC}")
@@ -143,7 +143,7 @@ class Training:
             self._promises.restore(run.owner, "CreateModel", run.request_id, created)
 
     def get(self, model_id: str, owner: str) -> TrainingModel:
-        """A training client, alive; one that was left on disk comes back."""
+        """Return a training client; one that was parked on disk is opened again."""
         model = self._live.get(model_id)
         if model is not None and model.run.owner == owner:
             return model
@@ -213,7 +213,7 @@ class Training:
         return self._by_key.get((model.run.model_id, retry_key)) if retry_key is not None else None
 
     def refuse(self, caller: Caller, model_id: str, seq: int) -> None:
-        """A request with this number was refused; those behind it need not wait for it."""
+        """Skip the number of a request that was refused, so that later requests do not wait for it."""
         try:
             model = self.get(model_id, caller.owner)
         except HttpFailure:

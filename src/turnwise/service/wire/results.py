@@ -171,7 +171,7 @@ def _record_kind(arrays: Mapping[str, NDArray[np.float32]]) -> tuple[tuple[str, 
 
 
 def output_from_proto(data: bytes) -> ForwardBackwardOutput:
-    """The inverse of `output_to_proto`: how finished results are kept over a restart."""
+    """Read what `output_to_proto` wrote; the journal keeps finished results this way."""
     message = _PROTO_OUTPUT()
     message.ParseFromString(data)
     outputs: list[dict[str, TensorData]] = []

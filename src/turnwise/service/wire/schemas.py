@@ -96,7 +96,7 @@ class ModelBody(Body):
 
 
 class SenderBody(Body):
-    """What says whose request it is, of a body that may be wrong in everything else."""
+    """The two fields that say whose request it is; read from a body that is wrong otherwise."""
 
     model_id: Id
     seq_id: Seq

@@ -106,7 +106,7 @@ class ServedSample:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """A protobuf `ForwardBackwardRequest`."""
+    """Read a protobuf `ForwardBackwardRequest`."""
     message = _PROTO_REQUEST()
     try:
         message.ParseFromString(body)
@@ -262,7 +262,7 @@ def _reshaped(key: str, array: NDArray[Any], shape: Sequence[int] | None) -> NDA
 def _dense(
     key: str, values: NDArray[Any], crow: NDArray[np.int64], col: NDArray[np.int64], shape: Sequence[int] | None
 ) -> TensorData:
-    """A CSR tensor written out; unlisted cells are 0."""
+    """Write a CSR tensor out; unlisted cells are 0."""
     if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_DENSE:
         raise DataError(f"{key}: a sparse tensor needs a shape [N, K] of at most {MAX_DENSE} cells, and {shape} came")
     rows, width = int(shape[0]), int(shape[1])
@@ -376,7 +376,7 @@ def read_sample(body: schemas.SampleBody) -> ServedSample:
 
 
 def _with_unasked(body: schemas.TensorBody) -> schemas.TensorBody:
-    """A sparse request written out with -1 where nothing is asked."""
+    """Write a sparse request out, with -1 where nothing is asked."""
     if body.sparse_crow_indices is None:
         return body
     numbers = body.data if isinstance(body.data, list) else [body.data]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from turnwise.engine.ops import build, cpu_attention, cpu_head, cpu_layers, cpu_low_rank, cpu_products
+from turnwise.engine.ops import build
 
 # The C files have branches for AVX-512, for AVX2 and portable ones; an older target takes the lower branches.
 _TARGETS = {"native": ("-march=native",)}
@@ -23,20 +23,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
     flags = (*build.COMPILE_FLAGS, *_TARGETS[request.param])
     openmp = ("-fopenmp",) if platform.system() == "Linux" else ()
     opened = ctypes.CDLL(str(build.build(compiler, (*flags, *openmp), build.LINK_FLAGS)))
-    before, build._loaded[:] = list(build._loaded), [opened]
-    _forget()
-    yield opened
-    build._loaded[:] = before
-    _forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "library", lambda: opened)
+        yield opened
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
-
-
-def _forget() -> None:
-    for module in (cpu_layers, cpu_head, cpu_attention):
-        module._kernels.cache_clear()
-    for module in (cpu_products, cpu_low_rank):
-        module._kernel.cache_clear()

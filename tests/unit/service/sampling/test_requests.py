@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from turnwise.engine.config import EngineConfig
-from unit.service.conftest import ENGINE, Serve, Wire
+from turnwise.service.wire.results import SampleReply
+from turnwise.service.wire.types import ServedSample
+from turnwise.types import SampleRequest
+from unit.service.conftest import ENGINE, TOKENS, Serve, Wire
 
 PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}
 
@@ -94,3 +99,19 @@ async def test_a_prompt_that_cannot_be_used_fails_with_the_reason(serve: Serve) 
         assert "vocabulary" in outcome["error"]
         alternatives = await wire.post("/asample", ask(sampler, 1, prompt_alt_tokens_k=2))
         assert alternatives.status_code == 400
+
+
+async def test_chosen_ids_are_scored_as_the_prompts_own_are(serve: Serve) -> None:
+    """`target_prompt_logprobs` asks for other ids at each position; asking for the prompt's own gives its logprobs."""
+    async with serve() as wire:
+        sampler = await sampler_of(wire)
+        served = wire.service.sampling.get(sampler, wire.service.access.caller(None).owner)
+        own = np.asarray(TOKENS[1:], dtype=np.int64)[:, None]
+        request = ServedSample(sample=SampleRequest.scoring(TOKENS), targets=own)
+        promise = wire.service.sampling.enqueue(served, request, seq=1, num_bytes=0)
+        await wire.service.promises.wait(promise, 30)
+    reply = promise.outcome
+    assert isinstance(reply, SampleReply)
+    assert reply.target_logprobs is not None
+    known = list(reply.response.prompt_logprobs or [])[1:]
+    np.testing.assert_allclose(reply.target_logprobs.to_numpy()[:, 0], np.asarray(known, dtype=np.float32), atol=1e-5)
