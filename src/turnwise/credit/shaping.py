@@ -150,11 +150,6 @@ def soft_overlong(length: int, max_length: int, buffer: int) -> float:
     return (max_length - buffer - length) / buffer if length <= max_length and buffer else -1.0
 
 
-def turn_decayed(outcome: float, num_turns: int, *, decay: float) -> NDArray[np.float64]:
-    """What an outcome at the end is worth at each turn: `outcome * decay**(turns left)`, the discounted return."""
-    return outcome * decay ** np.arange(num_turns - 1, -1, -1, dtype=np.float64)
-
-
 def _potentials(trajectory: Trajectory) -> list[float]:
     """The potential of every state. After the end of a task it is 0; an attempt that was cut short keeps its last."""
     phis = [_potential(turn.potential, trajectory) for turn in trajectory.turns]

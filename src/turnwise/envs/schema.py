@@ -233,3 +233,10 @@ def _describe_schema(schema: Json) -> str:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_fractions(options: object, *names: str) -> None:
+    """Refuse the named attributes of `options` that are not between 0 and 1."""
+    for name in names:
+        if not 0 <= getattr(options, name) <= 1:
+            raise ConfigError(f"{name}={getattr(options, name)}; expected 0 to 1")

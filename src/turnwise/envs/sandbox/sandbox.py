@@ -109,7 +109,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxResult:
-        """The same for code that is not async."""
+        """Do the same as `run`, for code that is not async. (Its parameters are repeated so that both are typed.)"""
         return run_job(self._backend, self._job(argv, stdin, files, limits))
 
     def open(
