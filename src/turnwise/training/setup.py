@@ -158,6 +158,16 @@ def check_free(setup: Setup) -> None:
         )
 
 
+def check_service(config: Config, service: AnyService | None) -> None:
+    """Refuse a service elsewhere that the run's config does not name: the run's checkpoints are there."""
+    if isinstance(service, RemoteServiceClient) and not config.model.base_url:
+        raise ConfigError(
+            f"service is at {service.base_url}, and model.base_url is empty; a run that is read or resumed later would "
+            f"look for its checkpoints here. Pass model={{'name': {config.model.name!r}, 'base_url': "
+            f"{service.base_url!r}}} too"
+        )
+
+
 def _default_name(config: Config) -> str:
     world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
     name = f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
