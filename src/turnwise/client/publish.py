@@ -30,8 +30,7 @@ class VersionedSampler(SamplingClient):
         self.version = version
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        version = self.version  # the version at the time of the request, even if another one is published before the
-        answer
+        version = self.version  # at the time of the request; another one may be published before the answer
         return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:

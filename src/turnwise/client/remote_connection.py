@@ -146,7 +146,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 def _to_error(error: BaseException, what: str) -> BaseException:
     if isinstance(error, TurnwiseError | KeyboardInterrupt | SystemExit):
         return error
-    said = str(error).partition(" for self.request_id")[0]  # the SDK's thread keeps its own context variables
+    said = str(error).partition(" for self.request_id")[0]  # after this, the SDK lists its internal variables
     failed = ServiceError(f"{what}: {said or type(error).__name__}")
     failed.__cause__ = error
     return failed
