@@ -25,12 +25,12 @@ class VersionedSampler(SamplingClient):
     """A `SamplingClient` whose responses carry the run's version of the weights."""
 
     def __init__(self, client: SamplingClient, version: int) -> None:
-        """`Publisher.publish` creates these."""
+        """Do not call this; use `Publisher.publish`."""
         self.client = client
         self.version = version
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        version = self.version  # of the weights that are asked now, whatever is published meanwhile
+        version = self.version  # at the time of the request; another one may be published before the answer
         return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
@@ -81,7 +81,7 @@ class Publisher(ABC):
 
     @abstractmethod
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
-        """Bring over the weights; `publish` stamps the client that this returns. The one method of a backend."""
+        """Bring the weights to the sampler. A backend implements this; `publish` puts the version on the client."""
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
