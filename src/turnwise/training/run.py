@@ -190,8 +190,8 @@ class Run:
         """Begin a run.
 
         Args:
-            service: Makes the training and sampling clients; it stays open. Checkpoints are kept in the run's directory,
-                or by a service elsewhere, which `model.base_url` must name too.
+            service: Makes the training and sampling clients; it stays open. Checkpoints are kept in the run's
+                directory, or by a service elsewhere, which `model.base_url` must name too.
             observer: Is told what happens; default: a view for the terminal or the notebook.
             on_stuck: Called in another thread when the run's event loop is blocked for good; default: the run is
                 given up and `wait` raises.
