@@ -168,9 +168,7 @@ def _make_private(root: Path) -> None:
         root.mkdir(mode=0o700)
     info = root.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{root} belongs to another user or is no folder; remove it, or set TMPDIR to another place"
-        )
+        raise ConfigError(f"{root} belongs to another user or is no folder; remove it, or set TMPDIR to another place")
 
 
 def _kill_noted(note: Path) -> None:

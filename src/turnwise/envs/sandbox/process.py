@@ -280,9 +280,7 @@ class Running:
         self._outer.kill()
         if self._launch.status_fd is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(
-                    self._process.pid, signal.SIGKILL
-                )  # not yet waited for, so the pid is still its own
+                os.killpg(self._process.pid, signal.SIGKILL)  # not yet waited for, so the pid is still its own
             _kill_user(self._launch.user_id)
         code = self._process.wait(END_S)
         if self._launch.status_fd is None and code >= 0:
