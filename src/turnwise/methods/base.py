@@ -20,6 +20,7 @@ from pydantic import Field
 from turnwise.credit.datums import TurnAdvantage, trained_mask, trajectory_to_datums
 from turnwise.credit.values import TrajectoryValues, Values
 from turnwise.credit.weights import Weighting, share_of, weigh
+from turnwise.errors import ConfigError
 from turnwise.rollout.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
 from turnwise.runtime.section import Section
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -186,6 +187,21 @@ def keep_by(why: Callable[[TrajectoryGroup], str | None], groups: Sequence[Traje
     reasons = tuple(why(group) for group in groups)
     kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
     return Kept(groups=kept, reasons=reasons)
+
+
+def checked_kept(kept: object, method: object, num_groups: int) -> Kept:
+    """What a method's `keep` returned; a method from outside may return something else."""
+    if not isinstance(kept, Kept):
+        raise ConfigError(
+            f"{type(method).__name__}.keep(groups) returned {type(kept).__name__}; expected Kept(groups=(...), "
+            "reasons=(...)) with one reason per group, None for those that are kept (turnwise.methods.base.keep_by)"
+        )
+    if len(kept.reasons) != num_groups:
+        raise ConfigError(
+            f"{type(method).__name__}.keep(groups) gave {len(kept.reasons)} reasons for {num_groups} groups; expected "
+            "one per group, None for those that are kept (turnwise.methods.base.keep_by)"
+        )
+    return kept
 
 
 def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:

@@ -23,9 +23,10 @@ from turnwise.losses.table import LOSSES, Settings, losses_that_read
 from turnwise.methods.base import AnyMethod, DataConfig, MethodSetup
 from turnwise.methods.options import DECLARED, FreeLoss, MethodOptions, PolicyTerms, unknown_name
 from turnwise.methods.registry import METHODS
-from turnwise.rollout.sources import PlayBranches, ReadDialogues, ReadPairs
+from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.runtime.import_path import import_path, is_importable, load_attribute
 from turnwise.runtime.section import explain
+from turnwise.runtime.suggest import nearest
 
 SHIPPED: Mapping[str, type[MethodOptions]] = {
     method.Options.model_fields["name"].default: method.Options for method in METHODS
@@ -110,14 +111,33 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
             return _options_of(method, import_path(method)).model_validate(options)
     except ValidationError as cause:
         raise ConfigError("; ".join(f"method.{explain(error)}" for error in cause.errors())) from None
-    if not hasattr(method, "lessons") or not hasattr(method, "source"):
+    if not hasattr(method, "lessons") and not hasattr(method, "source"):
         raise ConfigError(
             f"method={method!r}; expected a name, `module:Class`, a class with Options, its options, or a method: an "
             "object with source, loss_fn, loss_config, keep(groups) and lessons(groups)"
         )
     if options:
         raise ConfigError(f"{min(options)} beside a method that is built; give the options to its constructor")
+    check_method(method)
     return PassedMethod.remember(method)
+
+
+def check_method(method: object, maker: str = "") -> None:
+    """Refuse an object that lacks something that the loop asks of a method.
+
+    Args:
+        maker: What made it, for the message: `MyMethod.Options.build(setup)`.
+    """
+    needed = ["source", "loss_fn", "loss_config", "lessons"]
+    if isinstance(getattr(method, "source", None), PlayGroups | PlayBranches):
+        needed.append("keep")
+    missing = [name for name in needed if not hasattr(method, name)]
+    if missing:
+        said = f"{maker} returned {type(method).__name__}, which" if maker else f"method {type(method).__name__}"
+        raise ConfigError(
+            f"{said} has no {' and no '.join(missing)}; a method has source, loss_fn, loss_config, keep(groups) and "
+            "lessons(groups) (docs/algorithms/README.md, your own method)"
+        )
 
 
 class MissingMethod(MethodOptions):
@@ -236,7 +256,12 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
 def _options_of(found: Any, name: str) -> type[MethodOptions]:
     options = found if isinstance(found, type) and issubclass(found, MethodOptions) else getattr(found, "Options", None)
-    if not isinstance(options, type) or not issubclass(options, MethodOptions):
+    if isinstance(options, type) and not issubclass(options, MethodOptions):
+        raise ConfigError(
+            f"method {name}: its Options does not inherit from MethodOptions; write `class Options(FreeLoss)`, or "
+            "another of turnwise.methods.options (docs/algorithms/README.md, your own method)"
+        )
+    if options is None or not isinstance(options, type):
         raise ConfigError(
             f"method {name} has no Options; expected a class with `class Options(FreeLoss)` inside, whose build(setup) "
             "makes the method (docs/algorithms/README.md, your own method)"
@@ -261,3 +286,6 @@ def _refuse_unread(options: type[MethodOptions], name: str, option: str) -> None
     methods = methods_that(lambda shipped: option in shipped.model_fields)
     if methods:
         raise ConfigError(f"{option} is not read by method={name}, only by {', '.join(methods)}; leave it out")
+    near = nearest(option, options.model_fields, cutoff=0.6)
+    if not options.is_shipped() and near is not None:  # what a shipped method reads, the config suggests itself
+        raise ConfigError(f"method.{option} is not an option of {name}; did you mean method.{near}?")

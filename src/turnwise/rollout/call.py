@@ -26,6 +26,7 @@ from turnwise.envs.sync import ENV_METHODS, CallThread, Making, has_coroutines
 from turnwise.errors import AttemptFailed, Party
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message, Role
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def call_now(party: Party, what: str, work: Callable[[], T]) -> T:
     except AttemptFailed:
         raise  # a party further in was already blamed
     except (Exception, SystemExit) as cause:  # as in `_blamed`
-        raise AttemptFailed(party, f"{what}: {cause!r}") from cause
+        raise AttemptFailed(party, f"{what}: {describe_error(cause)}") from cause
 
 
 async def _blamed(party: Party, what: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -87,7 +88,7 @@ async def _blamed(party: Party, what: str, work: Callable[[], Awaitable[T]]) -> 
     except AttemptFailed:
         raise
     except (Exception, SystemExit) as cause:  # an env that calls sys.exit() ends its attempt, not the run
-        raise AttemptFailed(party, f"{what}: {cause!r}") from cause
+        raise AttemptFailed(party, f"{what}: {describe_error(cause)}") from cause
 
 
 async def _cancel(task: asyncio.Task[T], on_abandoned: Callable[[], None] | None) -> None:

@@ -118,7 +118,7 @@ class _SelfPlay:
         try:
             game = call_now(Party.ENV, "make_game", lambda: self._world.make_game(task, game_seed))
         except AttemptFailed as error:
-            return [_unplayed(seat_task_id(task.id, 0), index, seed, error)]
+            return [_unplayed(seat_task_id(task.id, 0), index, seed, self.stats.to_failure(error))]
         table = _Table(game)
         samplers = self._seated(game.num_seats)
         seats = [
@@ -143,7 +143,7 @@ class _SelfPlay:
                 return None
             return await play(attempt, sampler, self._renderer, self._config, self.stats)
         except AttemptFailed as error:  # its first move never came
-            return _unplayed(attempt.task_id, index, seed, error)
+            return _unplayed(attempt.task_id, index, seed, self.stats.to_failure(error))
         finally:
             table.leave()
 
@@ -237,12 +237,12 @@ def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory
     ]
 
 
-def _unplayed(task_id: str, index: int, seed: int, error: AttemptFailed) -> Trajectory:
+def _unplayed(task_id: str, index: int, seed: int, failure: Failure) -> Trajectory:
     return Trajectory(
         task_id=task_id,
         attempt=index,
         seed=seed,
         turns=(),
         end_reason=EndReason.FAILED,
-        failure=Failure(party=error.party, detail=error.detail),
+        failure=failure,
     )

@@ -134,6 +134,10 @@ class RunReader:
             messages += [(message, None) for message in unpack_messages(turn["observation"])]
         return messages
 
+    def failure(self, attempt_id: int) -> Failure | None:
+        """Which party failed an attempt, and how; there also when the token arrays are gone."""
+        return _failure(self._row(attempt_id))
+
     def task(self, task_id: str) -> Mapping[str, Any]:
         row = self._db.execute("SELECT data FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is None:
@@ -243,7 +247,6 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         turns.append(turn)
     is_success = row["is_success"]
     branch = _column(row, "branch")
-    failure = None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
     return Trajectory(
         task_id=row["task_id"],
         attempt=row["attempt"],
@@ -251,9 +254,13 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         start=unpack_messages(row["start"]),
         turns=tuple(turns),
         end_reason=EndReason(row["stop_reason"]),
-        failure=failure,
+        failure=_failure(row),
         is_success=None if is_success is None else bool(is_success),
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
         branch=Branch(**json.loads(branch)) if branch else None,
     )
+
+
+def _failure(row: sqlite3.Row) -> Failure | None:
+    return None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])

@@ -17,6 +17,7 @@ from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
 from turnwise.methods.base import AnyMethod, MethodSetup
+from turnwise.methods.lookup import check_method
 from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
 from turnwise.renderers import Renderer, get_renderer
@@ -142,7 +143,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
     options = config.method_in_use
     if isinstance(options, FreeLoss):
         options.check_outside_loss()
-    return options.build(
+    method = options.build(
         MethodSetup(
             data=config.data,
             group_size=config.rollout.group_size,
@@ -151,6 +152,8 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
             potential_weight=config.reward.weights.shaping if config.reward.potential else 0.0,
         )
     )
+    check_method(method, f"{type(options).__qualname__}.build(setup)")
+    return method
 
 
 def make_shaping(config: Config) -> Shaping:

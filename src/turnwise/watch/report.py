@@ -18,7 +18,13 @@ LABEL_WIDTH = 14
 def report_lines(run: RunReader, best: EvaluationRow | None, *, title: str, num_dialogues: int) -> list[str]:
     """Everything, from what the run directory holds; `best` is the evaluation of the best checkpoint."""
     evaluations = run.evaluations()
-    lines = [*_before_and_after(evaluations, best), *_ended_early(run), *_dropped(run), *_not_kept(run)]
+    lines = [
+        *_before_and_after(evaluations, best),
+        *_ended_early(run),
+        *_not_moved(run),
+        *_dropped(run),
+        *_not_kept(run),
+    ]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
@@ -62,6 +68,14 @@ def _ended_early(run: RunReader) -> list[str]:
     return [f"{'ended early':<{LABEL_WIDTH}}{why}"]
 
 
+def _not_moved(run: RunReader) -> list[str]:
+    """That no step of the run changed the policy, and why."""
+    ends = [event for event in run.events() if event.kind in ("resumed", "not_moved")]
+    if not ends or ends[-1].kind == "resumed":
+        return []
+    return [f"{'not trained':<{LABEL_WIDTH}}no step moved the weights: {ends[-1].detail['why']}"]
+
+
 def _dropped(run: RunReader) -> list[str]:
     """What was not trained on, over the whole run, by reason."""
     totals = {name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "dropped_" in name}
@@ -84,6 +98,8 @@ def _certificate(run: RunReader) -> str:
     rows = run.certificates()
     if not rows:
         return "none: no step learned from attempts of its own"
+    if not any(name.startswith("train/") for name in run.metric_names()):
+        return f"no token was trained; turnwise certify {run.directory}"
     bad = [row.step for row in rows if not row.is_exact]
     steps = ", ".join(str(row.step) for row in rows)
     verdict = f"NOT exact at step {bad[0]}" if bad else "every trained token is a sampled token"
@@ -106,6 +122,9 @@ def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
     lines = [f"--- attempt {row.id}: {row.task_id}, {verdict}, reward {row.reward:g}"]
     for message, reward in run.dialogue(row.id):
         lines.append(message_line(message, reward))
+    failure = run.failure(row.id)
+    if failure is not None:
+        lines.append(f"{'failed':>9}  by {failure.party}: {failure.detail}")
     return lines
 
 
