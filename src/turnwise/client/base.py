@@ -2,7 +2,7 @@
 
 Methods, their arguments and their order are Tinker's. A method that computes returns an `ApiFuture`; its `_async`
 twin returns a `Submission`, or is a coroutine that gives the value (see `futures.py`, which says which and why). A
-client inherits from these classes, writes the plain methods, and gets the twins from here.
+client inherits from these classes, implements the plain methods, and gets the twins from here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SamplingClient(Protocol):
 
     @abstractmethod
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        """Begin to sample; `sample` with its arguments as one value."""
+        """Begin to sample. This is `sample` with its arguments as one value."""
         ...
 
     def sample(
@@ -82,7 +82,7 @@ class SamplingClient(Protocol):
 
     @abstractmethod
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
-        """Compute the logprob of each prompt token; None for the first, which nothing predicts."""
+        """Compute the logprob of each prompt token. The first one gets None, because nothing predicts it."""
         ...
 
     compute_logprobs_async = awaited(compute_logprobs)
@@ -101,7 +101,7 @@ class SamplingClient(Protocol):
 
 
 class TrainingClient(Protocol):
-    """Trains one adapter. Its operations run in the order of the calls, waited for or not.
+    """Trains one adapter. Its operations run in the order of the calls, whether or not you wait for them.
 
     >>> import turnwise as tw
     >>> with tw.ServiceClient() as service:
@@ -125,7 +125,7 @@ class TrainingClient(Protocol):
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
-        """Compute a loss and its logprobs, and no gradient."""
+        """Compute a loss and its logprobs without a gradient."""
         ...
 
     forward_async = submitted(forward)
@@ -134,7 +134,7 @@ class TrainingClient(Protocol):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
-        """Compute a loss and add its gradient to what earlier calls left; `optim_step` uses the sum and clears it."""
+        """Compute a loss and add its gradient to those of earlier calls; `optim_step` uses the sum and clears it."""
         ...
 
     forward_backward_async = submitted(forward_backward)
@@ -163,21 +163,21 @@ class TrainingClient(Protocol):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> ApiFuture[SaveWeightsResponse]:
-        """Write the adapter and its optimizer state, to train on from; `ttl_seconds` later it may be deleted."""
+        """Write the adapter and its optimizer state, so that training can go on; may be deleted after `ttl_seconds`."""
         ...
 
     save_state_async = submitted(save_state)
 
     @abstractmethod
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
-        """Take over a checkpoint's weights and start with a fresh optimizer."""
+        """Load a checkpoint's weights and start with a fresh optimizer."""
         ...
 
     load_state_async = submitted(load_state)
 
     @abstractmethod
     def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
-        """Take over a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
+        """Load a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
         ...
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
@@ -195,7 +195,7 @@ class TrainingClient(Protocol):
     def save_weights_and_get_sampling_client_submit(
         self, name: str | None = None, retry_config: object = None
     ) -> ApiFuture[SamplingClient]:
-        """Publish the weights as the operations before leave them; with a `name`, write them to disk too."""
+        """Publish the weights that the operations before this call leave; with a `name`, write them to disk too."""
         ...
 
     save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)

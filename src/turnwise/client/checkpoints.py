@@ -29,7 +29,7 @@ from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
-"""To train on from; to sample from; to download."""
+"""`weights` is for further training, `sampler_weights` for sampling, `external_weights` for download."""
 
 SCHEMES = ("tinker://", "mint://", "turnwise://")
 INFO_FILE = "checkpoint.json"
@@ -46,9 +46,9 @@ class CheckpointInfo:
     """What `checkpoint.json` says."""
 
     base_model: str
-    """The base model as its user named it."""
+    """The name that the user gave the base model."""
     stored_model: str
-    """What that name stood for; differs from `base_model` when that is an alias."""
+    """The model that this name stood for; it differs from `base_model` if that is an alias."""
     model_directory: str
     lora: LoraConfig
     has_optimizer: bool
@@ -56,7 +56,7 @@ class CheckpointInfo:
     expires_at: str | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
-    """SHA-256 of each file, by name; empty in checkpoints of early versions."""
+    """SHA-256 of each file, by file name; empty in checkpoints of early versions."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -73,7 +73,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """Where a checkpoint belongs."""
+    """The place of a checkpoint: whose it is, its kind and its name."""
 
     model_id: str
     kind: Kind
@@ -103,10 +103,10 @@ class CheckpointPath:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was found."""
+    """A checkpoint that exists on disk."""
 
     path: str
-    """As its user wrote it."""
+    """The path as the user wrote it."""
     directory: Path
     info: CheckpointInfo | None
     """None for a plain PEFT directory."""
@@ -118,7 +118,7 @@ def new_model_id() -> str:
 
 
 def expiry(ttl_seconds: int | None) -> str | None:
-    """Return when a checkpoint saved now with that time to live is deleted."""
+    """Return the time at which a checkpoint that is saved now expires."""
     if ttl_seconds is None:
         return None
     if ttl_seconds <= 0:
@@ -133,7 +133,7 @@ class CheckpointStore:
         self._root = data_dir / "checkpoints"
 
     def save(self, path: CheckpointPath, info: CheckpointInfo, fill: Callable[[Path], None], *, overwrite: bool) -> str:
-        """Let `fill` write a checkpoint's files, put it in its place, and return its `tinker://` path."""
+        """Let `fill` write a checkpoint's files, move them into place, and return the `tinker://` path."""
         place = self._place(path)
         if place.exists() and not overwrite:
             raise CheckpointError(f"{path.uri} exists; choose another name")
@@ -146,7 +146,8 @@ class CheckpointStore:
         return path.uri
 
     def directory(self, path: str) -> Path:
-        """Return where the files of a checkpoint are, or would be: of a `tinker://` path, or of a plain directory."""
+        """Return the directory of a checkpoint, whether or not it exists; `path` is a `tinker://` path or a
+        directory."""
         if path.startswith(SCHEMES):
             return self._place(CheckpointPath.parse(path))
         if "://" in path:
@@ -154,11 +155,11 @@ class CheckpointStore:
         return Path(path).expanduser().resolve()
 
     def has(self, path: str) -> bool:
-        """Say whether a checkpoint's files are here."""
+        """Whether a checkpoint's files are in this store."""
         return self.directory(path).is_dir()
 
     def find(self, path: str) -> Checkpoint:
-        """Find the checkpoint at a `tinker://` path or in a plain directory, and check that its files are whole."""
+        """Find the checkpoint at a `tinker://` path or in a plain directory, and check that its files are complete."""
         directory = self.directory(path)
         if not directory.is_dir():
             raise CheckpointError(f"no checkpoint {path}; {self._suggestions(path)}")
@@ -172,23 +173,23 @@ class CheckpointStore:
         return Checkpoint(path, directory, info)
 
     def delete(self, path: str) -> None:
-        """Delete a checkpoint; one that is gone already is fine."""
+        """Delete a checkpoint; do nothing if it does not exist."""
         remove_directory(self._place(CheckpointPath.parse(path)))
 
     def remove_expired(self) -> None:
-        """Delete what has outlived its `ttl_seconds`."""
+        """Delete the checkpoints whose `ttl_seconds` have passed."""
         for directory in self._directories():
             try:
                 info = read_info(directory)
             except (FileNotFoundError, CheckpointError):
-                continue  # another process was quicker, or `find` will complain about it
+                continue  # another process deleted it first, or `find` will report the problem
             if info is not None and info.is_expired(datetime.now(UTC)):
                 remove_directory(directory)
 
     def keep_only(self, paths: Iterable[str], kinds: Iterable[Kind] = KINDS) -> None:
-        """Delete every other checkpoint of these kinds, and what a process that died left half done.
+        """Delete every other checkpoint of these kinds, and the unfinished files of a process that died.
 
-        What an overwrite had set aside comes back where the new version never arrived.
+        If an overwrite set the old version aside and never wrote the new one, the old version is restored.
         """
         paths, kinds = list(paths), set(kinds)
         for aside in self._root.glob("*/*/.*.replaced"):
@@ -235,12 +236,12 @@ def read_info(directory: Path) -> CheckpointInfo | None:
 
 
 def write_checksums(directory: Path) -> None:
-    """Write down what every file of a directory must hash to; the seal of a directory without `checkpoint.json`."""
+    """Write the hash of every file of a directory that has no `checkpoint.json`."""
     (directory / CHECKSUMS_FILE).write_text(json.dumps(checksums_of(directory), indent=2), encoding="utf-8")
 
 
 def write_directory(place: Path, fill: Callable[[Path], None], seal: Callable[[Path], None] = write_checksums) -> None:
-    """Let `fill` write a directory and put it in its place, over one that is there; it appears whole or not at all."""
+    """Let `fill` write a directory and move it into place, over an existing one; it appears complete or not at all."""
     staged = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
     staged.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -262,7 +263,7 @@ def write_directory(place: Path, fill: Callable[[Path], None], seal: Callable[[P
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory so that a half-removed one cannot be taken for a whole one."""
+    """Remove a directory in such a way that nobody mistakes a half-removed one for a complete one."""
     if not directory.exists():
         return
     if not directory.name.startswith("."):
@@ -274,7 +275,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Refuse a directory whose files are not those that were written."""
+    """Refuse a directory whose files have changed since they were written."""
     info = read_info(directory)
     expected: Mapping[str, str] = info.checksums if info is not None else {}
     if not expected:
@@ -293,7 +294,7 @@ def verify(directory: Path) -> None:
 
 
 def checksums_of(directory: Path) -> dict[str, str]:
-    """Hash every file of a directory but the two that hold checksums."""
+    """Hash every file of a directory, except the two that hold checksums."""
     files = [file for file in sorted(directory.iterdir()) if file.is_file()]
     return {file.name: _checksum(file) for file in files if file.name not in (INFO_FILE, CHECKSUMS_FILE)}
 

@@ -21,9 +21,9 @@ class LoadedModel:
     """A base model and the worker that runs it."""
 
     name: str
-    """As its user named it."""
+    """The name that the user gave the model."""
     stored_model: str
-    """What the name stands for; differs from `name` when that is an alias."""
+    """The model that the name stands for; it differs from `name` if that is an alias."""
     directory: Path
     worker: EngineWorker
 
@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 class EnginePool:
-    """Counts who uses which engine; the last to leave closes it."""
+    """Counts the users of each engine; the last user closes it."""
 
     def __init__(self, load: Callable[[Path, EngineConfig, str], Engine]) -> None:
         self._load = load
@@ -40,10 +40,10 @@ class EnginePool:
         self._slots: dict[tuple[Path, EngineConfig], _Slot] = {}
 
     def acquire(self, directory: Path, config: EngineConfig, name: str) -> EngineWorker:
-        """Return the worker of a model, started if it is not running. The caller gives it back with `release`."""
+        """Return the worker of a model; start it if it is not running. The caller gives it back with `release`."""
         with self._lock:
             slot = self._slots.setdefault((directory.resolve(), config), _Slot())
-        with slot.lock:  # two callers at once load once
+        with slot.lock:  # if two callers ask at the same time, the model is loaded once
             if slot.worker is None or slot.worker.is_stopped:
                 slot.worker = EngineWorker(lambda: self._load(directory, config, name), name=name)
                 slot.num_users = 0
@@ -52,7 +52,7 @@ class EnginePool:
 
     @property
     def num_running(self) -> int:
-        """How many engines are loaded."""
+        """Number of engines that are loaded."""
         with self._lock:
             return sum(slot.worker is not None for slot in self._slots.values())
 

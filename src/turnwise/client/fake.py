@@ -40,8 +40,8 @@ Reply = Sequence[int] | SampledSequence
 class ScriptedSampler(SamplingClient):
     """A `SamplingClient` that replies from a script: a list of replies in order, or a function of the prompt's ids.
 
-    A reply of bare ids gets `logprob` for each of them and ends by "stop", or by "length" where `max_tokens` cuts it.
-    A `SampledSequence` comes back as it is.
+    A reply of bare ids gets `logprob` for each id. Its stop reason is "stop", or "length" if `max_tokens` cuts it.
+    A `SampledSequence` is returned unchanged.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ScriptedSampler(SamplingClient):
         """Every prompt that was sampled from, in order."""
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        """Reply from the script. There is no distribution to rank: `topk_prompt_logprobs` is ignored."""
+        """Reply from the script. `topk_prompt_logprobs` is ignored, because there is no distribution to rank."""
         prompt_ids = list(request.prompt)
         self.prompts.append(prompt_ids)
         future: Future[SampleResponse] = Future()
@@ -115,9 +115,9 @@ class RecordedCall:
 
 
 class RecordingTrainer(TrainingClient):
-    """A `TrainingClient` that computes nothing and writes down every call.
+    """A `TrainingClient` that computes nothing and records every call.
 
-    Losses and logprobs come back as nan: nobody can mistake them for results.
+    Losses and logprobs are nan, so that nobody mistakes them for results.
     """
 
     def __init__(self, sampler: SamplingClient | None = None, *, model_id: str = "recorded", tokenizer: Any = None):

@@ -1,4 +1,4 @@
-"""What client calls return, for people who wait and for people who await.
+"""What client calls return, for plain code that waits and for coroutines that await.
 
 `ApiFuture[T]` is a request under way: `.result()`, `.result_async()` and `await` all give its value.
 
@@ -6,8 +6,8 @@
     output = await trainer.forward_backward(datums, "ppo")
 
 `Submission[T]` is what an `*_async` method returns when the plain method returns an `ApiFuture`. The request is under
-way as soon as the method is called; awaiting it gives the `ApiFuture`, without waiting. That is Tinker's habit, and
-asking the submission itself for its result is the other one:
+way as soon as the method is called; awaiting it gives the `ApiFuture`, without waiting. Tinker's recipes do that. You
+can also ask the submission itself for its result:
 
     future = await trainer.forward_backward_async(datums, "ppo")        # an ApiFuture
     output = await future                                               # or future.result_async(), future.result()
@@ -39,7 +39,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _Request(Generic[T_co]):
-    """The part that `ApiFuture` and `Submission` share."""
+    """What `ApiFuture` and `Submission` have in common."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class _Request(Generic[T_co]):
         self._deadline_s = deadline_s
 
     def result(self, timeout: float | None = None) -> T_co:
-        """Wait for the value; the request's own error is raised here. A timeout leaves the request under way."""
+        """Wait for the value; raise the request's error if it has one. After a timeout the request goes on."""
         try:
             return self._future.result(self._deadline_s if timeout is None else timeout)
         except TimeoutError:
             return self._late_result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T_co:
-        """`result` for a coroutine."""
+        """Like `result`, for a coroutine."""
         if not self._future.done():
             try:
                 async with asyncio.timeout(self._deadline_s if timeout is None else timeout):
-                    await until_done(self._future)  # a deadline that passes does not cancel the request
+                    await until_done(self._future)  # a missed deadline does not cancel the request
             except TimeoutError:
                 return self._late_result(timeout)
             except asyncio.CancelledError:
@@ -81,7 +81,7 @@ class _Request(Generic[T_co]):
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Withdraw the request if it was not begun; sampling stops at any time. False when it was too late."""
+        """Withdraw the request if it has not begun; sampling can be stopped at any time. False if it is too late."""
         return self._future.cancel()
 
     def future(self) -> Future[T_co]:
@@ -89,7 +89,7 @@ class _Request(Generic[T_co]):
         return self._future
 
     def _late_result(self, timeout: float | None) -> T_co:
-        if self._future.done():  # it came at the last moment, or ended in a TimeoutError of its own
+        if self._future.done():  # the result came at the last moment, or the request itself raised a TimeoutError
             return self._future.result()
         if timeout is None:
             raise ServiceError(f"{self._what}: no answer within {self._deadline_s:g} s") from None
@@ -106,7 +106,7 @@ class ApiFuture(_Request[T_co]):
         return self.result_async().__await__()
 
     def then(self, change: Callable[[T_co], T]) -> ApiFuture[T]:
-        """The same request with its value changed on arrival; cancelling either cancels both."""
+        """The same request with a function applied to its value. Cancelling either future cancels both."""
         source, changed = self._future, Future[T]()
 
         def arrive(done: Future[T_co]) -> None:
@@ -131,7 +131,7 @@ class ApiFuture(_Request[T_co]):
 class Submission(_Request[T_co], Coroutine[Any, Any, ApiFuture[T_co]]):
     """A request under way, as an `*_async` method returns it; `await` gives its `ApiFuture`.
 
-    It is a coroutine that ends at its first step, so `asyncio.create_task` and `asyncio.run` take it too.
+    It is a coroutine that ends at its first step, so `asyncio.create_task` and `asyncio.run` accept it too.
     """
 
     def __init__(self, future: ApiFuture[T_co]) -> None:
@@ -150,7 +150,7 @@ class Submission(_Request[T_co], Coroutine[Any, Any, ApiFuture[T_co]]):
         raise error.with_traceback(tb)
 
     def close(self) -> None:
-        """Nothing to close: the request goes on without it."""
+        """Do nothing: the request goes on without this object."""
 
 
 def completed(value: T, what: str) -> ApiFuture[T]:

@@ -8,6 +8,7 @@ Importing this module loads neither torch nor transformers; the first client tha
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -36,8 +37,8 @@ __all__ = ["LocalSamplingClient", "LocalTrainingClient", "ServiceClient"]
 class ServiceClient:
     """Creates training and sampling clients.
 
-    Clients of one base model share its engine, across services too; it is loaded when the first one is created. Use
-    it as a context manager, or call `close`, to free the device before the process ends.
+    Clients of one base model share its engine, across services too. The first client loads it. Use the service as a
+    context manager, or call `close`, to free the device before the process ends.
 
     >>> import turnwise as tw
     >>> with tw.ServiceClient() as service:
@@ -114,7 +115,7 @@ class ServiceClient:
         train_attn: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> LocalTrainingClient:
-        """Create a client that trains a new critic on `base_model`: an adapter of its own and a value head, no policy.
+        """Create a client that trains a new critic on `base_model`: its own adapter with a value head.
 
         Its one loss is `value`: `forward(datums, "value")` answers with the value of each position whose `mask` is 1,
         and `forward_backward(datums, "value", {"value_clip": 0.2})` learns `returns`.
@@ -127,7 +128,7 @@ class ServiceClient:
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> LocalTrainingClient:
-        """Create a client that trains on from a checkpoint's weights, a critic's too, with a fresh optimizer.
+        """Create a client that starts from a checkpoint's weights (a policy's or a critic's) with a fresh optimizer.
 
         Args:
             base_model: For adapters that do not say which base model they were made for.
@@ -165,12 +166,21 @@ class ServiceClient:
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
+    def keeping_checkpoints_in(self, data_dir: str | Path) -> ServiceClient:
+        """Return the same service, with the same loaded models, that saves and finds checkpoints in another directory.
+
+        Closing either of the two leaves the engines of both.
+        """
+        other = copy.copy(self)
+        other._store = CheckpointStore(Path(data_dir).expanduser().absolute())
+        return other
+
     def delete_checkpoint(self, path: str) -> None:
-        """Delete a `tinker://` checkpoint; one that is gone already is fine."""
+        """Delete a `tinker://` checkpoint; do nothing if it does not exist."""
         self._store.delete(path)
 
     def close(self) -> None:
-        """Leave the engines; one that no other service uses is closed, and its waiting requests fail."""
+        """Release the engines. An engine that no other service uses is closed, and its waiting requests fail."""
         with self._lock:
             self._is_closed = True
             workers, self._workers = list(self._workers.values()), {}
@@ -203,7 +213,7 @@ class ServiceClient:
             raise EngineStoppedError("this ServiceClient is closed; create another one")
 
     def _base_of(self, checkpoint: Checkpoint, base_model: str | None) -> LoadedModel:
-        """The base model that a checkpoint belongs to, or the one that the caller says it does."""
+        """The base model that a checkpoint names; if it names none, the one that the caller gives."""
         if base_model is not None:
             return self._resolve(base_model)
         info = checkpoint.info

@@ -55,23 +55,23 @@ class LocalSamplingClient(SamplingClient):
     """
 
     def __init__(self, model: LoadedModel, policy: Policy) -> None:
-        """Clients create these: `save_weights_and_get_sampling_client`, `create_sampling_client`."""
+        """Do not call this; use `save_weights_and_get_sampling_client` or `create_sampling_client`."""
         self._model = model
         self._policy = policy
 
     @property
     def policy_version(self) -> int:
-        """Names the weights that this client samples from; every `SampleResponse` carries it."""
+        """The version of the weights that this client samples from; every `SampleResponse` carries it."""
         return self._policy.version
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        """Begin to sample; `sample` with its arguments as one value."""
+        """Begin to sample. This is `sample` with its arguments as one value."""
         future = self._model.worker.sample(request, self._policy)
         what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens on {self._model.name}"
         return ApiFuture(future, what, on_abandoned=future.cancel)
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
-        """Compute the logprob of each prompt token; None for the first, which nothing predicts."""
+        """Compute the logprob of each prompt token. The first one gets None, because nothing predicts it."""
         tokens = prompt_tokens(prompt)
         future = self._model.worker.compute_logprobs(tokens, self._policy)
         what = f"compute_logprobs of a prompt of {len(tokens)} tokens on {self._model.name}"
@@ -80,8 +80,8 @@ class LocalSamplingClient(SamplingClient):
     def warm_up(self, max_context: int = 4096) -> ApiFuture[int]:
         """Make the first requests as fast as the later ones, for dialogues of up to `max_context` tokens.
 
-        On a GPU this captures the graphs that decoding replays, a few seconds that can be waited for or not; without
-        it, each is captured when it is first needed. The result is how many were captured: 0 on a CPU.
+        On a GPU this captures the graphs that decoding replays, which takes a few seconds; you need not wait for it.
+        Without it, each graph is captured when it is first needed. Returns the number of graphs: 0 on a CPU.
         """
         if max_context < 1:
             raise DataError(f"max_context={max_context}; expected at least 1 token")
@@ -99,7 +99,7 @@ class LocalSamplingClient(SamplingClient):
 
 
 class LocalTrainingClient(TrainingClient):
-    """Trains one LoRA adapter. Operations run in the order of the calls, waited for or not.
+    """Trains one LoRA adapter. Operations run in the order of the calls, whether or not you wait for them.
 
     >>> client.forward_backward(datums, "importance_sampling")
     >>> client.optim_step(types.AdamParams(learning_rate=2e-5)).result()
@@ -114,13 +114,13 @@ class LocalTrainingClient(TrainingClient):
         model_id: str,
         user_metadata: Mapping[str, str],
     ) -> None:
-        """`ServiceClient` creates these."""
+        """Do not call this; use `ServiceClient.create_lora_training_client`."""
         self._model = model
         self._adapter = adapter
         self._store = store
         self._model_id = model_id
         self._user_metadata = user_metadata
-        # The adapter and its optimizer state leave the device with the client, after what is still queued.
+        # When the client is freed, its adapter and optimizer state leave the device, after the queued operations.
         weakref.finalize(self, _drop_adapter, model.worker, model_id, adapter).atexit = False
 
     @property
@@ -131,7 +131,7 @@ class LocalTrainingClient(TrainingClient):
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
-        """Compute a loss and its logprobs, and no gradient."""
+        """Compute a loss and its logprobs without a gradient."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
         loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
@@ -142,7 +142,7 @@ class LocalTrainingClient(TrainingClient):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> ApiFuture[ForwardBackwardOutput]:
-        """Compute a loss and add its gradient to what earlier calls left; `optim_step` uses the sum and clears it."""
+        """Compute a loss and add its gradient to those of earlier calls; `optim_step` uses the sum and clears it."""
         adapter, datums, config = self._adapter, copy_datums(data), self._loss_config(loss_fn_config)
         loss = find_function(loss_fn) if is_outside(loss_fn) else loss_fn
         future = self._model.worker.run_steps(
@@ -153,7 +153,7 @@ class LocalTrainingClient(TrainingClient):
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
         """Compute `forward_backward` with a loss of your own, `(datums, logprobs) -> (loss, metrics)` on torch tensors.
 
-        It runs on the engine's thread: what it needs from this engine is computed before and passed in.
+        The loss runs on the engine's thread and cannot call this engine: compute what it needs before, and pass it in.
         """
         adapter, datums = self._adapter, copy_datums(data)
         future = self._model.worker.run_steps(
@@ -176,7 +176,7 @@ class LocalTrainingClient(TrainingClient):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> ApiFuture[SaveWeightsResponse]:
-        """Write the adapter and its optimizer state, to train on from; `ttl_seconds` later it may be deleted."""
+        """Write the adapter and its optimizer state, so that training can go on; may be deleted after `ttl_seconds`."""
         adapter = self._adapter
 
         def fill(engine: Engine, directory: Path) -> None:
@@ -188,11 +188,11 @@ class LocalTrainingClient(TrainingClient):
         return self._run(lambda engine: SaveWeightsResponse(path=save(engine)), f"save_state {name}")
 
     def load_state(self, path: str) -> ApiFuture[LoadWeightsResponse]:
-        """Take over a checkpoint's weights and start with a fresh optimizer."""
+        """Load a checkpoint's weights and start with a fresh optimizer."""
         return self._load(path, with_optimizer=False)
 
     def load_state_with_optimizer(self, path: str) -> ApiFuture[LoadWeightsResponse]:
-        """Take over a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
+        """Load a checkpoint's weights and optimizer state: training goes on as if it had not stopped."""
         return self._load(path, with_optimizer=True)
 
     def save_weights_for_sampler(
@@ -215,10 +215,10 @@ class LocalTrainingClient(TrainingClient):
         name: str | None = None,
         retry_config: object = None,  # noqa: ARG002
     ) -> ApiFuture[LocalSamplingClient]:
-        """Publish the weights as they are when the operations before are done.
+        """Publish the weights that the operations before this call leave.
 
-        The client samples from a copy in memory. With a `name` the copy is also written as sampler weights, over
-        those of an earlier call with that name. There is nothing to retry in process.
+        The new client samples from a copy in memory. With a `name`, the copy is also written to disk as sampler
+        weights and replaces those of an earlier call with that name. `retry_config` has no effect in this process.
         """
         adapter, model = self._adapter, self._model
         info = self._info(None, None, has_optimizer=False)
@@ -233,7 +233,7 @@ class LocalTrainingClient(TrainingClient):
 
         return self._run(publish, "save_weights_and_get_sampling_client")
 
-    # Once more than in the base class: these return the local client, which has more to offer.
+    # Repeats the base class, because these return the local client, which has more methods.
     save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client_submit)
 
@@ -265,7 +265,8 @@ class LocalTrainingClient(TrainingClient):
         return ApiFuture(future, f"{what} on {self._model_id}")
 
     def _loss_config(self, loss_fn_config: LossFnConfig | None) -> dict[str, float | str]:
-        """The caller's settings, copied; a checkpoint path as `kl_reference` becomes its directory."""
+        """A copy of the caller's settings. If `kl_reference` is a checkpoint path, it becomes the checkpoint's
+        directory."""
         config = dict(loss_fn_config or {})
         reference = config.get("kl_reference", "base")
         if isinstance(reference, str) and reference != "base":
@@ -280,7 +281,7 @@ class LocalTrainingClient(TrainingClient):
     def _saving(
         self, kind: Kind, name: str, info: CheckpointInfo, fill: Callable[[Engine, Path], None], overwrite: bool
     ) -> Callable[[Engine], str]:
-        """What saves a checkpoint on the engine's thread and gives its path; a bad name is refused here and now."""
+        """Return the operation that saves a checkpoint on the engine's thread. A bad name is refused at once."""
         store, place = self._store, CheckpointPath(self._model_id, kind, name)
         return lambda engine: store.save(place, info, lambda directory: fill(engine, directory), overwrite=overwrite)
 
@@ -321,7 +322,7 @@ class LocalTrainingClient(TrainingClient):
 
 
 def copy_datums(data: Sequence[Datum]) -> list[Datum]:
-    """Datums that stay as they are when the caller goes on to change its lists and arrays."""
+    """Copy datums, so that they do not change when the caller changes its lists and arrays."""
     datums = list(data)
     if not datums:
         raise DataError("data is empty; expected at least one Datum")
@@ -341,7 +342,7 @@ def check_loadable(checkpoint: Checkpoint, model: LoadedModel, *, with_optimizer
     """Refuse a checkpoint of another base model, or one without the optimizer state that was asked for."""
     info = checkpoint.info
     if info is None:
-        return  # a plain PEFT directory names no base for certain; the engine compares its shapes
+        return  # a plain PEFT directory may not name its base model; the engine compares the shapes instead
     if info.stored_model != model.stored_model and Path(info.model_directory) != model.directory:
         raise CheckpointError(
             f"{checkpoint.path} belongs to the base model {info.base_model}, not to {model.name}; "

@@ -25,12 +25,12 @@ class VersionedSampler(SamplingClient):
     """A `SamplingClient` whose responses carry the run's version of the weights."""
 
     def __init__(self, client: SamplingClient, version: int) -> None:
-        """`Publisher.publish` creates these."""
+        """Do not call this; use `Publisher.publish`."""
         self.client = client
         self.version = version
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        version = self.version  # of the weights that are asked now, whatever is published meanwhile
+        version = self.version  # at the time of the request; another one may be published before the answer
         return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
@@ -66,13 +66,22 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    def __init__(self, setup: Any = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            setup: What the run tells its backend, a `turnwise.backends.BackendSetup`: how it plays, where the model and
+                the run are. A run always passes it.
+        """
+        self.setup = setup
+
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""
         return VersionedSampler(await self.deliver(trainer, version), version)
 
     @abstractmethod
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
-        """Bring over the weights; `publish` stamps the client that this returns. The one method of a backend."""
+        """Bring the weights to the sampler. A backend implements this; `publish` puts the version on the client."""
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""

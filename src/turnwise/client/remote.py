@@ -1,12 +1,12 @@
-"""A service elsewhere behind the same Protocols: ours, hosted Tinker, or MinT, through the official SDK.
+"""The client protocols for a service elsewhere (ours, hosted Tinker, or MinT), through the official SDK.
 
     service = RemoteServiceClient("http://127.0.0.1:8000")
     trainer = service.create_lora_training_client("Qwen/Qwen3-0.6B", rank=16)
 
-The SDK (`pip install 'turnwise[remote]'`) does the talking: sessions, retries, long polls. This module translates its
-types, gives every wait a deadline, and names failures. What cannot be said on Tinker's wire is refused before it is
-sent (`remote_wire.py`); a service of ours, which tells so at `/healthz`, takes everything. Tokenizers are read from
-the base model's directory on this machine.
+The SDK (`pip install 'turnwise[remote]'`) makes the requests: sessions, retries, long polls. This module translates its
+types, gives every wait a deadline, and names failures. What Tinker's wire cannot express is refused before it is sent
+(`remote_wire.py`). A turnwise service, which identifies itself at `/healthz`, accepts everything. Tokenizers are read
+from the base model's directory on this machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOSE_S = 20.0
 
 
 class RemoteServiceClient:
-    """Creates remote clients. Use it as a context manager, as the local one."""
+    """Creates remote clients. Use it as a context manager, like the local one."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RemoteServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         needs_critics: bool = False,
     ) -> None:
-        """Find out who answers at `base_url`.
+        """Find out which kind of service answers at `base_url`.
 
         Args:
             api_key: Default: what the SDK finds (TINKER_API_KEY); none is needed for an open service on this machine.
@@ -120,7 +120,7 @@ class RemoteServiceClient:
         train_attn: bool = True,
         user_metadata: Mapping[str, str] | None = None,
     ) -> RemoteTrainingClient:
-        """Create a client that trains a new critic, at a service of ours; its one loss is `value`, as here."""
+        """Create a client that trains a new critic. Only a turnwise service can do this. The only loss is `value`."""
         self.check_critics()
         metadata = {**(user_metadata or {}), **CRITIC_METADATA}
         return self.create_lora_training_client(base_model, rank, seed, train_mlp, train_attn, False, metadata)
@@ -139,7 +139,7 @@ class RemoteServiceClient:
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> RemoteTrainingClient:
-        """Train on from a checkpoint's weights, a critic's too, with a fresh optimizer."""
+        """Create a client that starts from a checkpoint's weights (a policy's or a critic's) with a fresh optimizer."""
         return self._from_state(self._sdk_client.create_training_client_from_state, path, user_metadata, base_model)
 
     create_training_client_from_state_async = in_thread(create_training_client_from_state)
@@ -147,7 +147,7 @@ class RemoteServiceClient:
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None, *, base_model: str | None = None
     ) -> RemoteTrainingClient:
-        """Go on where `save_state` left off."""
+        """Create a client that goes on where `save_state` left off."""
         create = self._sdk_client.create_training_client_from_state_with_optimizer
         return self._from_state(create, path, user_metadata, base_model)
 
@@ -179,13 +179,13 @@ class RemoteServiceClient:
 
     @cached_property
     def _rest(self) -> Sdk:
-        if hasattr(self._sdk_client, "close"):  # from 0.36 on, a RestClient stands by itself
+        if hasattr(self._sdk_client, "close"):  # from SDK 0.36 on, a RestClient is created by itself
             return self._connection.sdk.RestClient(base_url=self.base_url, api_key=self._connection.key)
         return self._sdk_client.create_rest_client()
 
     def close(self) -> None:
         """End the session."""
-        if hasattr(self._sdk_client, "close"):  # SDKs before 0.36 end with their process
+        if hasattr(self._sdk_client, "close"):  # SDKs before 0.36 end the session with their process
             done = self._connection.future(self._sdk_client.close("success"), _nothing, "the end of the session")
             done.result(CLOSE_S)
 
@@ -210,9 +210,9 @@ class RemoteServiceClient:
         return RemoteTrainingClient(self._connection, created, base_model=str(name))
 
     def _kind_of(self, path: str) -> Mapping[str, str]:
-        """A critic's checkpoint makes a critic: at a service of ours, the run that made it says what it is.
+        """Whether a checkpoint is a policy or a critic. A turnwise service knows it from the run that made it.
 
-        Somebody else's run cannot be asked; for a critic that its owner published, say it in `user_metadata`.
+        You cannot ask about somebody else's run; for a critic that its owner published, say so in `user_metadata`.
         """
         if self.dialect != "turnwise":
             return {}

@@ -39,15 +39,15 @@ class RemoteSamplingClient(SamplingClient):
     """Draws tokens from weights that live elsewhere."""
 
     def __init__(self, connection: Connection, sdk_client: Sdk, *, policy_version: int, base_model: str) -> None:
-        """`RemoteServiceClient` and `RemoteTrainingClient` create these."""
+        """Do not call this; `RemoteServiceClient` and `RemoteTrainingClient` create sampling clients."""
         self._connection = connection
         self._sdk_client = sdk_client
         self._base_model = base_model
         self.policy_version = policy_version
-        """Counted here, in the order of publication: the wire has no such number."""
+        """Counted by the client in the order of publication, because the wire has no version number."""
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
-        """Begin to sample; `sample` with its arguments as one value."""
+        """Begin to sample. This is `sample` with its arguments as one value."""
         types, asked = self._connection.sdk.types, request.sampling_params
         if asked.min_p:
             raise ConfigError(f"min_p={asked.min_p} cannot be sent: Tinker's wire does not have it")
@@ -103,7 +103,7 @@ class RemoteTrainingClient(TrainingClient):
     """Trains one adapter that lives elsewhere. Operations run in the order of the calls."""
 
     def __init__(self, connection: Connection, sdk_client: Sdk, *, base_model: str) -> None:
-        """`RemoteServiceClient` creates these."""
+        """Do not call this; use `RemoteServiceClient.create_lora_training_client`."""
         self._connection = connection
         self._sdk_client = sdk_client
         self._base_model = base_model
@@ -124,10 +124,10 @@ class RemoteTrainingClient(TrainingClient):
         return self._train(self._sdk_client.forward_backward, "forward_backward", data, loss_fn, loss_fn_config)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> ApiFuture[ForwardBackwardOutput]:
-        """`forward_backward` with a loss of your own, computed on this machine.
+        """Compute `forward_backward` with a loss of your own, which runs on this machine.
 
-        The call waits for a forward pass: the gradient is sent when the loss is known, and what comes after stays
-        after.
+        The call waits for a forward pass, because the gradient can be sent only when the loss is known. Later calls
+        stay after it.
         """
         datums = list(data)
         sent = self._to_sdk(datums, [{"target_tokens": one.loss_fn_inputs["target_tokens"].to_numpy()} for one in data])
@@ -185,7 +185,7 @@ class RemoteTrainingClient(TrainingClient):
         name: str | None = None,
         retry_config: object = None,  # noqa: ARG002 - the SDK retries by itself
     ) -> ApiFuture[RemoteSamplingClient]:
-        """Publish the weights as they are now; with a `name`, also keep them under it."""
+        """Publish the weights as they are now; with a `name`, also save them under that name."""
         self._num_published += 1
         version = self._num_published
 
@@ -200,7 +200,7 @@ class RemoteTrainingClient(TrainingClient):
                 self._connection, sdk_client, policy_version=version, base_model=self._base_model
             )
 
-        # The SDK's own coroutine for this blocks the event loop that awaits it; a thread does not.
+        # The SDK's own coroutine for this blocks the event loop, so it runs in a thread.
         return self._connection.future(
             self._connection.call(publish, "publish"), wrap, "save_weights_and_get_sampling_client"
         )
@@ -239,8 +239,8 @@ class RemoteTrainingClient(TrainingClient):
 
 
 def _without_advice(load: Callable[[str], Any], path: str) -> Any:
-    """SDKs from 0.36 on warn and log that one should create a client from the checkpoint instead; that one would have
-    another id.
+    """Silence a warning: SDKs from 0.36 on advise to create a new client from the checkpoint, but that client would
+    have another id.
     """
     logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
     logger.addFilter(_is_no_advice)
@@ -257,13 +257,13 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 def _metadata(save: Callable[..., Any], user_metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """SDKs before 0.36 have no metadata of checkpoints: with those it is left out."""
+    """Leave out the metadata with SDKs before 0.36, which have none for checkpoints."""
     is_taken = bool(user_metadata) and "user_metadata" in inspect.signature(save).parameters
     return {"user_metadata": dict(user_metadata or {})} if is_taken else {}
 
 
 def _to_output(datums: Sequence[Datum], dialect: Dialect, output: Sdk) -> ForwardBackwardOutput:
-    """The SDK's output as ours. Tinker computes every logprob; a service of ours leaves out what the mask does."""
+    """The SDK's output as ours. Tinker computes every logprob; a turnwise service only those that the mask selects."""
     if len(output.loss_fn_outputs) != len(datums):
         raise ServiceError(f"{len(output.loss_fn_outputs)} outputs came back for {len(datums)} datums")
     outputs: list[dict[str, TensorData]] = []
@@ -289,7 +289,7 @@ def _to_output(datums: Sequence[Datum], dialect: Dialect, output: Sdk) -> Forwar
 
 
 def _to_values(output: Sdk) -> ForwardBackwardOutput:
-    """What a critic said: values and their mask, one per input position."""
+    """A critic's answer: values and their mask, one per input position."""
     outputs = [
         {str(key): TensorData.from_numpy(np.asarray(value.to_numpy())) for key, value in entry.items()}
         for entry in output.loss_fn_outputs

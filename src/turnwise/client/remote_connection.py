@@ -22,15 +22,15 @@ from turnwise.models import store as model_store
 
 T = TypeVar("T")
 Sdk = Any
-"""The SDK's module, or one of its objects: optional, so untyped here."""
+"""The SDK's module or one of its objects; untyped, because the SDK is optional."""
 
 PROBE_S = 10.0
 LOCAL_KEY = "tml-no-key-needed"
-"""A key for a service on this machine that needs none: the SDK insists on one."""
+"""The key for a service on this machine that needs none; the SDK requires one."""
 
 
 class Connection:
-    """One service, and what every client of it shares."""
+    """One service, and what all its clients share."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class Connection:
         return _load_tokenizer(model_store.resolve_model(str(self._tokenizer or base_model)).directory)
 
     def call(self, work: Callable[[], T], what: str) -> ApiFuture[T]:
-        """One of the SDK's blocking calls, in a thread of its own."""
+        """Run one of the SDK's blocking calls in its own thread."""
         return self.future(_in_thread(work), _same, what)
 
     def future(self, source: Any, translate: Callable[[Any], T], what: str) -> ApiFuture[T]:
-        """One of the SDK's futures as ours: its value translated, its errors named, with this service's deadline."""
+        """Turn one of the SDK's futures into ours, with the value translated, errors named, and this service's
+        deadline."""
         inner = cast("Future[Any]", source if isinstance(source, Future) else source.future())
         what = f"{what} at {self.base_url}"
         outer: Future[T] = Future()
@@ -82,7 +83,7 @@ class Connection:
 
 
 def probe(base_url: str) -> Dialect:
-    """Find out which kind of service answers: ours says so at `/healthz`. No answer is an error."""
+    """Find out which kind of service answers: a turnwise service says so at `/healthz`. No answer is an error."""
     try:
         with urllib.request.urlopen(f"{base_url}/healthz", timeout=PROBE_S) as answer:  # the scheme was checked
             body = json.loads(answer.read(10_000))
@@ -109,7 +110,7 @@ def _is_here(base_url: str) -> bool:
 
 
 def _load_sdk(key: str | None) -> Sdk:
-    """Tinker's SDK; keys that start with `sk-` are MinT's, and its SDK patches Tinker's to take them."""
+    """Load Tinker's SDK. A key that starts with `sk-` is MinT's, and MinT's SDK patches Tinker's to accept it."""
     name, package = ("mint", "mindlab-toolkit") if key is not None and key.startswith("sk-") else ("tinker", "tinker")
     try:
         return import_module(name)
@@ -127,7 +128,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run one of the SDK's blocking calls in a thread of its own; those calls have deadlines of their own."""
+    """Run one of the SDK's blocking calls in its own thread; the SDK has its own deadlines."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -145,7 +146,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 def _to_error(error: BaseException, what: str) -> BaseException:
     if isinstance(error, TurnwiseError | KeyboardInterrupt | SystemExit):
         return error
-    said = str(error).partition(" for self.request_id")[0]  # the SDK goes on with its own variables
+    said = str(error).partition(" for self.request_id")[0]  # after this, the SDK lists its internal variables
     failed = ServiceError(f"{what}: {said or type(error).__name__}")
     failed.__cause__ = error
     return failed

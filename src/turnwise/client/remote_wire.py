@@ -1,12 +1,12 @@
-"""Datums for the Tinker wire, which is poorer than ours: it has no mask, no weights beside advantages, no temperature.
+"""Datums for the Tinker wire, which has no mask, no weights beside advantages, and no temperature.
 
 Tinker's losses are sums over every target, and a target trains nothing when its advantage is 0. So for a loss that is
 linear in the advantages,
 
     sum_i mask_i w_i loss(r_i, A_i)  =  sum_i loss(r_i, mask_i w_i A_i),        w_i >= 0,
 
-and the wire can say what we mean. Where that does not hold (DRO's quadratic term, KL, entropy) the request is refused
-by name, before anything is sent. A service of ours takes every column as it is.
+and mask and weights can be folded into the advantages. Where that does not hold (DRO's quadratic term, KL, entropy),
+the request is refused before anything is sent, with the reason. A turnwise service accepts every column unchanged.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from turnwise.losses.table import CLIP_KEYS, LOSSES, clip_bounds
 from turnwise.types import Datum, SamplingParams
 
 Dialect = Literal["tinker", "turnwise"]
-"""Which columns the other side reads: Tinker's, or all of ours."""
+"""Which columns the service reads: only Tinker's, or all of ours."""
 
 FOLDED_LOSSES = tuple(name for name, info in LOSSES.items() if info.is_linear)
-"""Linear in the advantages: mask and weights can be folded into them."""
+"""These losses are linear in the advantages, so mask and weights can be folded into them."""
 CRITIC_METADATA: Mapping[str, str] = {"turnwise.kind": "critic"}
-"""What tells a service of ours to train a critic: metadata is the one thing that the SDKs pass through."""
+"""Tells a turnwise service to train a critic. It is in the metadata, the only thing that the SDKs pass through."""
 _COLUMNS_LEFT_OUT: Mapping[str, str] = {
     "old_logprobs": "an old policy (method.old_policy)",
     "old_share": "an old policy (method.old_policy)",
@@ -43,8 +43,8 @@ Columns = Mapping[str, NDArray[Any]]
 def to_columns(
     data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str], dialect: Dialect
 ) -> tuple[list[Columns], dict[str, float | str]]:
-    """`loss_fn_inputs` of each datum, and the loss's settings, as the other side reads them."""
-    settings = {**clip_bounds(loss_fn), **config}  # always sent, because services differ in theirs
+    """Return `loss_fn_inputs` of each datum, and the loss's settings, in the form that the service reads."""
+    settings = {**clip_bounds(loss_fn), **config}  # always sent, because services have different defaults
     if dialect == "turnwise":
         return [_arrays(datum) for datum in data], settings
     if loss_fn == "cross_entropy":
@@ -150,7 +150,7 @@ def to_stop(params: SamplingParams) -> str | list[str] | list[int] | None:
 
 
 def to_seed(seed: int | None) -> int | None:
-    """Return the same 64 bits as a signed number."""
+    """Return the seed as a signed number with the same 64 bits."""
     if seed is None:
         return None
     bits = seed % 2**64

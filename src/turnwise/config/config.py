@@ -12,7 +12,7 @@ would look like success. 0 means "chosen for you" where a description says so. T
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -59,7 +59,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_other_spellings(cls, given: Any) -> Any:
-        return to_canonical(given) if isinstance(given, dict) else given
+        return to_canonical(cast(dict[str, Any], given)) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:

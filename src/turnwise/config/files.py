@@ -9,10 +9,10 @@ name where one is unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -102,7 +102,7 @@ def parse_yaml(text: str, source: str) -> Tree:
     if not isinstance(content, dict):
         raise ConfigError(f"{source} holds {type(content).__name__}; expected sections: {', '.join(_sections())}")
     tree: Tree = {}
-    for section, value in content.items():
+    for section, value in cast(dict[object, Any], content).items():
         is_bare = section in SHORTHANDS and isinstance(value, str)
         tree[str(section)] = {"name": value} if is_bare else {} if value is None else value
     return to_canonical(tree)
@@ -211,9 +211,11 @@ def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str
     A file's section `method` is written for its method: another one begins with its own defaults. What the command
     line itself says is never left behind, nor is a key that is no option: that is told as a mistake.
     """
-    method = tree.get("method")
-    name = str(method.get("name") or DEFAULT_METHOD) if isinstance(method, dict) else ""
-    if not isinstance(method, dict) or not (name in SHIPPED or is_outside(name)):
+    if not isinstance(tree.get("method"), dict):
+        return []
+    method: Tree = tree["method"]
+    name = str(method.get("name") or DEFAULT_METHOD)
+    if name not in SHIPPED and not is_outside(name):
         return []
     if given.get("method.name", name) != name:
         return _forget(method, [*every_option(), *find_options(name).model_fields], f"method={name}", source)
@@ -266,10 +268,11 @@ def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:
     *parents, last = path
     branch = tree
     for parent in parents:
-        branch = branch.setdefault(parent, {})
-        if not isinstance(branch, dict):
+        held: Any = branch.setdefault(parent, {})
+        if not isinstance(held, dict):
             key = ".".join(path)
-            raise ConfigError(f"{key} is not an option: {parent} holds {branch!r}{_nearest(key)}")
+            raise ConfigError(f"{key} is not an option: {parent} holds {held!r}{_nearest(key)}")
+        branch = cast(Tree, held)
     branch[last] = value
 
 
@@ -277,8 +280,10 @@ def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
     """Drop the options of something that is turned off, by an override or (`given` is None) by the file itself."""
     for switch, options in SWITCHES.items():
         section, _, key = switch.partition(".")
-        held = tree.get(section)
-        if isinstance(held, dict) and (held.get(key) if given is None else given.get(switch)) == 0:
+        if not isinstance(tree.get(section), dict):
+            continue
+        held: Tree = tree[section]
+        if (held.get(key) if given is None else given.get(switch)) == 0:
             tree[section] = {name: value for name, value in held.items() if name not in options} | {key: 0}
 
 
@@ -330,13 +335,14 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 1e-5 as a number and refuses a key that comes twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownVariableType]
+        construct = cast(Callable[..., object], self.construct_object)  # pyright: ignore[reportUnknownMemberType]
+        keys = [construct(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

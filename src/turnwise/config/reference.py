@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -161,7 +161,7 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "[]" if not value else ", ".join(value)
+        return "[]" if not value else ", ".join(cast(tuple[str, ...], value))
     return "''" if value == "" else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -7,7 +7,7 @@ Nothing else in the code knows it. Where one source says both, they must agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from turnwise.errors import ConfigError
 
@@ -74,12 +74,14 @@ def to_canonical(tree: Mapping[str, Any]) -> Tree:
         if check_only_off(path, value):
             continue
         section, _, key = canonical_option(path).partition(".")
-        if key in (held := result.get(section) or {}):
+        held: Tree = result.get(section) or {}
+        if key in held:
             check_agreement(path, f"{section}.{key}", (value, held[key]))
         result[section] = {**held, key: value}
         written, _, gone = path.partition(".")
         if written in result and written != section:
-            result[written] = {name: kept for name, kept in result[written].items() if name != gone}
+            rest: Tree = result[written]
+            result[written] = {name: kept for name, kept in rest.items() if name != gone}
     return result
 
 
@@ -89,14 +91,14 @@ def _other_spellings(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         section, _, key = path.partition(".")
         held = tree.get(section)
         if section != SKYRL_SECTION and isinstance(held, Mapping) and key in held:
-            yield path, held[key]
+            yield path, cast(Tree, held)[key]
     skyrl = tree.get(SKYRL_SECTION)
     if skyrl is not None and not isinstance(skyrl, Mapping):
         raise ConfigError(f"{SKYRL_SECTION} holds {skyrl!r}; expected the options of {SECTION}")
-    for key, value in (skyrl or {}).items():
+    for key, value in cast(Tree, skyrl or {}).items():
         path = f"{SKYRL_SECTION}.{key}"
         if path == SKYRL_SAMPLING and isinstance(value, Mapping):
-            for inner, held in value.items():
-                yield f"{path}.{inner}", held
+            for inner, setting in cast(Tree, value).items():
+                yield f"{path}.{inner}", setting
         else:
             yield path, value

@@ -1,1 +1,2 @@
-"""Who deserves what: arithmetic on trajectories. numpy at most, no I/O."""
+"""Credit assignment: which turns and tokens earned the reward. Arithmetic on trajectories, with numpy and without
+I/O."""

@@ -1,8 +1,8 @@
 """Rewards to advantages.
 
-Baselines are made inside a group: attempts at the same task from the same start, failed ones already left out. One
-number per attempt, whatever number of turns or datums it has. `reward_to_go` works inside one attempt and gives one
-number per turn; it crosses what the env said in between. `whiten` looks at a whole batch, whatever its groups.
+A baseline is computed inside a group: attempts at the same task from the same start, without the failed ones. It gives
+one number per attempt, however many turns or datums the attempt has. `reward_to_go` works inside one attempt and gives
+one number per turn; it also counts rewards of later turns. `whiten` works on a whole batch and ignores its groups.
 
 Axes: `_G` the attempts of a group, `_K` the turns of an attempt.
 """
@@ -23,14 +23,14 @@ Rewards = Sequence[float] | FloatArray
 STD_EPS = 1e-6
 """Added to the standard deviation, as verl, SkyRL and TRL do."""
 TURN_STD_EPS = 1e-4
-"""The same in MT-GRPO."""
+"""The value that MT-GRPO adds."""
 WHITEN_EPS = 1e-9
 CONSTANT_TOLERANCE = 1e-9
-"""Rewards that differ by less than this, relative to their size, differ by rounding."""
+"""Rewards whose relative difference is smaller than this count as equal: the difference is rounding."""
 
 
 def center_by_group(rewards_G: Rewards) -> FloatArray:
-    """`R_j - mean(R)`; they sum to 0. A group of one has nothing to be compared with and gets 0.
+    """`R_j - mean(R)`; the results sum to 0. A group of one has nothing to compare with and gets 0.
 
     >>> center_by_group([1.0, 0.0, 0.5, 1.0]).tolist()
     [0.375, -0.625, -0.125, 0.375]
@@ -50,7 +50,7 @@ def normalise_by_group(rewards_G: Rewards, *, eps: float = STD_EPS) -> FloatArra
 
 
 def leave_one_out(rewards_G: Rewards) -> FloatArray:
-    """`R_j - mean of the others` (RLOO, arXiv:2402.14740), which is G/(G-1) times the centred one."""
+    """`R_j - mean of the others` (RLOO, arXiv:2402.14740), which is G/(G-1) times `center_by_group`."""
     rewards_G = _finite(rewards_G)
     if is_constant_group(rewards_G):
         return np.zeros_like(rewards_G)
@@ -58,9 +58,9 @@ def leave_one_out(rewards_G: Rewards) -> FloatArray:
 
 
 def divide_by_mean(rewards_G: Rewards, *, eps: float = STD_EPS) -> FloatArray:
-    """`(R_j - mean) / (mean + eps)` (MaxRL): of rewards 0 and 1, a rare success counts in full.
+    """`(R_j - mean) / (mean + eps)` (MaxRL): with rewards 0 and 1, a rare success gets a large advantage.
 
-    A mean of 0 or less has no such reading, and is refused.
+    A mean of 0 or less is refused.
     """
     rewards_G = _finite(rewards_G)
     if is_constant_group(rewards_G):
@@ -72,14 +72,14 @@ def divide_by_mean(rewards_G: Rewards, *, eps: float = STD_EPS) -> FloatArray:
 
 
 def is_constant_group(rewards_G: Rewards) -> bool:
-    """All attempts got the same reward, so no attempt was better than another: every advantage is 0."""
+    """Whether all attempts got the same reward. Then no attempt was better than another, and every advantage is 0."""
     rewards_G = _finite(rewards_G)
     spread = float(rewards_G.max() - rewards_G.min())
     return spread <= CONSTANT_TOLERANCE * max(1.0, float(np.abs(rewards_G).max()))
 
 
 def reward_to_go(rewards_K: Rewards, *, discount: float = 1.0) -> FloatArray:
-    """What is still to come at each turn: `sum over j >= k of discount**(j - k) * r_j`.
+    """The discounted reward from each turn on: `sum over j >= k of discount**(j - k) * r_j`.
 
     The discount counts turns, not tokens.
 
@@ -100,9 +100,9 @@ def reward_to_go(rewards_K: Rewards, *, discount: float = 1.0) -> FloatArray:
 def compare_by_turn(
     returns: Sequence[FloatArray], compare: Callable[[Sequence[float]], FloatArray]
 ) -> list[FloatArray]:
-    """The k-th turns of a group's attempts, compared with each other; an attempt that is over has 0 to come.
+    """Compare the k-th turns of a group's attempts with each other. An attempt that is over counts as 0.
 
-    A comparison among the ones still running would make taking another turn cost something by itself.
+    If only the running attempts were compared, taking another turn would cost something by itself.
     """
     to_go_GK = np.zeros((len(returns), max(len(own) for own in returns)))
     for row_K, own_K in zip(to_go_GK, returns, strict=True):
@@ -112,10 +112,10 @@ def compare_by_turn(
 
 
 def whiten(values_N: Rewards, *, counts_N: Sequence[float] | None = None, eps: float = WHITEN_EPS) -> FloatArray:
-    """`(x - mean) / (std + eps)` over a whole batch, with the deviation of the batch itself.
+    """`(x - mean) / (std + eps)` over a whole batch, with the population standard deviation.
 
     Args:
-        counts_N: how often each value counts, such as the tokens of a turn that shares it.
+        counts_N: how often each value counts, such as the number of tokens in a turn.
     """
     values_N = _finite(values_N)
     if is_constant_group(values_N):
@@ -131,8 +131,8 @@ def outcome_plus_turn(
 ) -> list[FloatArray]:
     """MT-GRPO (arXiv:2505.11821): what each turn of a group's attempts deserves.
 
-    The last reward of an attempt is its outcome, the ones before belong to their turns. Both are normalised inside the
-    group, apart from each other; turn rewards among the attempts that have that turn before their last one.
+    The last reward of an attempt is its outcome; the earlier rewards belong to their turns. Both are normalised inside
+    the group, separately. The rewards of turn k are compared among the attempts in which turn k is not the last one.
 
         A_last = A_outcome        A_k = A_outcome + coefficient * A_turn_k
     """
@@ -152,11 +152,13 @@ def step_advantages(
     anchors: Sequence[Sequence[str]],
     compare: Callable[[Sequence[float]], FloatArray] = center_by_group,
 ) -> list[FloatArray]:
-    """GiGPO's step part (arXiv:2505.10978): each turn's return against those of all turns from the same state.
+    """GiGPO's step advantage (arXiv:2505.10978): compare each turn's return with those of all turns from the same
+    state.
 
     Args:
         returns: [K] per attempt of one group, the discounted rewards from each turn on.
-        anchors: the env's key for the state before each turn; a state that came once has nothing to be compared with.
+        anchors: the env's key for the state before each turn. A state that occurs once gets 0: nothing compares with
+            it.
     """
     places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for j, keys in enumerate(anchors):

@@ -1,11 +1,11 @@
-"""At which turn a dialogue is branched, and which turns are learned from then.
+"""At which turn a dialogue branches, and which turns are trained after that.
 
     uniform     P(h) = 1 / H                              REFUEL's choice (arXiv:2410.04612)
-    geometric   P(h) proportional to (1 - p)^h, h < H     early turns, which set the course, come more often
+    geometric   P(h) proportional to (1 - p)^h, h < H     draws early turns more often
 
-A gradient of turn h alone, divided by P(h), is in expectation the sum over all turns. That holds for a mean over all
-dialogues of a batch, those that ended before turn h included: they have no such turn, and add 0. A dialogue of T turns
-comes to its turn with the probability of those T, and counts sum over h < T of P(h) / P(h) = T times.
+The gradient of turn h alone, divided by P(h), is in expectation the gradient of the sum over all turns. That holds for
+a mean over all dialogues of a batch, including those that ended before turn h, which add 0. A dialogue of T turns
+reaches its turn h with probability sum over h < T of P(h), so it counts sum over h < T of P(h) / P(h) = T times.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def turn_probabilities(kind: TurnDistribution, num_turns: int, *, p: float = 0.3
 
 
 def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
-    """How much of the variance of returns is left inside branched groups; None where it cannot be told.
+    """The share of the variance of returns that lies inside branched groups; None if it cannot be estimated.
 
-    The rest was decided before the branch, by the task included. Both variances are the unbiased estimates of a random
-    effects model, so the share does not depend on how many attempts a group has. Of one batch it can exceed 1, where
-    the means of groups lie closer together than by chance; cut off there, its mean over steps would be too low.
+    The rest was decided before the branch (also by the task). Both variances are unbiased estimates of a random effects
+    model, so the share does not depend on the size of the groups. In one batch it can exceed 1, if the means of groups
+    are closer together than expected by chance. It is not cut off at 1, because its mean over steps would be too low.
     """
     rewards = [np.asarray(group.rewards) for group in groups if group.branch_turn is not None and group.trajectories]
     sizes = np.asarray([len(own) for own in rewards], float)
@@ -52,7 +52,7 @@ def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
         return None
     overall = np.concatenate(rewards).mean()
     inside = sum(float(((own - own.mean()) ** 2).sum()) for own in rewards) / (num_attempts - num_groups)
-    # The means of groups spread by what came before, and by chance: E[between] = inside + size * before.
+    # Means of groups differ by what came before the branch, and by chance: E[between] = inside + size * before.
     between = sum(len(own) * float((own.mean() - overall) ** 2) for own in rewards) / (num_groups - 1)
     size = (num_attempts - float((sizes**2).sum()) / num_attempts) / (num_groups - 1)
     total = inside + (between - inside) / size
@@ -60,10 +60,10 @@ def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
 
 
 def with_branched_share(groups: Sequence[TrajectoryGroup], num_ended: int) -> tuple[TrajectoryGroup, ...]:
-    """The groups of a batch, each with the share of its dialogues that came to the turn that they were to branch at.
+    """The groups of a batch, each with the share of the batch's dialogues that reached the turn to branch at.
 
     Args:
-        num_ended: dialogues of the batch that ended before theirs, and left no group.
+        num_ended: number of dialogues that ended before that turn, so that they have no group.
     """
     if not num_ended:
         return tuple(groups)
@@ -82,7 +82,7 @@ def train_turns(trajectory: Trajectory, first: int, last: int | None = None) -> 
 
 
 def trim_tail(datum: Datum) -> Datum:
-    """The datum up to its last trained target: what comes after is no context of anything that is learned."""
+    """Cut the datum after its last trained target: nothing that is trained reads what follows."""
     mask = datum.loss_fn_inputs["mask"].to_numpy()
     trained = np.nonzero(mask)[0]
     length = int(trained[-1]) + 1 if len(trained) else len(mask)

@@ -1,11 +1,11 @@
 """Trajectory + advantages -> datums.
 
-Turns whose prompt extends all ids before it, id by id, share a datum; where a prompt does not (a chat template that
-rewrites history, a compacted context), a new datum starts. Baselines are made per trajectory before this point, so a
-split changes neither them nor the number of trained tokens.
+Turns share a datum as long as each prompt extends all earlier ids, id by id. If a prompt does not (a chat template that
+rewrites history, a compacted context), a new datum starts. Baselines are computed per trajectory before this point, so
+a split changes neither the baselines nor the number of trained tokens.
 
 A datum's columns are aligned to `target_tokens`: the sequence x_0..x_N is input x_0..x_{N-1} and targets x_1..x_N, and
-what belongs to token x_{i+1} stands at index i. The mask is 1 exactly on the sampled ids of trained turns.
+the entry for token x_{i+1} is at index i. The mask is 1 exactly on the sampled ids of trained turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TurnAdvantage = float | NDArray[np.float64]
 def trajectory_to_datums(
     trajectory: Trajectory, advantages: Sequence[TurnAdvantage], *, is_split: bool = False
 ) -> list[Datum]:
-    """Merge turns whose prompt extends the last sequence; start a new datum when one does not.
+    """Merge turns whose prompt extends the last sequence; start a new datum where a prompt does not.
 
     Every datum has `target_tokens`, `mask`, `logprobs`, `advantages`, `temperature`, and `weights` equal to the mask
     (`credit.weights` sets them for a batch). A sequence in which no turn is trained gives no datum.
@@ -67,7 +67,7 @@ def _by_token(advantage: TurnAdvantage, turn: Turn, trajectory: Trajectory) -> l
 
 
 def dialogue_to_datums(turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Datum]:
-    """A written dialogue to imitate, as (prompt ids, reply ids) per turn -> datums for `cross_entropy`.
+    """Make datums for `cross_entropy` from a written dialogue, given as (prompt ids, reply ids) per turn.
 
     The mask is 1 on the replies.
     """
@@ -138,17 +138,17 @@ class _SequenceBuilder:
 
 
 def num_trained_tokens(datum: Datum) -> int:
-    """How many targets of the datum are trained."""
+    """Number of trained targets of the datum."""
     return round(sum(trained_mask(datum)))
 
 
 def trained_mask(datum: Datum) -> Sequence[float]:
-    """1 on each target that is trained, else 0."""
+    """The datum's mask: 1 on each trained target, else 0."""
     if "mask" not in datum.loss_fn_inputs:
-        raise DataError("a datum without a mask; weights are shared out over the tokens that the mask names")
+        raise DataError("the datum has no mask; weights are distributed over the tokens that the mask selects")
     return datum.loss_fn_inputs["mask"].data
 
 
 def is_trained(datum: Datum) -> NDArray[np.bool_]:
-    """Which targets are trained."""
+    """Whether each target is trained."""
     return np.asarray(trained_mask(datum)) > 0

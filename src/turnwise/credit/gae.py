@@ -2,19 +2,19 @@
 
     delta_t = r_t + gamma_t V_{t+1} - V_t          A_t = delta_t + gamma_t lambda A_{t+1}
 
-`token`    A step is a sampled token. The token after the last one of a turn is the first one of the next turn: what
-           the env says in between is no step. gamma counts turns: it is 1 inside a turn, and a turn's reward comes
-           with its last token.
-`turn`     A step is a turn; its state is the one that it begins in, and all its tokens get its advantage.
-`bilevel`  First over turns, between the states of their last tokens; then over the tokens of each turn, with what the
-           first pass found as the turn's only reward (arXiv:2510.16907).
+`token`    A step is a sampled token. The step after a turn's last token is the next turn's first token: the env's
+           tokens in between are no steps. gamma counts turns: it is 1 inside a turn. A turn's reward belongs to its
+           last token.
+`turn`     A step is a turn. Its state is the one at its start, and all its tokens get its advantage.
+`bilevel`  A first pass over turns uses the states of their last tokens. A second pass over the tokens of each turn
+           takes the first pass's advantage as the turn's only reward (arXiv:2510.16907).
 
-The policy and the critic read different estimates: lambda of the policy may follow the attempt's length
-(`length_adaptive_lambda`), while the critic's targets take their own, 1 by default: plain returns, which lean on no
-value but that of a truncated end. Where the task came to its end, nothing follows; where a limit cut it short, the
-value of the state it was left in does.
+The policy and the critic use different estimates. The policy's lambda may depend on the attempt's length
+(`length_adaptive_lambda`). The critic's targets have their own lambda. Its default 1 gives plain returns, which use no
+predicted value except the one after a truncated end. After the task's own end the value is 0; after a limit it is the
+value of the last state.
 
-Axes: `_N` the steps of one attempt, `_S` the tokens of one turn, `_K` its turns.
+Axes: `_N` the steps of one attempt, `_S` the tokens of one turn, `_K` the turns of an attempt.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def gae(
     """The recursion above.
 
     Args:
-        discounts_N: from each step to the next; the last one is applied to `bootstrap`.
-        bootstrap: value of the state after the last step; 0 where there is none.
+        discounts_N: the discount from each step to the next; the last one applies to `bootstrap`.
+        bootstrap: value of the state after the last step; 0 if the task is over.
 
     >>> gae([0.0, 1.0], [0.2, 0.4], discounts_N=0.95, lam=0.9).round(6).tolist()
     [0.693, 0.6]
@@ -67,13 +67,13 @@ def gae(
 
 
 def length_adaptive_lambda(length: int, alpha: float) -> float:
-    """`1 - 1 / (alpha length)`, at least 0 (VAPO, arXiv:2504.05118): the weights lambda**k then add up to alpha length.
+    """`1 - 1 / (alpha length)`, at least 0 (VAPO, arXiv:2504.05118), so that the weights lambda**k sum to alpha length.
 
-    `alpha` is the reach of credit as a share of the attempt. At 0.05 next to nothing of the final reward arrives at
-    the first token (about exp(-1 / alpha)), and everything depends on the critic; at 1.5 half of it does.
+    `alpha` is how far credit reaches, as a share of the attempt. About exp(-1 / alpha) of the final reward reaches the
+    first token: almost nothing at 0.05, where everything depends on the critic, and half at 1.5.
 
     Args:
-        length: sampled tokens, or turns where steps are turns; never a padded length.
+        length: number of sampled tokens, or of turns if steps are turns; never a padded length.
 
     >>> [round(length_adaptive_lambda(n, 1.5), 4) for n in (10, 100)]
     [0.9333, 0.9933]
@@ -85,7 +85,7 @@ def length_adaptive_lambda(length: int, alpha: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """What one attempt's tokens deserve, and what the critic should have said."""
+    """The advantages of one attempt's tokens, and the critic's targets."""
 
     advantages: tuple[FloatArray, ...]
     """[S] per turn."""
@@ -100,11 +100,11 @@ class Gae:
 
     level: Level = "token"
     gamma: float = 1.0
-    """Per turn."""
+    """Discount per turn."""
     policy_lambda: float | None = None
-    """None: by the attempt's length."""
+    """None: it depends on the attempt's length (`length_adaptive_lambda`)."""
     alpha: float = 1.5
-    """Of the length-adaptive lambda."""
+    """How far credit reaches with the length-adaptive lambda."""
     critic_lambda: float = 1.0
 
     def __post_init__(self) -> None:
@@ -114,11 +114,11 @@ class Gae:
 
     @property
     def first_only(self) -> bool:
-        """The critic learns the states that turns begin in, and no other."""
+        """Whether the critic learns only the states at the start of turns."""
         return self.level == "turn"
 
     def credit(self, trajectory: Trajectory, values: TrajectoryValues) -> Credit:
-        """Advantages for the policy and returns for the critic, of one attempt."""
+        """Compute one attempt's advantages for the policy and returns for the critic."""
         values.check(trajectory)
         lam = self._lambda_of(trajectory)
         inside = [self._lambda_of_turn(len(values_S)) for values_S in values.turns]
@@ -129,7 +129,7 @@ class Gae:
         )
 
     def returns(self, trajectory: Trajectory, values: TrajectoryValues) -> tuple[FloatArray, ...]:
-        """[S] per turn: advantage at the critic's lambda plus value; at 1, what came of it, values left out."""
+        """[S] per turn: advantage with the critic's lambda, plus value. With lambda 1 these are plain returns."""
         inside = [self.critic_lambda] * len(values.turns)
         advantages = self._advantages(trajectory, values, self.critic_lambda, inside)
         started = [values_S[:1] if self.first_only else values_S for values_S in values.turns]
@@ -155,14 +155,14 @@ class Gae:
                 )
 
     def _lambda_of(self, trajectory: Trajectory) -> float:
-        """Counted in steps: sampled tokens, or turns where steps are turns."""
+        """The policy's lambda. An adaptive one depends on the number of steps: sampled tokens, or turns."""
         if self.policy_lambda is not None:
             return self.policy_lambda
         length = trajectory.num_sampled_tokens if self.level == "token" else len(trajectory.turns)
         return length_adaptive_lambda(length, self.alpha)
 
     def _lambda_of_turn(self, num_tokens: int) -> float:
-        """Of the pass inside one turn, for `bilevel`."""
+        """The lambda of `bilevel`'s pass over the tokens of one turn."""
         return length_adaptive_lambda(num_tokens, self.alpha) if self.policy_lambda is None else self.policy_lambda
 
 
@@ -174,7 +174,7 @@ def token_gae(
     lam: float,
     bootstrap: float = 0.0,
 ) -> tuple[FloatArray, ...]:
-    """[S] per turn. A turn's reward comes with its last token; gamma is paid from there to the next turn."""
+    """[S] per turn. A turn's reward belongs to its last token, and gamma applies from there to the next turn."""
     lengths = _lengths(rewards_K, values)
     ends = np.cumsum(lengths) - 1
     rewards_N, discounts_N = np.zeros(sum(lengths)), np.ones(sum(lengths))
@@ -208,7 +208,7 @@ def bilevel_gae(
     token_lams: Sequence[float],
     bootstrap: float = 0.0,
 ) -> tuple[FloatArray, ...]:
-    """[S] per turn: a pass over turns, then one inside each, which looks no further than the turn's end."""
+    """[S] per turn: a pass over turns, then a pass inside each turn that does not look beyond the turn's end."""
     _lengths(rewards_K, values)
     last_K = [values_S[-1] for values_S in values]
     returns_K = gae(rewards_K, last_K, discounts_N=gamma, lam=turn_lam, bootstrap=bootstrap) + last_K
@@ -223,11 +223,11 @@ def bilevel_gae(
 def whiten(
     advantages: Sequence[Sequence[FloatArray]], is_counted: Sequence[Sequence[bool]], *, eps: float = 1e-8
 ) -> list[tuple[FloatArray, ...]]:
-    """Mean 0 and deviation 1 over all tokens of the counted turns of an optimizer step.
+    """Scale advantages to mean 0 and deviation 1 over all tokens of an optimizer step's counted turns.
 
     Args:
         advantages: [S] per turn, per attempt.
-        is_counted: per turn, per attempt; the others are moved along and have no say.
+        is_counted: per turn, per attempt. The other turns are scaled too, but mean and deviation ignore them.
     """
     counted = [
         turn_S
@@ -243,9 +243,11 @@ def whiten(
 
 
 def _lengths(rewards_K: Sequence[float] | FloatArray, values: Sequence[FloatArray]) -> list[int]:
-    """Turn ends are where turns end: a reward of 0 is a reward like any other."""
+    """[K] the number of tokens of each turn."""
     if len(rewards_K) != len(values) or not len(values):
-        raise DataError(f"{len(rewards_K)} rewards for {len(values)} turns; expected one per turn, and a turn at least")
+        raise DataError(
+            f"{len(rewards_K)} rewards for {len(values)} turns; expected one per turn, and at least one turn"
+        )
     lengths = [len(values_S) for values_S in values]
     if 0 in lengths:
         raise DataError(f"turn {lengths.index(0)} has no values; every turn has at least one token")

@@ -1,13 +1,13 @@
-"""Pairs of dialogues of which one turned out better, and the datums that a loss over pairs reads.
+"""Pairs of a better and a worse dialogue, and the datums that a loss over pairs reads.
 
-Both sides start from the same state: the same task and env seed, or the same dialogue up to a turn. Which side is the
-better one is decided by the return; nothing but its difference is used.
+Both sides start from the same state: the same task and env seed, or the same dialogue up to a turn. The side with the
+higher return is the better one. Only the difference between the returns is used.
 
 DMPO (arXiv:2406.14868) weighs turn j of T by
 
     phi(j) = gamma^j (1 - gamma^(T-j)) / (1 - gamma^T),    (T - j) / T for gamma = 1
 
-which is 1 at the first turn and falls from there: later turns count less, and long dialogues no more than short ones.
+which is 1 at the first turn and then falls: later turns count less, and long dialogues count no more than short ones.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class PreferencePair:
     branch_turn: int = 0
     """The first turn in which they may differ."""
     branch_probability: float = 1.0
-    """With which that turn was drawn."""
+    """The probability with which that turn was drawn."""
 
     def __post_init__(self) -> None:
         if self.chosen.task_id != self.rejected.task_id:
-            raise DataError(f"a pair of attempts at {self.chosen.task_id} and at {self.rejected.task_id}")
+            raise DataError(f"the pair has attempts at two tasks: {self.chosen.task_id} and {self.rejected.task_id}")
         for trajectory in (self.chosen, self.rejected):
             if trajectory.failure is not None:
-                raise DataError(f"a failed attempt at {trajectory.task_id} in a pair; it has no return")
+                raise DataError(f"an attempt at {trajectory.task_id} in the pair has failed; it has no return")
             if self.branch_turn >= len(trajectory.turns):
                 raise DataError(
                     f"attempt {trajectory.attempt} at {trajectory.task_id} has {len(trajectory.turns)} turns, and its "
                     f"pair branches at turn {self.branch_turn}"
                 )
         if _prefix(self.chosen, self.branch_turn) != _prefix(self.rejected, self.branch_turn):
-            raise DataError(f"a pair at {self.chosen.task_id} whose dialogues differ before turn {self.branch_turn}")
+            raise DataError(f"the dialogues of the pair at {self.chosen.task_id} differ before turn {self.branch_turn}")
 
     @property
     def reward_difference(self) -> float:
@@ -57,22 +57,22 @@ class PreferencePair:
 
     @property
     def is_identical(self) -> bool:
-        """The policy said the same in both, so there is nothing to prefer."""
+        """Whether the policy said the same in both, so that there is nothing to prefer."""
         return _said(self.chosen) == _said(self.rejected)
 
     @property
     def is_identical_at_branch(self) -> bool:
-        """Likewise of the turn at which they part, where a method trains that turn alone."""
+        """Whether the policy said the same at the branch turn, for a method that trains only that turn."""
         return _said(self.chosen)[self.branch_turn] == _said(self.rejected)[self.branch_turn]
 
     def is_masked(self, *, only_branch_turn: bool) -> bool:
-        """A side has nothing in the loss, so there is nothing to hold the other one against."""
+        """Whether a side has no trained token, so that the sides cannot be compared."""
         turns = slice(self.branch_turn, self.branch_turn + 1) if only_branch_turn else slice(None)
         return not all(any(turn.is_trained for turn in side.turns[turns]) for side in (self.chosen, self.rejected))
 
 
 def _prefix(trajectory: Trajectory, turn: int) -> tuple[object, ...]:
-    """All ids that stand before what turn `turn` sampled."""
+    """All ids before the first sampled id of turn `turn`."""
     turns = [(each.prompt_ids, each.sampled_ids) for each in trajectory.turns[:turn]]
     return (*turns, trajectory.turns[turn].prompt_ids)
 
@@ -82,7 +82,7 @@ def _said(trajectory: Trajectory) -> list[tuple[int, ...]]:
 
 
 def best_and_worst(group: TrajectoryGroup) -> PreferencePair | None:
-    """The pair that tells the most; None where all attempts got the same. Ties go to the earlier attempt."""
+    """The best and the worst attempt as a pair; None if all returns are the same. Ties go to the earlier attempt."""
     if len(group.trajectories) < 2 or is_constant_group(group.rewards):
         return None
     rewards_G = np.asarray(group.rewards)
@@ -90,10 +90,11 @@ def best_and_worst(group: TrajectoryGroup) -> PreferencePair | None:
 
 
 def disjoint_pairs(group: TrajectoryGroup) -> list[PreferencePair]:
-    """Its attempts two by two, in their order, the better one of each chosen; the last of an odd number is left over.
+    """Pair the attempts two by two in their order; the better one is chosen. If their number is odd, the last is left
+    out.
 
-    Who meets whom does not depend on what they got: the best against the worst would differ by more than two attempts
-    do, and a regression on that difference would learn the selection.
+    The pairing does not depend on the returns. A pair of the best and the worst would differ by more than two random
+    attempts do, and a regression on that difference would learn the selection.
     """
     both = zip(group.trajectories[0::2], group.trajectories[1::2], strict=False)
     return [_pair(group, *((b, a) if b.total_reward > a.total_reward else (a, b))) for a, b in both]
@@ -108,17 +109,8 @@ def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> P
     )
 
 
-def pair_to_group(pair: PreferencePair) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        task_id=pair.chosen.task_id,
-        trajectories=(pair.chosen, pair.rejected),
-        branch_turn=pair.branch_turn,
-        branch_probability=pair.branch_probability,
-    )
-
-
 def dmpo_weights(num_turns: int, *, gamma: float = 0.7) -> NDArray[np.float64]:
-    """[T] phi of each turn.
+    """[T] DMPO's weight phi of each turn.
 
     >>> dmpo_weights(2, gamma=1.0).tolist()
     [1.0, 0.5]
@@ -145,14 +137,14 @@ def side_to_datums(
     """One side of a pair, for a loss over pairs.
 
     Args:
-        number: of the pair, from 1; negative for its rejected side.
+        number: the pair's number, from 1; negative for its rejected side.
         reward: the side's return; only the difference within the pair counts.
-        weight: of the pair in the optimizer step.
-        turn_weights: one per turn; None: all alike.
-        with_reference: the policy that sampled is the reference; else the trainer computes one.
+        weight: the pair's weight in the optimizer step.
+        turn_weights: one per turn; None gives all turns the same weight.
+        with_reference: use the policy that sampled as the reference; otherwise the trainer computes one.
     """
     weights = [1.0] * len(trajectory.turns) if turn_weights is None else list(turn_weights)
-    # A column that differs by turn is laid out the way advantages are.
+    # A column with one number per turn has the same layout as advantages.
     return [
         _side_datum(trim_tail(datum), number, reward, weight, with_reference, has_weights=turn_weights is not None)
         for datum in trajectory_to_datums(trajectory, weights)

@@ -1,15 +1,16 @@
-"""Reward channels and their shaping: what is made of an env's rewards before they are credited.
+"""Reward channels and their shaping: how an env's rewards change before credit is assigned.
 
     weights      r = sum over channels of weight * part
     turn decay   outcome * decay**(T - 1) in an attempt of T turns
     length       penalty: 0 up to `max_length - length_buffer` sampled tokens, then growing, 1 from `max_length` on
     potential    r_k + gamma * Phi(s_{k+1}) - Phi(s_k), with Phi = 0 after the end of a task
 
-Potentials come from the env (`potential()`) and gamma is the method's own, so the best policy stays the best
-(Ng, Harada, Russell 1999). In a group from one start, and without a discount, they add up to -Phi(s_0) for every
-attempt that ended: a baseline over whole attempts takes that off again, and only per-turn credit sees them. With a
-discount the plain sum of a whole attempt has -(1 - gamma) Phi(s_k) too for every later state, a price on good ones; a
-method that discounts turns and compares whole attempts as well takes `undiscounted_return` for the latter.
+Potentials come from the env (`potential()`), and gamma is the method's own, so the best policy stays the best
+(Ng, Harada, Russell 1999). Without a discount they sum to -Phi(s_0) for every attempt that ended. In a group from one
+start that is a constant, which a baseline over whole attempts subtracts, so only per-turn credit sees the potentials.
+With a discount, the plain sum over an attempt also contains -(1 - gamma) Phi(s_k) for every later state, which would
+penalise good states. A method that discounts turns and also compares whole attempts uses `undiscounted_return` for
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup, Turn
 
 
 class RewardWeights(Section):
-    """What each channel of the reward counts in the return."""
+    """The weight of each reward channel in the return."""
 
     outcome: float = Field(default=1.0, description="Weight of the task's own reward.")
     format: float = Field(default=1.0, description="Weight of the reward for a well-formed reply.")
@@ -40,7 +41,7 @@ class RewardWeights(Section):
 
 
 class RewardConfig(Section):
-    """What is made of the env's rewards before they are credited; docs/algorithms/rewards.md tells what cancels."""
+    """How the env's rewards are changed before credit is assigned; docs/algorithms/rewards.md explains what cancels."""
 
     weights: RewardWeights = Field(default_factory=RewardWeights, description="Weights of the channels.")
     potential: bool = Field(
@@ -75,25 +76,25 @@ class RewardConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """The section `reward`, and the discount that the method credits with; as it stands, nothing changes."""
+    """The section `reward` and the method's discount. The defaults change nothing."""
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     gamma: float = 1.0
-    """Discount per turn of the potential."""
+    """Discount per turn that the potentials use."""
 
 
 NO_SHAPING = Shaping()
 
 
 def shape_group(group: TrajectoryGroup, shaping: Shaping) -> TrajectoryGroup:
-    """The group with its rewards shaped; ids, logprobs and outcomes stay as they were."""
+    """Shape the rewards of a group; ids, logprobs and outcomes do not change."""
     if shaping == NO_SHAPING:
         return group
     return replace(group, trajectories=tuple(shape_trajectory(t, shaping) for t in group.trajectories))
 
 
 def shape_trajectory(trajectory: Trajectory, shaping: Shaping) -> Trajectory:
-    """The same for one attempt."""
+    """Shape the rewards of one attempt."""
     reward = shaping.reward
     parts = [dict(turn.reward_parts) for turn in trajectory.turns]
     decay = reward.turn_decay ** (len(parts) - 1)
@@ -122,7 +123,7 @@ def shape_trajectory(trajectory: Trajectory, shaping: Shaping) -> Trajectory:
 
 
 def potential_rewards(potentials: Sequence[float], *, gamma: float) -> NDArray[np.float64]:
-    """`gamma * Phi(s_{k+1}) - Phi(s_k)` for each turn, from the potentials of every state, the last one included.
+    """`gamma * Phi(s_{k+1}) - Phi(s_k)` for each turn, from the potentials of all states, including the last one.
 
     >>> potential_rewards([0.0, 0.5, 0.0], gamma=1.0).tolist()
     [0.5, -0.5]
@@ -132,11 +133,11 @@ def potential_rewards(potentials: Sequence[float], *, gamma: float) -> NDArray[n
 
 
 def undiscounted_return(trajectory: Trajectory, *, gamma: float, weight: float = 1.0) -> float:
-    """The return of a whole attempt whose potentials were discounted by `gamma`, as if they had not been.
+    """The return of a whole attempt without the discount `gamma` on its potentials.
 
     Args:
-        trajectory: with its rewards shaped.
-        weight: of the channel `shaping`, which the potentials are in; 0 where the rewards hold none.
+        trajectory: an attempt whose rewards are shaped.
+        weight: weight of the channel `shaping`, which contains the potentials; 0 if the rewards contain none.
     """
     if gamma == 1 or weight == 0:
         return trajectory.total_reward
@@ -150,13 +151,9 @@ def soft_overlong(length: int, max_length: int, buffer: int) -> float:
     return (max_length - buffer - length) / buffer if length <= max_length and buffer else -1.0
 
 
-def turn_decayed(outcome: float, num_turns: int, *, decay: float) -> NDArray[np.float64]:
-    """What an outcome at the end is worth at each turn: `outcome * decay**(turns left)`, the discounted return."""
-    return outcome * decay ** np.arange(num_turns - 1, -1, -1, dtype=np.float64)
-
-
 def _potentials(trajectory: Trajectory) -> list[float]:
-    """The potential of every state. After the end of a task it is 0; an attempt that was cut short keeps its last."""
+    """The potential of every state. After the task's end it is 0; an attempt that a limit cut short keeps its last
+    one."""
     phis = [_potential(turn.potential, trajectory) for turn in trajectory.turns]
     last: Turn = trajectory.turns[-1]
     phis.append(_potential(last.next_potential, trajectory) if trajectory.is_truncated else 0.0)

@@ -1,8 +1,8 @@
-"""What a critic thinks of the states of a trajectory: which states are asked for, and where the answers belong.
+"""A critic's values of the states of a trajectory: which states to ask for, and where the answers belong.
 
-A value belongs to the state that a sampled token was drawn in, so it is read at the position before that token; what
-the env said has no values of its own. An attempt that a limit cut short is asked one value more, that of the state in
-which its next turn would have begun: its return goes on from there.
+A value belongs to the state in which a token was sampled, so it is read at the position before that token. The env's
+tokens have no values. An attempt that a limit cut short has one more value, that of the state in which its next turn
+would have begun: its return continues from there.
 
 Axes: `_S` the sampled tokens of a turn.
 """
@@ -28,9 +28,9 @@ class TrajectoryValues:
     """A critic's values of one trajectory."""
 
     turns: tuple[FloatArray, ...]
-    """[S] per turn: the value of the state that each token was drawn in."""
+    """[S] per turn: the value of the state in which each token was sampled."""
     bootstrap: float = 0.0
-    """The value of the state that a truncated attempt was left in; 0 where the task came to its end."""
+    """The value of a truncated attempt's last state; 0 if the task ended by itself."""
 
     def __post_init__(self) -> None:
         for turn, values_S in enumerate(self.turns):
@@ -53,12 +53,12 @@ class TrajectoryValues:
 
 
 Values = Sequence[TrajectoryValues]
-"""One per trajectory, in the order of the groups and of the attempts in them."""
+"""One entry per trajectory, in the order of the groups and of the attempts in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPositions:
-    """Positions [start, stop) of a sequence hold the states that a turn's tokens were drawn in."""
+    """Positions [start, stop) of a sequence hold the states in which a turn's tokens were sampled."""
 
     turn: int
     start: int
@@ -70,12 +70,12 @@ class ValueSequence:
     """One linear sequence of a trajectory, and the positions whose values are wanted."""
 
     ids: tuple[int, ...]
-    """[N] up to the last position that is asked."""
+    """[N] the ids up to the last position that is wanted."""
     turns: tuple[TurnPositions, ...]
     bootstrap_at: int | None = None
 
     def question(self) -> Datum:
-        """For `forward`: the values of all wanted positions."""
+        """The datum that asks the critic (`forward`) for the values of all wanted positions."""
         mask = np.zeros(len(self.ids), np.float32)
         for positions in self.turns:
             mask[positions.start : positions.stop] = 1.0
@@ -85,10 +85,10 @@ class ValueSequence:
 
 
 def value_sequences(trajectory: Trajectory, next_prompt_ids: Sequence[int] = ()) -> list[ValueSequence]:
-    """Where the values of a trajectory are read; turns whose prompt extends the last sequence share one.
+    """The sequences at which a trajectory's values are read. Turns whose prompt extends the last sequence share it.
 
     Args:
-        next_prompt_ids: what the turn after the last would have been shown; its end is the state to bootstrap from.
+        next_prompt_ids: the prompt of the turn after the last; its end is the state to bootstrap from.
     """
     if trajectory.failure is not None:
         raise DataError(f"attempt {trajectory.attempt} at {trajectory.task_id} failed; its states have no return")
@@ -105,7 +105,7 @@ def value_sequences(trajectory: Trajectory, next_prompt_ids: Sequence[int] = ())
 
 
 class _Growing:
-    """A sequence that is being put together."""
+    """A sequence under construction."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -134,10 +134,10 @@ class _Growing:
 def read_values(
     trajectory: Trajectory, sequences: Sequence[ValueSequence], answers: Sequence[Sequence[float]]
 ) -> TrajectoryValues:
-    """The critic's answers, [N] per sequence, by turn. Answers at positions that nobody asked for are not read.
+    """Sort the critic's answers, [N] per sequence, by turn. Answers at positions that are not wanted are ignored.
 
-    A truncated attempt without a state of its own to bootstrap from (its next prompt did not fit into the model)
-    takes the last value that it has.
+    If a truncated attempt has no state to bootstrap from (its next prompt did not fit into the model), its last value
+    is used.
     """
     turns: dict[int, FloatArray] = {}
     bootstrap = None
@@ -164,12 +164,12 @@ def value_datums(
     weight: float,
     first_only: bool = False,
 ) -> list[Datum]:
-    """What the critic learns from one trajectory: returns to come to, and the values that it had, to be clipped around.
+    """The datums that the critic learns from: the returns as targets, and its old values, for the clip.
 
     Args:
         returns: [S] per turn.
-        weight: of each learned position.
-        first_only: learn the state that each turn begins in, and no other.
+        weight: weight of each learned position.
+        first_only: learn only the state at the start of each turn.
     """
     datums: list[Datum] = []
     for sequence in sequences:
@@ -195,7 +195,7 @@ def value_datums(
 def explained_variance(returns: Sequence[float] | FloatArray, values: Sequence[float] | FloatArray) -> float:
     """`1 - Var(R - V) / Var(R)`: 1 is perfect, 0 is no better than a constant, below 0 is worse than one.
 
-    nan where all returns are the same: there is no variance to explain.
+    It is nan if all returns are the same, because there is no variance to explain.
 
     >>> explained_variance([0.0, 1.0], [0.0, 1.0])
     1.0
@@ -210,13 +210,13 @@ def explained_variance(returns: Sequence[float] | FloatArray, values: Sequence[f
 def error_by_position(
     returns: Sequence[Sequence[FloatArray]], values: Sequence[Sequence[FloatArray]], *, num_parts: int
 ) -> list[tuple[float, float]]:
-    """(root mean square error, explained variance) in each part of the attempts, first to last; nan where a part has no
-    token. The token at place t of n belongs to part t * num_parts // n: what is left to happen is less in later parts,
-    so a critic that knows its states errs less there.
+    """(root mean square error, explained variance) in each part of the attempts, from first to last; nan if a part has
+    no token. The token at place t of n belongs to part t * num_parts // n. Less is left to happen in later parts, so a
+    good critic has smaller errors there.
 
     Args:
         returns: [S] per turn of each attempt.
-        values: the same of what the critic said.
+        values: the critic's values, in the same form.
 
     >>> won, lost = [np.ones(2)], [np.zeros(2)]
     >>> error_by_position([won, lost], [[np.array([0.5, 1.0])], [np.array([0.5, 0.0])]], num_parts=2)
@@ -238,6 +238,6 @@ def error_by_position(
 
 
 def concatenated(turns: Sequence[FloatArray], *, first_only: bool = False) -> Iterator[float]:
-    """The numbers of all turns, or of the first token of each."""
+    """The numbers of all tokens of all turns, or only of each turn's first token."""
     for numbers_S in turns:
         yield from (float(number) for number in (numbers_S[:1] if first_only else numbers_S))

@@ -1,17 +1,17 @@
-"""How the trained tokens of an optimizer step share it.
+"""The weights of the trained tokens in an optimizer step.
 
-A loss is a sum over tokens, and every normaliser is in the weights, so micro-batches, packing and splits into datums
-change nothing. Weights are set before any token is rejected: a rejection does not raise the weight of the others.
+A loss is a sum over tokens, and the weights contain every normaliser, so micro-batches, packing and splits into datums
+change nothing. Weights are set before any token is rejected: a rejection does not raise the other weights.
 
 With n_j trained tokens in trajectory j, n_jk of them in turn k, T_j trained turns, B trajectories, P groups:
 
-    token_mean      1 / n                   every token alike (DAPO, verl, SkyRL)
-    seq_mean        1 / (B n_j)             every trajectory alike (the first GRPO, GSPO)
+    token_mean      1 / n                   every token counts the same (DAPO, verl, SkyRL)
+    seq_mean        1 / (B n_j)             every trajectory counts the same (the first GRPO, GSPO)
     seq_sum         1 / B                   plain REINFORCE: a long trajectory weighs more
     const           1 / (B L)               no bias towards a length; L fixed for the run (Dr.GRPO, arXiv:2503.20783)
-    turn_mean       1 / (sum T_j * n_jk)    every turn alike
-    traj_turn_mean  1 / (B T_j n_jk)        every trajectory alike, and every turn inside it
-    prompt_mean     1 / (P n_group)         every group alike
+    turn_mean       1 / (sum T_j * n_jk)    every turn counts the same
+    traj_turn_mean  1 / (B T_j n_jk)        every trajectory counts the same, and every turn inside it
+    prompt_mean     1 / (P n_group)         every group counts the same
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Share:
     """The trained tokens of one trajectory."""
 
     turn_sizes: tuple[int, ...]
-    """Of its trained turns, in order."""
+    """Number of tokens of each trained turn, in order."""
     group: int = 0
-    """Which group of the batch it belongs to."""
+    """Index of its group in the batch."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +43,7 @@ class Share:
 
 
 Weighting = Callable[[Sequence[Share]], list[list[float]]]
-"""The shares of a whole optimizer batch to the weight of one token, by trained turn."""
+"""A function from the shares of an optimizer batch to the weight of one token, per trained turn."""
 
 
 def token_mean(batch: Sequence[Share]) -> list[list[float]]:
@@ -82,7 +82,7 @@ def prompt_mean(batch: Sequence[Share]) -> list[list[float]]:
 
 
 def weighting(name: str, *, max_tokens: int) -> Weighting:
-    """The weighting of that name; `max_tokens` is the most that an attempt may sample, for `const`."""
+    """Find a weighting by name. `const` needs `max_tokens`, the most tokens that an attempt may sample."""
     known: Mapping[str, Weighting] = {
         "token_mean": token_mean,
         "seq_mean": seq_mean,
@@ -103,12 +103,12 @@ def share_of(trajectory: Trajectory, group: int = 0) -> Share:
 def weigh(
     batch: Sequence[Sequence[Datum]], weighting: Weighting, shares: Sequence[Share] | None = None
 ) -> list[list[Datum]]:
-    """The same datums with their weights set.
+    """Set the weights of datums; returns new datums.
 
     Args:
-        batch: the datums of each trajectory in a list of their own.
-        shares: the trained turns of each trajectory; without them, each unbroken run of trained tokens is a turn, as
-            in a written dialogue, where the world speaks between any two replies.
+        batch: one list of datums per trajectory.
+        shares: the trained turns of each trajectory. Without them, each unbroken run of trained tokens counts as a
+            turn, as in a written dialogue, where the world speaks between two replies.
     """
     if shares is None:
         shares = [Share(turn_sizes=_runs(datums), group=index) for index, datums in enumerate(batch)]
@@ -119,7 +119,7 @@ def weigh(
 
 
 def _runs(datums: Sequence[Datum]) -> tuple[int, ...]:
-    """Lengths of the runs of trained tokens; none goes over the end of a datum."""
+    """Lengths of the runs of trained tokens; a run ends with its datum."""
     runs = (list(run) for datum in datums for is_on, run in groupby(trained_mask(datum), bool) if is_on)
     return tuple(len(run) for run in runs)
 

@@ -21,7 +21,7 @@ from turnwise.errors import ConfigError
 from turnwise.losses.outside import is_outside
 from turnwise.losses.table import LOSSES, Settings, losses_that_read
 from turnwise.methods.base import AnyMethod, DataConfig, MethodSetup
-from turnwise.methods.options import DECLARED, FreeLoss, MethodOptions, PolicyTerms
+from turnwise.methods.options import DECLARED, FreeLoss, MethodOptions, PolicyTerms, unknown_name
 from turnwise.methods.registry import METHODS
 from turnwise.rollout.sources import PlayBranches, ReadDialogues, ReadPairs
 from turnwise.runtime.import_path import import_path, is_importable, load_attribute
@@ -41,9 +41,8 @@ def find_options(name: str) -> type[MethodOptions]:
     if name in SHIPPED:
         return SHIPPED[name]
     if not is_outside(name):
-        expected = ", ".join(repr(known) for known in SHIPPED)
-        detail = InitErrorDetails(type="literal_error", loc=("name",), input=name, ctx={"expected": expected})
-        raise ValidationError.from_exception_data("method", [detail])
+        error = unknown_name("method", name, SHIPPED, "module:Class or path/to/file.py:Class")
+        raise ValidationError.from_exception_data("method", [InitErrorDetails(type=error, loc=("name",), input=name)])
     if name in _PASSED:
         return PassedMethod
     if name in DECLARED:

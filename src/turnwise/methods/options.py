@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from annotated_types import Gt
 from pydantic import Field, create_model, field_validator, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError
 
 from turnwise.credit.gae import Gae
 from turnwise.credit.weights import Weighting, weighting
@@ -30,6 +30,7 @@ from turnwise.losses.table import LOSSES, PolicyOptions, Settings, losses_that_r
 from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.runtime.import_path import import_path
 from turnwise.runtime.section import Section
+from turnwise.runtime.suggest import nearest
 
 Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_mean", "prompt_mean"]
 LAGGING_LOSS = "cispo"
@@ -275,6 +276,16 @@ class PolicyTerms(PolicyOptions, MethodOptions):
         return self
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str], own: str) -> PydanticCustomError:
+    """The error about a `kind` (a loss, a method) that nobody ships; `own` is how the user names their own one."""
+    choices = list(known)
+    near = nearest(name, choices, cutoff=0.6)
+    guess = "" if near is None else f"; did you mean {near}?"
+    text = "there is no such {kind}; expected {choices}; a {kind} of your own is {own}{guess}"
+    told = {"kind": kind, "choices": ", ".join(choices), "own": own, "guess": guess}
+    return PydanticCustomError("unknown_name", text, told)
+
+
 def _own_loss_fields() -> dict[str, Any]:
     """The options that only some losses have; null is the loss's own default."""
     found: dict[str, Any] = {}
@@ -339,7 +350,7 @@ class FreeLoss(OwnLossOptions):
     def _is_a_loss(cls, loss_fn: str) -> str:
         known = ("auto", *policy_losses())
         if loss_fn not in known and not is_outside(loss_fn):
-            raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in known)})
+            raise unknown_name("loss", loss_fn, known, "module:function or path/to/file.py:function")
         return loss_fn
 
     @model_validator(mode="after")

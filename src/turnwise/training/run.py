@@ -36,7 +36,7 @@ from turnwise.training.evaluate import Evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.policy import PolicySampler, find_policy
 from turnwise.training.session import TrainingSession
-from turnwise.training.setup import AnyService, Setup, check_free, set_up_new, set_up_resume
+from turnwise.training.setup import AnyService, Setup, check_free, check_service, set_up_new, set_up_resume
 from turnwise.training.steer import give_order, read_settings
 from turnwise.training.table import MetricTable
 from turnwise.watch.curve import SvgPicture, run_svg
@@ -203,7 +203,8 @@ class Run:
         """Begin a run.
 
         Args:
-            service: Makes the training and sampling clients; it stays open.
+            service: Makes the training and sampling clients; it stays open. Checkpoints are kept in the run's
+                directory, or by a service elsewhere, which `model.base_url` must name too.
             observer: Is told what happens; default: a view for the terminal or the notebook.
             on_stuck: Called in another thread when the run's event loop is blocked for good; default: the run is
                 given up and `wait` raises.
@@ -211,6 +212,7 @@ class Run:
         """
         setup = config if isinstance(config, Setup) else set_up_new(config)
         check_free(setup)
+        check_service(setup.config, service)
         view = open_view(setup.config.train.steps) if observer is None else observer
         run = cls(setup.directory)
         run._session = TrainingSession(setup, [view], service, on_stuck or run._give_up)

@@ -319,7 +319,23 @@ async def test_cancelling_an_awaited_run_stops_it_saved(tmp_path: Path) -> None:
 
 
 def test_a_service_that_is_given_makes_the_clients_and_stays_open(tmp_path: Path) -> None:
-    with tw.ServiceClient(data_dir=tmp_path / "run") as service:
-        run = tw.train("guess_number", **SMALL, steps=1, directory=tmp_path / "run", service=service, observer=SILENT)
-        client = service.create_sampling_client(model_path=run.checkpoints[-1].path)
-        assert client.get_base_model() == "tiny"
+    """Wherever it keeps its own checkpoints, those of the run are found with the run."""
+    directory = tmp_path / "run"
+    settings: dict[str, Any] = {**SMALL, "eval": {"tasks": 1}, "observer": SILENT}
+    with tw.ServiceClient(data_dir=tmp_path / "elsewhere") as service:
+        with tw.train("guess_number", **settings, steps=1, directory=directory, service=service) as run:
+            assert isinstance(run.best.sample("Guess.", max_tokens=4, seed=0), str)
+        base = service.create_sampling_client(base_model="tiny")
+        assert base.get_base_model() == "tiny"
+        moved = directory.rename(tmp_path / "moved")
+        with tw.Run.open(moved) as opened:
+            files = opened.best.files
+            assert files is not None
+            assert files.is_relative_to(moved)
+            assert service.create_sampling_client(model_path=str(files)).get_base_model() == "tiny"
+        again = tw.Run.resume(moved, ["train.steps=2"], service=service, observer=SILENT)
+        assert [step for step, _ in again.metric("time/step_s")] == [1, 2]
+        assert again.checkpoints[-1].step == 2
+        assert isinstance(again.last.sample("Guess.", max_tokens=4, seed=0), str)
+        again.close()
+    assert not list((tmp_path / "elsewhere").rglob("weights"))
