@@ -145,7 +145,7 @@ def evaluate(
         unread = [name for name, value in given.items() if value is not None]
         if unread:
             raise ConfigError(
-                f"{unread[0]} beside a policy, which has its own config; evaluate a run, a checkpoint or a model with it"
+                f"{unread[0]} beside a policy, which has its own config; give it with a run, a checkpoint or a model"
             )
         return target.evaluate()
     if isinstance(env, Mapping):
