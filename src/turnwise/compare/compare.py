@@ -33,7 +33,7 @@ from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
 from turnwise.config.config import Config
 from turnwise.config.critic import CriticConfig
-from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
+from turnwise.config.files import config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
 from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.base import DataConfig
@@ -244,7 +244,7 @@ class Grid:
         self._store(run)
         stored = stored_result(run.result_file)
         if stored is not None:
-            _check_same(run.result_file, stored[1], config)
+            _check_same(run.result_file, json.dumps(stored[1]), config)
             return None
         if is_run(run.place):
             _check_same_run(run.place, config)
@@ -332,17 +332,22 @@ def _config_file(config: Config, place: Path) -> Path:
 
 def _check_same_run(place: Path, wanted: Config) -> None:
     with RunReader(place) as run:
-        _check_same(place, config_to_tree(config_from_yaml(run.config_yaml, str(place))), wanted)
+        _check_same(place, run.config_yaml, wanted)
 
 
-def _check_same(place: Path, stored: Tree, wanted: Config) -> None:
-    """A run of another comparison in the same place would be taken for this one's."""
-    tree = config_to_tree(wanted)
-    for section in stored.keys() - {"run"}:
-        for key, value in stored[section].items():
-            if tree[section][key] != value:
+def _check_same(place: Path, stored: str, wanted: Config) -> None:
+    """A run of another comparison in the same place would be taken for this one's.
+
+    Args:
+        stored: The config that was written down, as YAML; an older turnwise spelled some options otherwise.
+    """
+    tree, held = config_to_tree(wanted), config_to_tree(config_from_yaml(stored, str(place)))
+    for section in held.keys() - {"run"}:
+        for key, value in held[section].items():
+            own = tree[section].get(key)
+            if own != value:
                 raise ConfigError(
-                    f"{place} holds a run with {section}.{key}={value}, and this comparison has {tree[section][key]}; "
+                    f"{place} holds a run with {section}.{key}={value}, and this comparison has {own}; "
                     "choose another --out, or remove it"
                 )
 
