@@ -170,8 +170,7 @@ def run_grpo(
     1
     """
     config = config or RLConfig()
-    view = LineView()
-    report = on_step or (lambda record: view.message(record.line()))
+    report = on_step or _tell_view
     if service_client is not None:
         return _run(adapter, config, service_client, report)
     from turnwise.client.local import ServiceClient
@@ -328,3 +327,7 @@ def _call_within(deadline_s: float, what: str, call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name=what, daemon=True).start()
     return ApiFuture(future, what).result(deadline_s)
+
+
+def _tell_view(record: StepRecord) -> None:
+    LineView().message(record.line())
