@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from turnwise import __version__
 from turnwise.commands import arguments as train_cli
+from turnwise.commands import check_env
 from turnwise.commands import serve as service_cli
-from turnwise.envs import check_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
 from turnwise.runtime.exit_codes import ExitCode
@@ -97,7 +97,7 @@ def _run(arguments: list[str]) -> int:
     if options.command in service_cli.COMMANDS:
         return service_cli.run_command(options)
     if options.command == "check-env":
-        return check_cli.run(options)
+        return check_env.run(options)
     if options.command == "model":
         return _run_model(options)
     if options.command == "retriever":
@@ -180,7 +180,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_alias_option(parser)  # only for --help; `main` takes it before this parser runs
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train_cli.add_commands(commands)
-    check_cli.add_parser(commands)
+    check_env.add_parser(commands)
     service_cli.add_commands(commands)
     _add_model_commands(
         commands.add_parser(

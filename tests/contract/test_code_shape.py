@@ -39,11 +39,7 @@ MANY_PARAMETERS = {
     "envs/adapters/": WORLD_OPTIONS,
     "envs/adapters/verifiers_harness.py": "the signature of the peer's interface",
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
-    "recipes/": ROOM,
     "training/run.py:train": "the front door: each keyword is an option of a run",
-    "training/checkpoint.py": ROOM,
-    "training/heartbeat.py": ROOM,
-    "training/loop.py": ROOM,
 }
 
 SPLATS: dict[str, str] = {}

@@ -16,7 +16,7 @@ import pytest
 
 from turnwise.envs.base import Task, assistant
 from turnwise.envs.library import sql_worker
-from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, SqlRunner
+from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner
 from turnwise.envs.library.text_to_sql import TextToSql, TextToSqlEnv
 from turnwise.errors import DataError
 
@@ -48,9 +48,13 @@ def runner(database: Path) -> Iterator[SqlRunner]:
     runner.close()
 
 
+def run_query(runner: SqlRunner, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
+    return asyncio.run(runner.run(path, sql, limits))
+
+
 def refusal(runner: SqlRunner, database: Path, sql: str, limits: QueryLimits = QUICK) -> str:
     with pytest.raises(QueryRefused) as caught:
-        runner.run_now(database, sql, limits)
+        run_query(runner, database, sql, limits)
     return str(caught.value)
 
 
@@ -175,7 +179,7 @@ def test_bombs_end_in_time_with_a_word_about_it(
     said = refusal(runner, database, sql)
     assert time.monotonic() - started_s < 30
     assert expected is None or said == expected
-    assert runner.run_now(database, "SELECT COUNT(*) FROM cats").rows == ((200,),)  # the next one is served
+    assert run_query(runner, database, "SELECT COUNT(*) FROM cats").rows == ((200,),)  # the next one is served
 
 
 def test_rows_that_fill_the_memory_are_stopped(runner: SqlRunner, database: Path) -> None:
@@ -190,17 +194,17 @@ def test_a_worker_that_hangs_is_killed_and_replaced(database: Path, monkeypatch:
     """A planner that copies itself gives the handler no chance; the process is ended from outside."""
     monkeypatch.setattr("turnwise.envs.library.sql_runner.KILL_AFTER_S", 0.0)
     runner = SqlRunner([database], max_workers=1)
-    assert runner.run_now(database, "SELECT 1").rows == ((1,),)
+    assert run_query(runner, database, "SELECT 1").rows == ((1,),)
     assert refusal(runner, database, f"{DOUBLING} SELECT COUNT(*) FROM a25", QueryLimits(time_limit_s=0.3)) == TOO_LONG
     assert runner.idle_pids == ()
-    assert runner.run_now(database, "SELECT 2").rows == ((2,),)
+    assert run_query(runner, database, "SELECT 2").rows == ((2,),)
     runner.close()
 
 
 def test_the_limit_in_steps_does_not_depend_on_the_clock(runner: SqlRunner, database: Path) -> None:
     sql = "SELECT COUNT(*) FROM cats a, cats b, cats c"
     assert refusal(runner, database, sql, QueryLimits(time_limit_s=60, max_steps=1_000_000)) == TOO_LONG
-    assert runner.run_now(database, "SELECT COUNT(*) FROM cats a, cats b", QUICK).rows == ((40_000,),)
+    assert run_query(runner, database, "SELECT COUNT(*) FROM cats a, cats b", QUICK).rows == ((40_000,),)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_the_limit_in_steps_does_not_depend_on_the_clock(runner: SqlRunner, data
     ],
 )
 def test_ordinary_reading_is_allowed(runner: SqlRunner, database: Path, sql: str, rows: object) -> None:
-    assert runner.run_now(database, sql).rows == rows
+    assert run_query(runner, database, sql).rows == rows
 
 
 @pytest.mark.parametrize(
@@ -242,9 +246,9 @@ def test_mistakes_are_told_in_the_words_of_sqlite(runner: SqlRunner, database: P
 
 
 def test_rows_and_bytes_of_an_answer_are_bounded(runner: SqlRunner, database: Path) -> None:
-    few = runner.run_now(database, "SELECT age FROM cats", QueryLimits(max_rows=3))
+    few = run_query(runner, database, "SELECT age FROM cats", QueryLimits(max_rows=3))
     assert (few.rows, few.is_cut) == (((0,), (1,), (2,)), True)
-    wide = runner.run_now(database, "SELECT printf('%.*c', 900, 'x') FROM cats", QueryLimits(max_bytes=2000))
+    wide = run_query(runner, database, "SELECT printf('%.*c', 900, 'x') FROM cats", QueryLimits(max_bytes=2000))
     assert (len(wide.rows), wide.is_cut) == (2, True)
 
 
@@ -254,9 +258,9 @@ def test_a_file_that_is_no_database_is_the_callers_fault_and_no_answer_to_the_po
     runner = SqlRunner([tmp_path / "a.sqlite", tmp_path / "missing.sqlite"])
     for name in ("a.sqlite", "missing.sqlite"):
         with pytest.raises(DataError, match="expected a SQLite database"):
-            runner.run_now(tmp_path / name, "SELECT 1")
+            run_query(runner, tmp_path / name, "SELECT 1")
     with pytest.raises(DataError, match="not among the databases that this runner was made for"):
-        runner.run_now(tmp_path / "b.sqlite", "SELECT 1")
+        run_query(runner, tmp_path / "b.sqlite", "SELECT 1")
     runner.close()
 
 

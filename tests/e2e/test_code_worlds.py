@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import turnwise
 from turnwise.runlog.reader import RunReader
 
 SMALL = (
@@ -84,7 +85,7 @@ def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tm
         (
             "code",
             ("--warmup", "1", "--steps", "1", "--tasks", "1", "--held-out", "2"),
-            r"held out, at the end: success ",
+            r"held out \(end\): success \d\.\d\d, repaired \d\.\d\d of \d",
         ),
         (
             "swe",
@@ -93,7 +94,8 @@ def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tm
         ),
     ],
 )
-def test_the_recipes_run(recipe: str, options: tuple[str, ...], last: str, turnwise_home: Path) -> None:
-    name = f"turnwise.recipes.{recipe}"
-    out = run(name, "--model", "tiny", "--group", "2", *options, TURNWISE_HOME=str(turnwise_home))
+def test_the_recipes_run(recipe: str, options: tuple[str, ...], last: str, turnwise_home: Path, tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--group", "2", "--dir", str(tmp_path / "run"))
+    out = run(f"turnwise.recipes.{recipe}", *small, *options, TURNWISE_HOME=str(turnwise_home))
+    assert turnwise.Run.open(tmp_path / "run").metrics["step"][-1] == 1
     assert re.search(last, out.strip().splitlines()[-1])

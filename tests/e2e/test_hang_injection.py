@@ -35,13 +35,12 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.runtime.pending_calls import PENDING_CALLS
-from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
-from turnwise.training.checkpoint import NOTHING_DONE, RunCheckpoints
+from turnwise.training.assemble import Parts, ShuffledItems, make_eval_rollout, make_method, make_optim
+from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
 from turnwise.training.critic import Critic
-from turnwise.training.loop import Loop
+from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.pretrain import pretrain
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -169,8 +168,16 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)
-    checkpoints = RunCheckpoints(trainer, writer, [], max_kept=2)
-    loop = Loop(parts, trainer, renderer, recorder, checkpoints, Interrupt(), publisher=LocalPublisher())
+    loop = Loop(
+        LoopSetup(
+            parts=parts,
+            trainer=trainer,
+            publisher=LocalPublisher(),
+            renderer=renderer,
+            recorder=recorder,
+            checkpoints=RunCheckpoints(trainer, writer, NEW_RUN, max_kept=2),
+        )
+    )
     return Running(loop, recorder, parts)
 
 
@@ -184,7 +191,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
     where: str, lag: int, tmp_path: Path, renderer: Renderer
 ) -> None:
     running = _run(tmp_path, renderer, HangingWorld(where), RecordingTrainer(_sampler(renderer)), max_staleness=lag)
-    await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+    await asyncio.wait_for(running.loop.run(), 120)
     running.recorder.close()
     with RunReader(tmp_path) as run:
         assert [step for step, _ in run.metric("time/step_s")] == [1, 2, 3]
@@ -201,7 +208,7 @@ async def test_an_env_or_tool_that_never_answers_is_blamed_and_training_goes_on(
 async def test_a_sampler_that_never_answers_is_blamed_and_training_goes_on(tmp_path: Path, renderer: Renderer) -> None:
     sampler = _sampler(renderer, HangingSampler)
     running = _run(tmp_path, renderer, HangingWorld(), RecordingTrainer(sampler), max_staleness=1)
-    await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+    await asyncio.wait_for(running.loop.run(), 120)
     running.recorder.close()
     with RunReader(tmp_path) as run:
         assert sum(value for _, value in run.metric("rollout/dropped_sampler_failed")) > 0
@@ -215,7 +222,7 @@ async def test_a_trainer_that_never_answers_ends_the_run_with_its_name(
     trainer = HangingTrainer(_sampler(renderer), where)
     running = _run(tmp_path, renderer, HangingWorld(), trainer, max_staleness=1, call_deadline_s=DEADLINE_S)
     with pytest.raises(StalledError, match=r"trainer: .* gave no answer within 2 s") as caught:
-        await asyncio.wait_for(running.loop.run(NOTHING_DONE, set()), 120)
+        await asyncio.wait_for(running.loop.run(), 120)
     running.recorder.close()
     assert caught.value.party == "trainer"
     assert len(PENDING_CALLS) == 0
@@ -262,7 +269,7 @@ async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_
             limits["call_deadline_s"] = DEADLINE_S
         running = _run(tmp_path / str(number), renderer, world, trainer, **limits)
         try:
-            await running.loop.run(NOTHING_DONE, set())
+            await running.loop.run()
         except StalledError:
             stalled[where] += 1
         running.recorder.close()

@@ -18,7 +18,7 @@ from campaigns.train_kills import expected_attempts, learned_attempts, run_kille
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.training.tokens import num_drawn_tokens
+from turnwise.training.progress import num_drawn_tokens
 
 NUM_KILLS = int(os.environ.get("TURNWISE_KILLS", "3"))
 WORLD = "turnwise.bench.slow_world:SlowWorld"

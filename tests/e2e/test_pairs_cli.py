@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
-from turnwise.training.pairs import read_stored_pairs
+from turnwise.training.pairs import read_pairs
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = ("model=tiny", "eval.tasks=2", "eval.every=0", "run.dialogues=0", "train.tasks_per_step=2")
@@ -26,7 +26,7 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
     file = tmp_path / "pairs.parquet"
     assert turnwise("pairs", "tiny", "--env", WORLD, "--kind", kind, "--tasks", "6", "--out", str(file)) == 0
     assert f"{kind} pairs from" in capsys.readouterr().out
-    stored = read_stored_pairs(file)
+    stored = read_pairs(file)
     assert {(one.kind, one.model, one.run) for one in stored} == {(kind, "tiny", "")}
     for one in stored:
         assert one.pair.reward_difference > 0
@@ -52,9 +52,9 @@ def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureF
     file = str(tmp_path / "p.parquet")
     for method in ("dpo", "grpo"):
         assert turnwise("pairs", runs[method], "--stored", "--out", file) == 0
-        assert {(one.kind, one.run) for one in read_stored_pairs(Path(file))} == {("dpo", runs[method])}
+        assert {(one.kind, one.run) for one in read_pairs(Path(file))} == {("dpo", runs[method])}
     assert turnwise("pairs", runs["la_grpo"], "--stored", "--kind", "refuel", "--out", file) == 0
-    for one in read_stored_pairs(Path(file)):
+    for one in read_pairs(Path(file)):
         assert one.pair.chosen.branch is not None
         assert one.pair.branch_turn == one.pair.chosen.branch.turn
     capsys.readouterr()
@@ -85,7 +85,7 @@ def test_a_run_that_shapes_rewards_and_trains_one_turn_stores_what_was_played(
         assert "replayed exactly" in capsys.readouterr().out
     assert turnwise("certify", str(run_dir)) == 0
     assert turnwise("pairs", str(run_dir), "--stored", "--out", str(file)) == 0
-    for pair in (one.pair for one in read_stored_pairs(file)):
+    for pair in (one.pair for one in read_pairs(file)):
         for side in (pair.chosen, pair.rejected):
             assert all(turn.is_trained for turn in side.turns)
             assert {part for turn in side.turns for part in turn.reward_parts} == {"outcome"}
@@ -130,8 +130,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_played(
     out = ("--out", str(tmp_path / "p.parquet"))
     for arguments, message in (
         (("pairs", "tiny", *out), "does not say which world it is for"),
-        (("pairs", "tiny", "--env", WORLD, "--across-seeds", *out), "--across-seeds is for --stored"),
-        (("pairs", "a", "--stored", "--across-seeds", "--kind", "refuel", *out), "--across-seeds is for --kind dpo"),
+        (("pairs", "tiny", "--env", WORLD, "--across-seeds", *out), "--across-seeds works only with --stored"),
+        (("pairs", "a", "--stored", "--across-seeds", "--kind", "refuel", *out), "works only with --kind dpo"),
         (("pairs", "tiny", "--env", WORLD, "--samples", "1", *out), "--samples 1; expected at least 2"),
         (("pairs", "tiny", "--env", WORLD, "--out", str(tmp_path)), "is a directory"),
         (

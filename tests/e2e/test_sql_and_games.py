@@ -87,8 +87,11 @@ def test_the_self_play_recipe_runs_a_few_steps() -> None:
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_the_text_to_sql_recipe_runs_a_few_steps() -> None:
+def test_the_text_to_sql_recipe_runs_a_few_steps(tmp_path: Path) -> None:
     small = ("--warmup", "2", "--steps", "2", "--tasks", "2", "--group", "4", "--held-out", "4")
-    out = run("turnwise.recipes.text_to_sql", "--model", "tiny", *small)
-    assert re.search(r"^step   2  reward \d\.\d\d  success \d\.\d\d  groups \d$", out, re.MULTILINE)
-    assert "held-out success at the end:" in out
+    out = run("turnwise.recipes.text_to_sql", "--model", "tiny", "--dir", str(tmp_path / "run"), *small)
+    assert "step 2/2" in out
+    assert re.search(r"^held-out success: \d\.\d\d at the start, \d\.\d\d at the end$", out, re.MULTILINE)
+    with RunReader(tmp_path / "run") as reader:
+        assert len(reader.attempts(phase="train")) == 16
+        assert all(row.is_exact for row in reader.certificates())

@@ -2,22 +2,40 @@
 
 `rollout.backend=NAME` loads `turnwise/backends/NAME.py` and takes the `Publisher` that the file defines. So a new
 backend is one new file here, and nothing else changes. A backend of your own needs no place in the package:
-`rollout.backend=my_module:MyPublisher` or `path/to/file.py:MyPublisher`. Either way the class is created without
-arguments, once per run, and closed at the run's end.
+`rollout.backend=my_module:MyPublisher` or `path/to/file.py:MyPublisher`. Either way the class is created once per run,
+with a `BackendSetup`, and closed at the run's end.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from turnwise.client.publish import Publisher
+from turnwise.engine.config import EngineConfig
 from turnwise.errors import ConfigError
+from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 
 PLANNED = ("sglang", "vllm")
 """Names that configurations may hold already; each is refused until its file exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSetup:
+    """What a run tells the backend that samples for it."""
+
+    rollout: RolloutConfig
+    """The section `rollout`, with the limits of the run's world filled in: turns, tokens, temperature, concurrency."""
+    model_directory: Path
+    """The base model's files, in Hugging Face's layout."""
+    run_directory: Path
+    """The run's directory; a backend may keep files of its own below it."""
+    engine: EngineConfig
+    """The section `engine`: device, dtype and memory, for a backend that shares the device with the trainer."""
 
 
 def backend_names() -> list[str]:
@@ -51,9 +69,9 @@ def find_publisher(backend: str) -> type[Publisher]:
     return found
 
 
-def make_publisher(backend: str) -> Publisher:
+def make_publisher(setup: BackendSetup) -> Publisher:
     """Create the publisher that `rollout.backend` names."""
-    return find_publisher(backend)()
+    return find_publisher(setup.rollout.backend)(setup)
 
 
 def _publisher_of(module_name: str) -> object:

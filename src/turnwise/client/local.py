@@ -8,6 +8,7 @@ Importing this module loads neither torch nor transformers; the first client tha
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -165,6 +166,15 @@ class ServiceClient:
         raise ConfigError("create_sampling_client needs model_path (saved weights) or base_model")
 
     create_sampling_client_async = in_thread(create_sampling_client)
+
+    def keeping_checkpoints_in(self, data_dir: str | Path) -> ServiceClient:
+        """Return the same service, with the same loaded models, that saves and finds checkpoints in another directory.
+
+        Closing either of the two leaves the engines of both.
+        """
+        other = copy.copy(self)
+        other._store = CheckpointStore(Path(data_dir).expanduser().absolute())
+        return other
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a `tinker://` checkpoint; do nothing if it does not exist."""

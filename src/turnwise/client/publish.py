@@ -66,6 +66,15 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    def __init__(self, setup: Any = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            setup: What the run tells its backend, a `turnwise.backends.BackendSetup`: how it plays, where the model and
+                the run are. A run always passes it.
+        """
+        self.setup = setup
+
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""
         return VersionedSampler(await self.deliver(trainer, version), version)

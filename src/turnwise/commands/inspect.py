@@ -20,7 +20,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.assemble import make_eval_rollout, make_renderer
-from turnwise.training.objects import NO_OBJECTS, check_objects
+from turnwise.training.objects import NO_OBJECTS, check_played_objects
 from turnwise.training.setup import find_facts, find_model, make_service
 from turnwise.training.stored import altered
 from turnwise.watch.curve import runs_svg
@@ -69,7 +69,7 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
         if attempt_id is None:
             _list_attempts(run)
             return ExitCode.OK
-        check_objects(run, NO_OBJECTS)
+        check_played_objects(run, NO_OBJECTS)
         stored = run.attempt(attempt_id)
         config = config_from_yaml(run.config_yaml, str(run.directory))
         task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))

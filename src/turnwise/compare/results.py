@@ -25,7 +25,7 @@ from turnwise.config.files import Tree
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.training.critic import NUM_PARTS
-from turnwise.training.tokens import num_drawn_tokens
+from turnwise.training.progress import num_drawn_tokens
 from turnwise.watch.intervals import Interval, mean_interval
 
 LEVEL = 0.05

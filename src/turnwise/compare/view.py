@@ -10,7 +10,7 @@ from pathlib import Path
 from turnwise.compare.runs import GridJob
 from turnwise.errors import TurnwiseError
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.training.tokens import num_drawn_tokens
+from turnwise.training.progress import num_drawn_tokens
 from turnwise.watch.status import read_status
 from turnwise.watch.terminal import format_duration
 

@@ -109,15 +109,6 @@ def _pair(group: TrajectoryGroup, chosen: Trajectory, rejected: Trajectory) -> P
     )
 
 
-def pair_to_group(pair: PreferencePair) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        task_id=pair.chosen.task_id,
-        trajectories=(pair.chosen, pair.rejected),
-        branch_turn=pair.branch_turn,
-        branch_probability=pair.branch_probability,
-    )
-
-
 def dmpo_weights(num_turns: int, *, gamma: float = 0.7) -> NDArray[np.float64]:
     """[T] DMPO's weight phi of each turn.
 

@@ -151,11 +151,6 @@ def soft_overlong(length: int, max_length: int, buffer: int) -> float:
     return (max_length - buffer - length) / buffer if length <= max_length and buffer else -1.0
 
 
-def turn_decayed(outcome: float, num_turns: int, *, decay: float) -> NDArray[np.float64]:
-    """The discounted outcome at each turn: `outcome * decay**(turns left)`."""
-    return outcome * decay ** np.arange(num_turns - 1, -1, -1, dtype=np.float64)
-
-
 def _potentials(trajectory: Trajectory) -> list[float]:
     """The potential of every state. After the task's end it is 0; an attempt that a limit cut short keeps its last
     one."""

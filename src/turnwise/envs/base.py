@@ -1,13 +1,13 @@
-"""A world: tasks, and single-use envs that play them, in messages.
+"""The types of a world: its tasks, and the envs that play one attempt each, in messages.
 
     class Echo:
         async def start(self): return [user("Say hi")]
         async def step(self, reply): return EnvStep(reward=1.0 if "hi" in reply.content else 0.0, terminated=True)
         async def close(self): ...
 
-`terminated` means the task reached an end, good or bad. `truncated` means it was cut short: the return is unknown
-from there on. A limit that belongs to the task (five guesses, then the game is lost) is the env's own and terminates;
-limits on the turns, tokens and time of a run belong to the rollout.
+`terminated` means that the task reached an end, good or bad. `truncated` means that it was cut short, so that nobody
+knows what reward would have followed. If a limit is part of the task (five guesses, then the game is lost), the env
+applies it and sets `terminated`. The rollout applies the run's limits on turns, tokens and time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Task:
     """
 
     id: str
-    """Unique in its world; train and test ids never meet."""
+    """Unique in its world. No id is in both the train and the test split."""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """JSON values alone, so that a task can be stored and replayed."""
+    """JSON values only, so that a task can be stored and replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStep:
-    """What the world answers to one reply.
+    """The env's answer to one reply.
 
     >>> import turnwise as tw
     >>> tw.EnvStep(reward=1.0, terminated=True, is_success=True).is_over
@@ -51,15 +51,15 @@ class EnvStep:
     """
 
     messages: Sequence[Message] = ()
-    """What the policy sees next; may be empty when the attempt is over."""
+    """What the policy sees next. May be empty when the attempt is over."""
     reward: float | Mapping[str, float] = 0.0
-    """A number (all of it `outcome`) or named parts: outcome, format, shaping, penalty, judge."""
+    """A number, which counts as `outcome`, or named parts: outcome, format, shaping, penalty, judge."""
     terminated: bool = False
     truncated: bool = False
     is_success: bool | None = None
-    """Of the whole attempt, said with its last step."""
+    """Whether the whole attempt succeeded. Set it in the last step only."""
     is_unparsable: bool = False
-    """The reply could not be read as an action; the rollout's policy decides what that costs."""
+    """The reply could not be read as an action. The option `on_unparsable` decides what that costs."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to log."""
 
@@ -67,7 +67,7 @@ class EnvStep:
         _check_messages(self.messages)
         _check_reward(self.reward)
         if self.terminated and self.truncated:
-            raise DataError("EnvStep is both terminated and truncated; the task reached an end, or it was cut short")
+            raise DataError("EnvStep is both terminated and truncated; set the one that is true: the end, or a cut")
         if not self.messages and not self.is_over:
             raise DataError("EnvStep.messages is empty but the attempt goes on; say something, or end it")
 
@@ -81,7 +81,7 @@ class EnvStep:
 
 
 def _check_messages(messages: object) -> None:
-    """A bare string is a sequence too, and dicts are what other libraries use: neither gets through."""
+    """Refuse a bare string, which is a sequence too, and dicts, which other libraries use for messages."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     items = cast(Sequence[object], messages if is_list else [None])
     if not all(isinstance(item, Message) for item in items):
@@ -99,12 +99,11 @@ def _check_reward(reward: object) -> None:
 
 @runtime_checkable
 class Env(Protocol):
-    """One attempt at one task; used once. Methods may be plain functions: `turnwise.envs.sync.as_env` runs them.
+    """One attempt at one task. An env is used once. Methods may be plain functions; `envs.sync.as_env` runs them.
 
-    Optional: `state_key() -> str` names the state before the next reply (equal keys, same state); `fork() -> Env`
-    gives an independent copy of an env in the middle of its task; `reseed(seed)` gives an env in the middle of its
-    task other randomness from there on, and changes nothing else; `potential() -> float` says how good the state is,
-    for shaping.
+    Optional methods: `state_key() -> str` names the state before the next reply; two states with equal keys are the
+    same. `fork() -> Env` returns an independent copy in the middle of a task. `reseed(seed)` changes the randomness
+    from here on and nothing else. `potential() -> float` says how good the state is, for reward shaping.
 
     >>> import turnwise as tw
     >>> class Polite:
@@ -121,20 +120,20 @@ class Env(Protocol):
     """
 
     async def start(self) -> Sequence[Message]:
-        """The first messages."""
+        """Return the first messages."""
         ...
 
     async def step(self, reply: Message) -> EnvStep:
-        """The world's answer to the policy's reply."""
+        """Return the env's answer to the policy's reply."""
         ...
 
     async def close(self) -> None:
-        """Free everything; called whatever happened, also before `start` and after a crash. Twice does no harm."""
+        """Free everything. It is always called, even without `start` or after a crash, and may be called twice."""
         ...
 
 
 class World(Protocol):
-    """Where tasks and envs come from: what `turnwise train NAME` names.
+    """Makes tasks and envs. `turnwise train NAME` takes the name of a world.
 
     >>> from turnwise.envs.registry import get_world
     >>> world = get_world("guess_number", high=8)
@@ -147,27 +146,27 @@ class World(Protocol):
 
     @property
     def max_turns(self) -> int:
-        """A sensible limit for this world; the config may say otherwise."""
+        """A sensible limit on the turns of an attempt. The config may set another one."""
         ...
 
     @property
     def max_tokens(self) -> int:
-        """Likewise: sampled tokens per turn."""
+        """A sensible limit on the sampled tokens of a turn. The config may set another one."""
         ...
 
     def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:
-        """`count` tasks; the same arguments give the same tasks, and splits share none.
+        """Return `count` tasks. The same arguments give the same tasks; the two splits share no task.
 
-        A world with fewer than `count` different tasks goes through them again, in another order.
+        A world with fewer than `count` different tasks repeats them, in another order.
         """
         ...
 
     def make_env(self, task: Task, seed: int) -> Env:
-        """A fresh env for one attempt; `seed` drives all of its randomness."""
+        """Make a new env for one attempt. All of its randomness comes from `seed`."""
         ...
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """Scripted dialogues of `tasks("train", count, seed)`, played well, for a warm-up; empty when there are none.
+        """Return scripted, well-played dialogues of `tasks("train", count, seed)` for a warm-up, or an empty list.
 
         Each begins with the env's first messages and ends with the policy's last reply.
         """
@@ -175,7 +174,7 @@ class World(Protocol):
 
 
 def system(content: str) -> Message:
-    """A message of the system.
+    """Make a system message.
 
     >>> import turnwise as tw
     >>> tw.system("Hello.").role
@@ -185,7 +184,7 @@ def system(content: str) -> Message:
 
 
 def user(content: str) -> Message:
-    """A message of the user.
+    """Make a user message.
 
     >>> import turnwise as tw
     >>> tw.user("Hello.").role
@@ -195,7 +194,7 @@ def user(content: str) -> Message:
 
 
 def assistant(content: str) -> Message:
-    """A message of the assistant.
+    """Make an assistant message.
 
     >>> import turnwise as tw
     >>> tw.assistant("Hello.").role

@@ -1,11 +1,11 @@
-"""Does somebody's env keep the rules? `check_env` plays it and says, rule by rule, what came and what to do.
+"""`check_env` plays an env or a world and reports, for every rule, what it found and what to do about it.
 
     report = check_env(MyWorld())          # or a world class, an env class, a function that makes either
     print(report)
     assert report.is_ok
 
-Replies are numbers, words that the env itself used, nothing at all, 20,000 characters, garbage, and broken tool calls:
-an env must answer all of them without raising, because a policy in training says all of them.
+The replies are numbers, words that the env itself used, empty text, 20,000 characters, garbage, and broken tool calls.
+An env must answer all of them without raising, because a policy in training says all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from turnwise.trajectory import Message, Role
 __all__ = ["CheckReport", "check_env"]
 
 _RULE_OF_MESSAGE = {"EnvStep.reward": "reward", "EnvStep.messages": "messages", "EnvStep is both": "end"}
-"""`EnvStep` refuses some mistakes at birth; how its message begins tells which rule they break."""
+"""`EnvStep` refuses some mistakes when it is made. The start of its error message tells which rule was broken."""
 
 
 def check_env(
@@ -40,12 +40,12 @@ def check_env(
     seed: int = 0,
     deadline_s: float = 5.0,
 ) -> CheckReport:
-    """Play a world, or an env class alone, against every rule.
+    """Check a world, or an env class by itself, against every rule.
 
     Args:
-        options: For the constructor of `target`.
-        num_tasks: Tasks to play; each is played under every style of replies, twice.
-        deadline_s: What a single call of the env or the world may take.
+        options: Arguments for the constructor of `target`.
+        num_tasks: Number of tasks to play. Each is played twice with every style of replies.
+        deadline_s: Time limit of a single call of the env or the world.
     """
     world, has_tasks = _to_world(target, options)
     caller = CheckCaller(deadline_s)
@@ -57,7 +57,7 @@ def check_env(
 
 
 def _to_world(target: Any, options: Mapping[str, Any] | None) -> tuple[World, bool]:
-    """The world, and whether it has tasks of its own: an env class that takes no task is checked by itself."""
+    """Return the world, and whether it has tasks. An env class that takes no task is checked by itself."""
     given = dict(options or {})
     is_env_class = inspect.isclass(target) and is_env(target) and not is_world(target)
     if inspect.isfunction(target):
@@ -70,7 +70,7 @@ def _to_world(target: Any, options: Mapping[str, Any] | None) -> tuple[World, bo
 
 @dataclass
 class _WorldCheck:
-    """One run of all rules. A rule looks at its own matter alone, so that one mistake is reported once."""
+    """One run of all rules. Each rule looks at one thing only, so that a mistake is reported once."""
 
     player: CheckPlayer
     has_tasks: bool
@@ -78,7 +78,7 @@ class _WorldCheck:
     plays: list[tuple[Play, Play]] = field(default_factory=list[tuple[Play, Play]])
     results: list[CheckResult] = field(default_factory=list[CheckResult])
     late: CallLateError | None = None
-    """Outside of plays."""
+    """The last call that was late outside of a play."""
 
     def run(self) -> CheckReport:
         self._rule("world", self._world)
@@ -106,7 +106,7 @@ class _WorldCheck:
         return CheckReport(name=str(getattr(self.player.world, "name", "this world")), results=tuple(self.results))
 
     def _rule(self, name: str, rule: Callable[[], str]) -> None:
-        """Call one rule: it returns a sentence, or raises one."""
+        """Call one rule and record the sentence that it returns or raises."""
         state: Literal["passed", "failed", "skipped"] = "passed"
         try:
             sentence = rule()
@@ -131,7 +131,7 @@ class _WorldCheck:
         )
 
     def _play_all(self) -> None:
-        """Every task under every style, twice; a call that came too late ends it, the others would take as long."""
+        """Play every task with every style, twice. Stop after a late call, because the others would be as slow."""
         tasks = self._draw("train")
         self.player = replace(self.player, scripts=read_scripts(self.player, tasks))
         for task in tasks:
@@ -162,7 +162,7 @@ class _WorldCheck:
                 raise CheckFailedError(f"tasks({split!r}, ...) gave {first!r:.60}; expected a list of Task")
             if len(first) != self.num_tasks:
                 raise CheckFailedError(
-                    f"tasks({split!r}, {self.num_tasks}, seed) gave {len(first)}; give as many as asked"
+                    f"tasks({split!r}, {self.num_tasks}, seed) gave {len(first)}; return as many as were asked for"
                 )
             for task in first:
                 if not isinstance(cast(object, task), Task) or not task.id:
@@ -216,7 +216,7 @@ class _WorldCheck:
                 )
             last = play.start_messages()[-1]
             if isinstance(last, Message) and last.role == "assistant":
-                raise CheckFailedError("start() ends with an assistant message; the next word is the policy's")
+                raise CheckFailedError("start() ends with an assistant message; the policy speaks next")
         return "start() gives the first messages"
 
     def _step(self) -> str:
@@ -225,7 +225,7 @@ class _WorldCheck:
             if isinstance(failure, CallFailedError) and failure.call == "step" and _rule_of(failure) == "step":
                 reply = f"{play.replies[-1]!r:.40}"
                 raise CheckFailedError(
-                    f"{play.where}: {failure} on the reply {reply}; answer any text, flag it if need be"
+                    f"{play.where}: {failure} on the reply {reply}; answer any text; flag it if need be"
                 )
             for step in play.steps:
                 if not isinstance(step, EnvStep):
@@ -245,7 +245,7 @@ class _WorldCheck:
             for message in [*play.start_messages(), *said]:
                 count += 1
                 if not isinstance(message, Message):
-                    raise CheckFailedError(f"{message!r:.60} is no Message; use user(...), system(...) or Message(...)")
+                    raise CheckFailedError(f"{message!r:.60} is not a Message; use user(...) or Message(...)")
                 if message.role not in get_args(Role):
                     raise CheckFailedError(f"role {message.role!r}; expected {', '.join(get_args(Role))}")
                 if not isinstance(cast(object, message.content), str):
@@ -276,10 +276,10 @@ class _WorldCheck:
                 )
             flags = [flag for step in steps for flag in (step.terminated, step.truncated, step.is_success or False)]
             if not all(isinstance(cast(object, flag), bool) for flag in flags):
-                raise CheckFailedError(f"{play.where}: terminated, truncated and is_success are True or False")
+                raise CheckFailedError(f"{play.where}: terminated, truncated and is_success must be True or False")
             if any(step.is_success is not None for step in steps[:-1]):
                 raise CheckFailedError(
-                    f"{play.where}: is_success before the last step; say it when the attempt is over"
+                    f"{play.where}: is_success is set before the last step; set it when the attempt is over"
                 )
         return f"over within {max_turns} turns, whatever the reply"
 
@@ -342,7 +342,7 @@ class _WorldCheck:
                 if isinstance(failure, CallLateError):
                     raise failure
                 if failure is not None:
-                    raise CheckFailedError(f"close() {when}, {times}: {failure}; it must do no harm at any time")
+                    raise CheckFailedError(f"close() {when}, {times}: {failure}; close() must be safe at any time")
         return "close() works before start, in the middle, at the end, and twice"
 
     def _demonstrations(self) -> str:
@@ -356,12 +356,12 @@ class _WorldCheck:
             f for play in self._all_plays() for f in (play.failure, play.close_failure) if isinstance(f, CallLateError)
         ]
         if late or self.late:
-            raise CheckFailedError(f"{late[0] if late else self.late}; give every wait inside an end of its own")
+            raise CheckFailedError(f"{late[0] if late else self.late}; give every wait inside it a timeout")
         return "every call came back in time"
 
 
 def _rule_of(failure: CallFailedError) -> str:
-    """Which rule an exception out of `step` breaks."""
+    """The rule that is broken when `step` raises this."""
     if isinstance(failure.cause, DataError):
         for beginning, rule in _RULE_OF_MESSAGE.items():
             if str(failure.cause).startswith(beginning):
@@ -375,4 +375,4 @@ def _skip_unless(condition: bool, why_not: str) -> None:
 
 
 def _cannot_play() -> str:
-    raise CheckSkippedError("the world or its tasks have to be mended first")
+    raise CheckSkippedError("fix the world or its tasks first")

@@ -1,7 +1,7 @@
-"""Playing somebody's env for `check_env`: every call under a deadline, every outcome written down.
+"""Plays an env for `check_env`: every call has a deadline, and every outcome is recorded.
 
-Calls run in an event loop of their own thread. A call that awaits too long is cancelled; one that blocks the loop
-cannot be, so its loop is left behind and a new one is started.
+Calls run in an event loop in a separate thread. A call that awaits for too long is cancelled. A call that blocks the
+loop cannot be cancelled, so its loop is abandoned and a new one is started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PING_S = 0.5
 
 
 class CallFailedError(Exception):
-    """A call of the checked object raised."""
+    """A call of the checked object raised an exception."""
 
     def __init__(self, call: str, cause: BaseException) -> None:
         super().__init__(f"{call} failed with {type(cause).__name__}: {cause}")
@@ -48,7 +48,7 @@ class CheckCaller:
         self._loop = _start_loop()
 
     def run(self, call: str, function: Callable[..., Awaitable[Any]], *args: object) -> Any:
-        """The result of a coroutine function."""
+        """Call a coroutine function and return its result."""
 
         async def work() -> Any:
             return await function(*args)
@@ -63,7 +63,7 @@ class CheckCaller:
             raise CallLateError(call, self._deadline_s, self._replace_if_blocked()) from cause
 
     def run_plain(self, call: str, function: Callable[..., Any], *args: object) -> Any:
-        """The result of a plain function, called in a thread."""
+        """Call a plain function in a thread and return its result."""
         return self.run(call, call_in_thread, function, *args)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class CheckCaller:
         try:
             ping.result(_PING_S)
         except TimeoutError:
-            self._loop.call_soon_threadsafe(self._loop.stop)  # ends it whenever the call comes back
+            self._loop.call_soon_threadsafe(self._loop.stop)  # the loop stops when the call returns, if it ever does
             self._loop = _start_loop()
             return True
         return False
@@ -96,7 +96,7 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(kw_only=True)
 class Play:
-    """One attempt under one style of replies: what came, as far as it got."""
+    """The record of one attempt with one style of replies, as far as it got."""
 
     task: Task
     style: str
@@ -104,7 +104,7 @@ class Play:
     start: object = None
     steps: list[Any] = field(default_factory=list[Any])
     state_keys: list[Any] = field(default_factory=list[Any])
-    """Before each reply; empty when the env has none."""
+    """The key before each reply. Empty when the env has no `state_key`."""
     failure: CallFailedError | CallLateError | None = None
     close_failure: CallFailedError | CallLateError | None = None
 
@@ -117,14 +117,14 @@ class Play:
         return any(isinstance(failure, CallLateError) for failure in (self.failure, self.close_failure))
 
     def start_messages(self) -> list[object]:
-        """What `start()` gave, if it was a list of anything."""
+        """What `start()` returned if it was a list, else nothing."""
         return _to_list(self.start)
 
     def env_steps(self) -> list[EnvStep]:
         return [step for step in self.steps if isinstance(step, EnvStep)]
 
     def transcript(self) -> list[object]:
-        """Everything that must repeat: the start, then each step with the state before it."""
+        """Everything that a second play must repeat: the start, then each step with the state before it."""
         keys = self.state_keys or [None] * len(self.steps)
         return [_comparable(self.start), *((_comparable(s), k) for s, k in zip(self.steps, keys, strict=False))]
 
@@ -148,7 +148,7 @@ def _random_number(rng: random.Random, _: Sequence[Message]) -> str:
 
 
 def _heard_words(rng: random.Random, messages: Sequence[Message]) -> str:
-    """Words of the conversation: the likeliest way to hit upon what the env understands."""
+    """Words of the conversation, because the env is most likely to understand its own words."""
     words = " ".join(message.content for message in messages).split() or ["yes"]
     return " ".join(rng.choice(words) for _ in range(rng.randint(1, 4)))
 
@@ -199,7 +199,7 @@ REPLY_STYLES: dict[str, ReplyStyle] = {
 }
 
 DEMONSTRATED = "demonstrated"
-"""The style that follows the world's own demonstrations: it gets to where the others never do."""
+"""The style that follows the world's demonstrations. It reaches states that random replies do not reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ class CheckPlayer:
             raise CallFailedError("make_env", error) from error
 
     def play(self, task: Task, style: str) -> Play:
-        """One attempt from start to end, at most `max_turns` turns."""
+        """Play one attempt from start to end, for at most `max_turns` turns."""
         play = Play(task=task, style=style)
         try:
             env = self.make_env(task)
@@ -239,14 +239,14 @@ class CheckPlayer:
         return play
 
     def begin(self, task: Task, style: str) -> tuple[Env, Play]:
-        """A started env whose turns the caller takes one by one with `turn`."""
+        """Start an env. The caller then plays it turn by turn with `turn`."""
         play = Play(task=task, style=style)
         env = self.make_env(task)
         play.start = self.caller.run("start", env.start)
         return env, play
 
     def turn(self, env: Env, play: Play) -> bool:
-        """One reply and its answer; False when the attempt is over or its answer is no `EnvStep`."""
+        """Play one turn. Return False when the attempt is over or the answer is not an `EnvStep`."""
         play.replies.append(self._next_reply(play))
         state_key = getattr(env, "state_key", None)
         if callable(state_key):

@@ -1,4 +1,4 @@
-"""Rules of `check_env` that play attempts against each other: interleaved, forked, and demonstrated."""
+"""Rules of `check_env` that compare attempts: interleaved ones, forks, and demonstrations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.trajectory import Message
 
 
 def check_isolation(player: CheckPlayer, plays: Sequence[Play]) -> str:
-    """Two attempts at once, turn about, must go exactly as they went one after the other."""
+    """Two attempts played at the same time, turn by turn, must go exactly as they did one after the other."""
     pairs = [(a, b) for a, b in pairwise(plays) if a.task.id == b.task.id]
     for pair in pairs:
         begun = [player.begin(alone.task, alone.style) for alone in pair]
@@ -36,10 +36,10 @@ def check_isolation(player: CheckPlayer, plays: Sequence[Play]) -> str:
 
 
 def check_fork(player: CheckPlayer, plays: Sequence[Play]) -> str:
-    """A fork and its original, given the same replies, must answer alike, and not hear each other."""
+    """A fork and its original must give the same answers to the same replies, and must not affect each other."""
     of_one_task = [play for play in plays if play.task.id == plays[0].task.id and len(play.steps) > 1]
     if not of_one_task:
-        raise CheckSkippedError("no attempt has a middle to fork in")
+        raise CheckSkippedError("every attempt ends after its first turn, so there is no middle to fork in")
     for alone in of_one_task:
         _compare_fork(player, alone)
     return "a fork goes on as its original does, and leaves it alone"
@@ -71,7 +71,7 @@ def _compare_fork(player: CheckPlayer, alone: Play) -> None:
 
 
 def read_scripts(player: CheckPlayer, tasks: Sequence[Task]) -> dict[str, list[str]]:
-    """The demonstrated replies of each task; none when the demonstrations cannot be had (another rule says why)."""
+    """The demonstrated replies of each task. Empty if `demonstrations` fails; another rule reports that."""
     try:
         dialogues = _demonstrations(player, len(tasks))
     except (CallFailedError, CallLateError, CheckFailedError):
@@ -86,12 +86,12 @@ def _demonstrations(player: CheckPlayer, count: int) -> Sequence[Sequence[Messag
     )
     for message in (message for dialogue in dialogues for message in dialogue):
         if not isinstance(cast(object, message), Message):
-            raise CheckFailedError(f"a demonstration holds {message!r:.60}; expected messages alone")
+            raise CheckFailedError(f"a demonstration holds {message!r:.60}; expected only messages")
     return dialogues
 
 
 def check_demonstrations(player: CheckPlayer, count: int) -> str:
-    """Each demonstration, said again to an env of its task, must get the same answers and end in success."""
+    """The replies of a demonstration must get the same answers from a new env of its task, and end in success."""
     dialogues = _demonstrations(player, count)
     if not dialogues:
         raise CheckSkippedError("there are none")
@@ -108,7 +108,7 @@ def check_demonstrations(player: CheckPlayer, count: int) -> str:
 
 
 def _replay(player: CheckPlayer, task: Task, dialogue: Sequence[Message]) -> str:
-    """What goes wrong when the dialogue is said again in an env of `task`; empty when nothing does."""
+    """Replay a dialogue in a new env of `task`. Return what goes wrong; empty text if nothing does."""
     env = player.make_env(task)
     try:
         rest = list(dialogue)

@@ -11,16 +11,16 @@ _MARK_OF_STATE: dict[State, str] = {"passed": "ok  ", "failed": "FAIL", "skipped
 
 
 class CheckFailedError(Exception):
-    """A rule is broken; the message says what came and what to do."""
+    """A rule is broken. The message says what was found and what to do."""
 
 
 class CheckSkippedError(Exception):
-    """A rule does not apply; the message says why."""
+    """A rule does not apply. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One rule."""
+    """The result of one rule."""
 
     name: str
     state: State
@@ -32,7 +32,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """All rules, in the order in which they were looked at."""
+    """The results of all rules, in the order in which they were checked."""
 
     name: str
     results: tuple[CheckResult, ...]

@@ -5,9 +5,9 @@
         game.move(reply_of(seat))                # reads game.view(seat)
     rewards = [game.outcome(seat).reward for seat in range(game.num_seats)]
 
-A game is a small state machine: its methods are plain, answer at once and wait for nobody. Who plays the seats is not
-its business: a scripted opponent makes it an `Env` (`library/tic_tac_toe.py`), several copies of a policy make it
-self-play (`turnwise.rollout.self_play`).
+A game is a small state machine. Its methods are plain functions that return at once. It does not know who plays the
+seats: with a scripted opponent it becomes an `Env` (`library/tic_tac_toe.py`); with several copies of a policy it
+becomes self-play (`turnwise.rollout.self_play`).
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ class SeatOutcome:
 
 
 class Game(Protocol):
-    """One game; used once."""
+    """One game. A game object is used once."""
 
     @property
     def num_seats(self) -> int: ...
 
     @property
     def to_move(self) -> int | None:
-        """The seat whose move it is, from 0; None when the game is over."""
+        """The number of the seat that moves next, counted from 0. None when the game is over."""
         ...
 
     def rules(self, seat: int) -> Sequence[Message]:
-        """What a seat is told before its first move, ahead of the view."""
+        """The messages that a seat gets before its first move, in front of the view."""
         ...
 
     def view(self, seat: int) -> Sequence[Message]:
-        """What a seat sees when its move comes: at least one message."""
+        """The messages that a seat sees when it has to move: at least one."""
         ...
 
     def move(self, reply: Message) -> bool:
-        """The move of the seat whose turn it is; False when the reply could not be read as one.
+        """Make the move of the seat `to_move`. Return False if the reply could not be read as a move.
 
-        A reply that is no move is the game's to deal with: the same seat again, or the end.
+        The game decides what happens after such a reply: the same seat tries again, or the game ends.
         """
         ...
 
     def outcome(self, seat: int) -> SeatOutcome:
-        """Of a game that is over."""
+        """How the game ended for a seat. Call it when the game is over."""
         ...
 
     def key(self) -> str:
-        """Names the state of the game; equal keys, equal states."""
+        """A name of the game's state. Equal keys mean equal states."""
         ...
 
 
 class GameWorld(Protocol):
-    """Where games come from; a `World` may be one too."""
+    """Makes games. A `World` may be a `GameWorld` too."""
 
     def make_game(self, task: Task, seed: int) -> Game:
-        """A fresh game; `seed` drives all of its randomness."""
+        """Make a new game. All of its randomness comes from `seed`."""
         ...

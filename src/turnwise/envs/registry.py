@@ -1,4 +1,4 @@
-"""Worlds by name: shipped ones, yours as `module:Class` or `file.py:Class`, other libraries' as `prefix:theirs`."""
+"""Finds worlds by name: a shipped one, your own as `module:Class`, or another library's as `prefix:name`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ ADAPTERS: Mapping[str, str] = {
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
 }
-"""Other libraries' envs: `prefix:rest` hands the rest to this class, and the options after it."""
+"""Adapters for other libraries, by prefix. `prefix:rest` passes `rest` and then the options to this class."""
 
 PYTHON_PREFIX = "python:"
-"""Begins the name of a world that a run was given as a Python object, which no name can find again."""
+"""Prefix of the name of a world that was passed to a run as a Python object. Such a name cannot be looked up."""
 
 
 def world_names() -> tuple[str, ...]:
@@ -47,17 +47,17 @@ def world_names() -> tuple[str, ...]:
 
 
 def get_world(name: str, /, **options: Any) -> World:
-    """The world called `name`, with its options checked."""
+    """Make the world called `name`, after checking its options."""
     return as_world(load_target(name), options, label=name)
 
 
 def world_options(name: str) -> tuple[Parameter, ...]:
-    """The options of a world, with types and defaults; empty when it takes any."""
+    """The options of a world, with types and defaults. Empty if it takes any option."""
     return world_parameters(load_target(name)) or ()
 
 
 def load_target(name: str) -> Any:
-    """What `name` stands for, imported but not yet made: usually a class."""
+    """Import what `name` stands for, usually a class, without calling it."""
     if name.startswith(PYTHON_PREFIX):
         raise ConfigError(
             f"{name} was a Python object of the process that started the run; pass it again, as "
@@ -78,7 +78,7 @@ def load_target(name: str) -> Any:
 
 
 def _bind(world_class: type, rest: str, name: str) -> Callable[..., World]:
-    """The adapter's class with its first argument given; what is left are the world's options."""
+    """The adapter's class with its first argument filled in. The other arguments are the world's options."""
     first, *options = inspect.signature(world_class).parameters.values()
     if not rest:
         raise ConfigError(f"world {name!r} is missing its {first.name}; expected {name}NAME (docs/adapters/index.md)")

@@ -14,10 +14,10 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """Every row as an object; a file that is missing, empty or something else is a `ConfigError`."""
+    """Read every row as an object. `ConfigError` if the file is missing, empty or of another kind."""
     path = Path(path).expanduser()
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(f"there is no file {path}; check the path")
     rows = _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
     if not rows:
         raise ConfigError(f"{path} holds no rows")

@@ -1,7 +1,7 @@
-"""What a function takes, read from its signature: as a JSON schema, and as a check of given arguments.
+"""Reads a function's signature: makes a JSON schema of it, and checks given arguments against it.
 
-Tools use it for what a model sends, the registry for the options of a world. Types: str, int, float, bool, list, dict,
-Literal, and unions of them (`X | None` above all).
+Tools use it to check what a model sends, and the registry to check the options of a world. It knows the types str, int,
+float, bool, list, dict, Literal, and unions of them such as `X | None`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:
-    """The arguments of `function` (of a class: of its constructor) with types, defaults and what the docstring says."""
+    """Read the arguments of a function, or of a class's constructor: types, defaults and docstring."""
     hints = _read_hints(function)
     description, about = _read_docstring(inspect.getdoc(function) or "")
     parameters: list[Parameter] = []
@@ -94,12 +94,12 @@ def read_signature(function: Callable[..., Any]) -> Signature:
 def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except NameError:  # a name that only a type checker imports
+    except NameError:  # the annotation names something that only a type checker imports
         return {}
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph in one line, and the lines under `Args:` by argument name."""
+    """Return the first paragraph as one line, and the text under `Args:` by argument name."""
     paragraphs, _, rest = text.partition("Args:")
     description = " ".join(paragraphs.strip().split("\n\n")[0].split())
     about: dict[str, str] = {}
@@ -115,7 +115,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def annotation_to_schema(annotation: Any) -> Json:
-    """JSON schema of one type; a type that JSON does not have is refused."""
+    """The JSON schema of a type. `ConfigError` if JSON has no such type."""
     if annotation is Any:
         return {}
     if annotation is Path:
@@ -140,7 +140,7 @@ def annotation_to_schema(annotation: Any) -> Json:
 def match_arguments(
     parameters: Sequence[Parameter], given: Mapping[str, Any], noun: str = "argument"
 ) -> dict[str, Any]:
-    """The given arguments, checked and converted; a `DataError` says which one is wrong, and how."""
+    """Check and convert the given arguments. A `DataError` says which one is wrong, and why."""
     known = {parameter.name: parameter for parameter in parameters}
     for name in given:
         if name not in known:
@@ -163,7 +163,7 @@ _MISFIT = object()
 
 
 def _fit(annotation: Any, value: Any) -> Any:
-    """`value` as the annotation wants it, or `_MISFIT`. Whole floats pass as int and ints as float, as in JSON."""
+    """Convert `value` to the annotated type, or return `_MISFIT`. As in JSON, 2.0 passes as int and 2 as float."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -233,3 +233,10 @@ def _describe_schema(schema: Json) -> str:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_fractions(options: object, *names: str) -> None:
+    """Refuse the named attributes of `options` that are not between 0 and 1."""
+    for name in names:
+        if not 0 <= getattr(options, name) <= 1:
+            raise ConfigError(f"{name}={getattr(options, name)}; expected 0 to 1")

@@ -1,4 +1,4 @@
-"""Dialogues played by a script: demonstrations come out of the env itself, so they cannot drift away from it."""
+"""Dialogues played by a script. They are played in the env itself, so they always match what the env says today."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.trajectory import Message
 T = TypeVar("T")
 
 ScriptedPlayer = Callable[[Sequence[Message]], str]
-"""The conversation so far to the next reply."""
+"""Takes the conversation so far and returns the next reply."""
 
 
 class TaskSource(Protocol):
@@ -30,7 +30,7 @@ class TaskSource(Protocol):
 
 
 async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[Message]:
-    """Play one attempt to its end: the first messages, then replies and answers, up to the last reply."""
+    """Play one attempt and return the dialogue: the first messages, then replies and answers, up to the last reply."""
     env = as_env(env)
     try:
         dialogue = list(await env.start())
@@ -40,7 +40,7 @@ async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[
             if step.is_over:
                 break
             dialogue.extend(step.messages)
-        while dialogue[-1].role != "assistant":  # cut by max_turns: what was said after the last reply teaches nothing
+        while dialogue[-1].role != "assistant":  # max_turns cut it; drop what followed the last reply
             dialogue.pop()
         return dialogue
     finally:
@@ -50,10 +50,10 @@ async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[
 def play_demonstrations(
     world: TaskSource, player_of: Callable[[Task], ScriptedPlayer], count: int, seed: int, *, concurrency: int = 1
 ) -> list[list[Message]]:
-    """Dialogue i is `player_of(task)` in an env of task i of `world.tasks("train", count, seed)`.
+    """Play every task of `world.tasks("train", count, seed)` with `player_of(task)`, and return the dialogues.
 
     Args:
-        concurrency: Dialogues at once; more than one pays where the env waits for something outside.
+        concurrency: Number of dialogues at the same time. More than one helps if the env waits for other services.
     """
 
     async def play_all() -> list[list[Message]]:
@@ -69,13 +69,13 @@ def play_demonstrations(
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from plain code, also where an event loop is already running (then that loop waits)."""
+    """Run a coroutine from plain code. If an event loop is running in this thread, it is blocked meanwhile."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is wanted
+        except BaseException as error:  # noqa: BLE001 - `outcome.result()` raises it again
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="turnwise-script", daemon=True)

@@ -1,4 +1,4 @@
-"""Which tasks are held out, and in which order tasks are drawn: by hash and by seed, the same on every machine."""
+"""Decides by hash which tasks are held out, and by seed in which order tasks are drawn: the same on every machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TRIES_PER_TASK = 50
 
 
 def split_of(key: str, test_share: float = TEST_SHARE) -> Split:
-    """`test` for a fixed share of all keys; it depends on the key alone, so splits never meet whatever the seed."""
+    """Return `test` for a fixed share of all keys. It depends on the key only, so no seed can mix the splits."""
     number = int.from_bytes(hashlib.sha256(key.encode("utf-8")).digest()[:8], "big")
     return "test" if number < test_share * 2**64 else "train"
 
 
 def random_for(*parts: object) -> random.Random:
-    """A generator seeded by its parts; text seeds mean the same on every platform."""
+    """Return a random generator seeded by the parts. A text seed means the same on every platform."""
     return random.Random(":".join(str(part) for part in parts))
 
 
 def draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:
-    """`count` items in random order: each once before any comes again."""
+    """Draw `count` items in random order. No item is repeated before every item was drawn."""
     if not items:
         raise ConfigError("there is nothing to draw from; this split has no tasks")
     drawn: list[T] = []
@@ -39,7 +39,7 @@ def draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:
 
 
 def draw_tasks(make_task: Callable[[random.Random], Task], split: Split, count: int, rng: random.Random) -> list[Task]:
-    """`count` generated tasks of one split, different ones as long as there are enough of them."""
+    """Generate `count` tasks of one split. They are all different if there are enough different ones."""
     found: dict[str, Task] = {}
     for _ in range(_TRIES_PER_TASK * max(count, 10)):
         if len(found) >= count:
@@ -48,7 +48,7 @@ def draw_tasks(make_task: Callable[[random.Random], Task], split: Split, count: 
         if split_of(task.id) == split:
             found.setdefault(task.id, task)
     if not found and count:
-        raise ConfigError(f"no {split} task among {_TRIES_PER_TASK * max(count, 10)} draws; allow for more variety")
+        raise ConfigError(f"no {split} task among {_TRIES_PER_TASK * max(count, 10)} draws; choose other options")
     return draw(list(found.values()), count, rng) if count else []
 
 

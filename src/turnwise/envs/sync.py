@@ -1,12 +1,12 @@
-"""Envs whose methods are plain functions: each env gets one thread, so that a slow step holds up nobody else.
+"""Runs envs whose methods are plain functions: each env gets one thread, so that a slow step blocks no other env.
 
-One thread per env, and not a shared pool, for three reasons. All of an env's plain methods run in the same thread, so
-it may hold a database connection. A hundred envs that wait do not queue behind a pool made for two cores. And the
-thread is a daemon: a step that never returns costs that thread and not the end of the program.
+There are three reasons for one thread per env instead of a shared pool. All plain methods of an env run in the same
+thread, so it may hold a database connection. A hundred waiting envs do not queue behind a pool made for two cores. The
+thread is a daemon: a step that never returns keeps its thread, but does not keep the program from ending.
 
-A thread is not cheap beside a sampler that needs Python's lock all the time: whoever starts one, or waits for one, may
-wait for the lock each time. So a thread that nobody needs any more is kept for the next env, and envs that are made of
-coroutines need one only while they are made, which many share.
+Threads are expensive beside a sampler that holds Python's lock most of the time: starting a thread or waiting for one
+may wait for that lock. So an unused thread is kept for the next env. An env made of coroutines needs a thread only
+while it is constructed, and many such envs share one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from turnwise.trajectory import Message
 
 ENV_METHODS = ("start", "step", "close")
 IDLE_S = 1.0
-"""How long a thread waits for another owner before it ends."""
+"""An unused thread ends when no new owner took it for this long."""
 LOOK_S, QUICK = 0.02, 4
-"""Envs wait to be made, and in this time a thread made fewer than so many: as many threads again are started."""
+"""If envs wait to be made and a thread made fewer than `QUICK` envs in `LOOK_S` seconds, double the threads."""
 
 
 def as_env(env: object) -> Env:
-    """`env` itself when its three methods are coroutines, else a wrapper that runs the plain ones in a thread."""
+    """Return `env` itself if its three methods are coroutines, else a wrapper that runs the plain ones in a thread."""
     missing = [name for name in ENV_METHODS if not callable(getattr(env, name, None))]
     if missing:
         hint = "; a class with step(response, ground_truth) goes through turnwise.envs.adapters.base_environment"
@@ -51,14 +51,14 @@ def as_env(env: object) -> Env:
 
 
 def has_coroutines(env: object) -> bool:
-    """Whether all three methods are coroutines: such an env needs no thread."""
+    """Whether all three methods are coroutines, so that the env needs no thread."""
     return all(inspect.iscoroutinefunction(getattr(env, name, None)) for name in ENV_METHODS)
 
 
 class ThreadedEnv:
-    """An `Env` around an object of which at least one method is a plain function.
+    """An `Env` around an object that has at least one method that is a plain function.
 
-    `state_key` and `fork` are there exactly when the object has them.
+    It has optional methods such as `state_key` and `fork` exactly when the object has them.
     """
 
     def __init__(self, inner: object) -> None:
@@ -72,7 +72,7 @@ class ThreadedEnv:
         return await self._call(self._inner.step, reply)
 
     async def close(self) -> None:
-        """Also ends the thread. When an earlier call is stuck in it, `close` runs in another one."""
+        """Close the env and end its thread. If an earlier call is stuck in that thread, `close` runs in another one."""
         if self._thread is not None and self._thread.is_busy:
             self._drop_thread()
         try:
@@ -81,7 +81,7 @@ class ThreadedEnv:
             self._drop_thread()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also keeps copy and pickle from looking for `_inner` in itself
+        if name.startswith("_"):  # copy and pickle ask for private names before `_inner` is set; do not recurse
             raise AttributeError(name)
         value = getattr(self._inner, name)
         return (lambda: as_env(value())) if name == "fork" else value
@@ -101,7 +101,7 @@ class ThreadedEnv:
 
 
 async def call_in_thread(function: Callable[..., Any], *args: object) -> Any:
-    """Run one plain function in a thread of its own."""
+    """Run one plain function in a separate thread."""
     thread = CallThread()
     try:
         return await thread.run(function, *args)
@@ -116,28 +116,28 @@ class _Call:
 
 
 _Calls = queue.SimpleQueue[_Call | None]
-"""Of one thread; None: its owner lets it go."""
+"""The calls that one thread has to make. None tells it that its owner no longer needs it."""
 
 
 class CallThread:
-    """A daemon thread that runs one call after the other, until it is stopped or forgotten."""
+    """A daemon thread that runs one call after the other, until it is stopped or garbage-collected."""
 
     def __init__(self) -> None:
         self._calls = _take_thread()
         self._current: Future[Any] | None = None
-        # The thread holds the queue and not this object, so an env that nobody closed is still cleaned up.
+        # The thread refers to the queue, not to this object, so an env that nobody closed can still be collected.
         self._ending = weakref.finalize(self, self._calls.put, None)
         self._ending.atexit = False
 
     @property
     def is_busy(self) -> bool:
-        """A call was begun and has not come back."""
+        """Whether a call has begun and not yet returned."""
         return self._current is not None and not self._current.done()
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
         context = contextvars.copy_context()
         outcome: Future[Any] = Future()
-        outcome.set_running_or_notify_cancel()  # a waiter may leave, but the call goes on
+        outcome.set_running_or_notify_cancel()  # if the waiter is cancelled, the call goes on
         self._current = outcome
         self._calls.put(_Call(work=lambda: context.run(function, *args), outcome=outcome))
         try:
@@ -145,31 +145,31 @@ class CallThread:
             if self._current is outcome:
                 self._current = None
             return outcome.result()
-        finally:  # an error holds the frames that it went through: held by one, it would keep a forgotten env alive
+        finally:  # an exception refers to this frame; if this frame kept it, an unused env would stay alive
             del outcome
 
     def stop(self) -> None:
-        """Let the thread go after the call that it is in."""
+        """Release the thread when its current call has returned."""
         self._ending()
 
     def post(self, work: Callable[[], Any]) -> None:
-        """Run something that nobody waits for."""
+        """Run something without waiting for its result."""
         self._calls.put(_Call(work=work, outcome=Future()))
 
 
 _idle: list[_Calls] = []
-"""The queues of threads that serve no env. They wait a moment for the next one, because starting a thread is slow."""
+"""The queues of unused threads. They wait a moment for the next env, because starting a thread is slow."""
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of its parent's threads
 
 
 def num_idle_threads() -> int:
-    """How many threads serve no env and wait a moment for the next one."""
+    """The number of unused threads, which wait a moment for the next env."""
     return len(_idle)
 
 
 def _take_thread() -> _Calls:
-    """The calls of a thread that serves nobody else."""
+    """Return the queue of a thread that has no other owner."""
     with _lock:
         if _idle:
             return _idle.pop()
@@ -179,7 +179,7 @@ def _take_thread() -> _Calls:
 
 
 def _live(calls: _Calls) -> None:
-    """Serve one owner after the other, until none comes for a while."""
+    """Work for one owner after the other, until no new one comes for `IDLE_S`."""
     is_owned = True
     while True:
         try:
@@ -189,18 +189,18 @@ def _live(calls: _Calls) -> None:
                 if calls in _idle:
                     _idle.remove(calls)
                     return
-            continue  # it was taken just now
+            continue  # a new owner took it just now
         is_owned = call is not None
         if call is None:
             with _lock:
                 _idle.append(calls)
         else:
             _perform(call)
-        del call  # an env must not stay alive while its thread waits
+        del call  # do not keep the env alive while its thread waits
 
 
 class Making:
-    """An env that is being made. An env with plain methods keeps the thread that made it."""
+    """An env that is being constructed. An env with plain methods keeps the thread that constructed it."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         context = contextvars.copy_context()
@@ -214,21 +214,21 @@ class Making:
 
     @property
     def thread(self) -> CallThread | None:
-        """Belongs to the env that was made; None: it needs none, or there is none yet."""
+        """The thread of the constructed env. None if it needs no thread, or is not constructed yet."""
         is_made = self._outcome.done() and self._outcome.exception() is None
         return self._outcome.result() if is_made else None
 
     async def finish(self) -> None:
-        """Wait until it is made; what went wrong is raised here."""
+        """Wait until the env is constructed. Raises what its constructor raised."""
         _makers.get().add(self)
         await until_done(self._outcome)
         self._outcome.result()
 
     def run(self, thread: CallThread) -> bool:
-        """Whether the thread stays with what was made."""
+        """Construct the env. Return whether it keeps the thread."""
         try:
             needs_thread = not has_coroutines(self._make())
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the env
+        except BaseException as error:  # noqa: BLE001 - whoever awaits the env gets it
             self.fail(error)
             return False
         self._outcome.set_result(thread if needs_thread else None)
@@ -239,9 +239,9 @@ class Making:
 
 
 class _Makers:
-    """The threads that make one loop's envs, one after the other: most take less time than starting a thread.
+    """The threads that construct the envs of one event loop. Most envs are constructed faster than a thread starts.
 
-    Where they take long, the threads become more until nobody waits.
+    If construction is slow, more threads are started until no env waits.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class _Makers:
         for _ in range(min(count, len(self._waiting))):
             try:
                 thread = CallThread()
-            except RuntimeError as error:  # the system has no more
+            except RuntimeError as error:  # the system refuses another thread
                 self._give_up(error)
                 return
             with self._lock:
@@ -281,12 +281,12 @@ class _Makers:
             thread.post(functools.partial(self._make_all, thread))
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Those who wait are told, unless a thread is there that will come to them."""
+        """Fail the envs that wait, unless another thread is left that will construct them."""
         while self._waiting and not self._num_threads:
             self._waiting.popleft().fail(error)
 
     def _make_all(self, thread: CallThread) -> None:
-        """Until nothing is to be made, or an env takes the thread for itself."""
+        """Construct envs until none waits, or until an env keeps this thread."""
         is_kept = False
         while not is_kept and self._waiting:
             try:
@@ -309,9 +309,9 @@ _makers = PerLoop(_Makers)
 def _perform(call: _Call) -> None:
     try:
         call.outcome.set_result(call.work())
-    except StopIteration as error:  # a coroutine cannot let this one through
+    except StopIteration as error:  # a coroutine cannot raise StopIteration
         call.outcome.set_exception(RuntimeError(f"StopIteration left the call: {error}"))
-    except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the call
+    except BaseException as error:  # noqa: BLE001 - whoever awaits the call gets it
         call.outcome.set_exception(error)
     finally:
-        del call  # the error holds this frame; see `CallThread.run`
+        del call  # the exception refers to this frame; see `CallThread.run`

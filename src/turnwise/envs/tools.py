@@ -9,10 +9,10 @@
     content, calls, problem = parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
     await box.call(calls[0])        # Message(role="tool", name="add", content="3")
 
-What the policy did wrong comes back as a tool message that begins with `error:`, so that it can try again: a call that
-cannot be read, an unknown tool, arguments that do not fit, and whatever the tool reports about its input (`ToolError`,
-`ValueError`, `LookupError`, `ArithmeticError`, a file that is not there). Anything else means that the tool itself
-broke: it leaves as `AttemptFailed` with the tool to blame, and the attempt is never scored.
+If the policy made a mistake, it gets a tool message that begins with `error:` and can try again. Such mistakes are: a
+call that cannot be read, an unknown tool, arguments of the wrong type, and what the tool reports about its input
+(`ToolError`, `ValueError`, `LookupError`, `ArithmeticError`, a missing file). Any other exception means that the tool
+itself is broken: it is raised as `AttemptFailed`, which blames the tool, and the attempt is not scored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ToolSpec:
 
     @property
     def schema(self) -> Json:
-        """In the form that chat templates and most APIs take."""
+        """The JSON schema in the form that chat templates and most APIs take."""
         function = {
             "name": self.name,
             "description": self.signature.description,
@@ -86,8 +86,8 @@ def tool(
     """Mark a function or method as a tool; it stays the function it was.
 
     Args:
-        name: What the policy calls it; the function's own name by default.
-        timeout_s: A call that takes longer has failed through the tool's fault, not the policy's.
+        name: The tool's name for the policy. The default is the function's name.
+        timeout_s: A call that takes longer fails, and the tool is blamed, not the policy.
 
     >>> import turnwise as tw
     >>> @tw.tool
@@ -111,7 +111,7 @@ def tool(
 
 
 class ParsedReply(NamedTuple):
-    """A reply taken apart: text, calls, and what could not be read (then there are no calls)."""
+    """The parts of a reply: text, calls, and what could not be read. If there is a problem, there are no calls."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -124,7 +124,7 @@ def parse_tool_calls(text: str) -> ParsedReply:
     calls: list[ToolCall] = []
     problem: str | None = None
     place = 0
-    while (start := text.find(_OPEN, place)) >= 0:  # not a regex: thousands of open tags must not take forever
+    while (start := text.find(_OPEN, place)) >= 0:  # a regex would take very long on thousands of open tags
         pieces.append(text[place:start])
         end = text.find(_CLOSE, start)
         if end < 0:
@@ -140,14 +140,14 @@ def parse_tool_calls(text: str) -> ParsedReply:
 
 
 def _read_call(block: str) -> ToolCall | str:
-    """The call in one block, or what is wrong with it."""
+    """Return the call in one block, or a text that says what is wrong with it."""
     call = _read_object(block)
     if isinstance(call, str):
         return f"the tool call is {call}; expected {CALL_FORMAT}"
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not name:
         return f'the tool call has no "name"; expected {CALL_FORMAT}'
-    if isinstance(arguments, str):  # some models write the object as text
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         arguments = _read_object(arguments)
     if not isinstance(arguments, dict):
         return f'"arguments" of {name} is not an object; expected {CALL_FORMAT}'
@@ -168,12 +168,12 @@ def _refuse_constant(text: str) -> None:
 
 
 def format_tool_call(name: str, **arguments: object) -> str:
-    """The text of a call, as `parse_tool_calls` reads it; for demonstrations and tests."""
+    """Write a call as text that `parse_tool_calls` can read, for demonstrations and tests."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 class Toolbox:
-    """Some tools: functions marked with `@tool`, or objects with methods marked so."""
+    """A set of tools: functions marked with `@tool`, or objects that have such methods."""
 
     def __init__(self, *sources: object) -> None:
         self._tools: dict[str, tuple[ToolSpec, Callable[..., Any]]] = {}
@@ -196,28 +196,28 @@ class Toolbox:
         return tuple(spec for spec, _ in self._tools.values())
 
     def schemas(self) -> list[Json]:
-        """One JSON schema per tool, for templates that have a place for them."""
+        """One JSON schema per tool, for chat templates that show tools."""
         return [spec.schema for spec in self.specs]
 
     def describe(self) -> str:
-        """The tools and how to call them, as short text for a system prompt."""
+        """A short text about the tools and how to call them, for a system prompt."""
         lines = [_describe(spec) for spec in self.specs]
         return "\n".join(["Tools:", *lines, "Call a tool like this:", CALL_FORMAT])
 
     def read(self, reply: Message) -> ParsedReply:
-        """The calls written in a reply's text, or those that came with it."""
+        """Read the calls in a reply's text; if there are none, take the reply's `tool_calls`."""
         parsed = parse_tool_calls(reply.content)
         return parsed if parsed.calls or parsed.problem else ParsedReply(parsed.content, reply.tool_calls, None)
 
     async def call(self, call: ToolCall) -> Message:
-        """Run one call. The answer is a tool message, whatever the policy did wrong."""
+        """Run one call. The answer is a tool message, also when the policy made a mistake."""
         try:
             return Message(role="tool", name=call.name, content=await self._run(call))
         except _POLICY_FAULTS as error:
             return Message(role="tool", name=call.name, content=f"error: {_describe_error(error)}")
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """Run calls one after the other, in order: a later one may need what an earlier one did."""
+        """Run calls in order, one after the other, because a call may depend on an earlier one."""
         return [await self.call(call) for call in calls]
 
     async def _run(self, call: ToolCall) -> str:
@@ -258,7 +258,7 @@ async def _await_call(function: Callable[..., Any], arguments: dict[str, Any]) -
 
 
 def _result_to_text(name: str, result: object) -> str:
-    """Text as it is, everything else as JSON."""
+    """Return text as it is, and anything else as JSON."""
     try:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as cause:
@@ -266,7 +266,7 @@ def _result_to_text(name: str, result: object) -> str:
 
 
 def _describe_error(error: BaseException) -> str:
-    """`KeyError('x')` prints as `'x'`: name what Python's own errors leave out."""
+    """Add the type's name to Python's own errors, because `KeyError('x')` prints as just `'x'`."""
     text = str(error)
     if isinstance(error, ToolError):
         return text

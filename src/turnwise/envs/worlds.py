@@ -1,7 +1,7 @@
-"""Anything that can be a world, as a `World`: a world class or object, an env class alone, a seed-style class.
+"""Turns anything that can be a world into a `World`: a world class or object, or an env class by itself.
 
-An env class is enough to train on when its constructor takes a `task` or a `seed`: tasks are then numbers, even ones
-for training and odd ones held out.
+An env class is enough to train on if its constructor takes a `task` or a `seed`. The tasks are then numbers: even ones
+for training, odd ones held out.
 
     class Coin:                                   # python: as_world(Coin)    command line: turnwise train coin.py:Coin
         def __init__(self, seed: int): ...
@@ -31,7 +31,7 @@ _NUM_SEEDS = 2**30
 
 
 class EnvClassWorld:
-    """A world made of one env class; task n is the env with seed n."""
+    """A world made of one env class. Task n is the env with seed n."""
 
     def __init__(self, env_class: Callable[..., Any], options: Mapping[str, Any], *, is_single: bool = False) -> None:
         names = set(inspect.signature(env_class).parameters)
@@ -61,7 +61,7 @@ class EnvClassWorld:
 
 
 def _read_limit(env_class: Callable[..., Any], options: Mapping[str, Any], name: str, default: int) -> int:
-    """An option, the default of the constructor's argument, or an attribute of the class: whichever is there first."""
+    """Return the option if it is given, else the default of the constructor's argument, else the class attribute."""
     parameter = inspect.signature(env_class).parameters.get(name)
     for value in (options.get(name), parameter and parameter.default, getattr(env_class, name, None)):
         if isinstance(value, int):
@@ -78,11 +78,11 @@ def is_env(value: object) -> bool:
 
 
 def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: str = "") -> World:
-    """`target` as a `World`: a world, a world class, a function that makes one, an env class, a `BaseEnvironment`.
+    """Make a `World` of a world, a world class, a function that makes one, an env class, or a `BaseEnvironment`.
 
     Args:
-        options: Arguments for the constructor; unknown ones are refused with the nearest name.
-        label: What the person called it, for messages.
+        options: Arguments for the constructor. An unknown name is refused, with the nearest known name in the message.
+        label: The name to use in messages.
     """
     given = dict(options or {})
     label = label or getattr(target, "__name__", type(target).__name__)
@@ -100,7 +100,7 @@ def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: st
 
 
 def world_parameters(target: Any) -> tuple[Parameter, ...] | None:
-    """The options that `as_world(target)` takes; None when it takes any (`**kwargs`)."""
+    """The options that `as_world(target)` takes. None if it takes any (`**kwargs`)."""
     if not callable(target):
         return ()
     if inspect.isclass(target) and issubclass(target, BaseEnvironment):
@@ -114,7 +114,7 @@ def world_parameters(target: Any) -> tuple[Parameter, ...] | None:
 
 
 def check_options(label: str, parameters: Sequence[Parameter] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name and type; an option whose type JSON does not have is passed on as it is."""
+    """Check names and types of options. An option of a type that JSON does not have is passed on unchecked."""
     if parameters is None:
         return dict(given)
     loose = [parameter if _has_schema(parameter) else _untyped(parameter) for parameter in parameters]

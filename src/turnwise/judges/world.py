@@ -2,22 +2,24 @@
 
     world = judged(get_world("search"), Judge(model, Rubric(criteria="The answer is short and polite.")))
 
-The world's own reward comes first and stays as it is. When an attempt is over and the gate lets it through, the judge
-scores the whole conversation; weight * score is added to the last turn in the channel `judge`. What does not pass the
-gate is not asked about. An attempt that a limit of the rollout cut short never reaches the judge.
+The world's own reward stays as it is. When an attempt is over and passes the gate, the judge scores the whole
+conversation, and weight * score is added to the reward of the last turn as the part `judge`. The judge is not asked
+about an attempt that does not pass the gate, nor about one that a limit of the rollout cut short.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.envs.base import Env, EnvStep, Split, Task, World
+from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.registry import get_world
+from turnwise.envs.rewarded import RewardedWorld
 from turnwise.envs.sync import as_env
+from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
 from turnwise.errors import ConfigError
 from turnwise.judges.cache import FileCache, MemoryCache
 from turnwise.judges.judge import Fallback, Judge, JudgeLimits
@@ -29,17 +31,17 @@ Gate = Literal["success", "outcome", "always"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedWorld:
+class JudgedWorld(WorldWrapper):
     """A world whose finished attempts are judged."""
 
     inner: World
     judge: Judge
     gate: Gate = "success"
-    """Who is judged: attempts that the world calls a success, those whose outcome is above 0, or all."""
+    """Which attempts are judged: those that the world calls a success, those whose outcome is above 0, or all."""
     weight: float = 1.0
-    """A full score is worth this much."""
+    """The reward for a full score."""
     reference_key: str = ""
-    """The entry of a task's data that holds the right answer, to show to the judge; empty shows none."""
+    """The entry of a task's data that holds the right answer, to show to the judge; empty shows no answer."""
 
     def __post_init__(self) -> None:
         if self.gate not in ("success", "outcome", "always"):
@@ -47,26 +49,8 @@ class JudgedWorld:
         if not self.weight > 0:
             raise ConfigError(f"weight={self.weight}; expected more than 0")
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def max_turns(self) -> int:
-        return self.inner.max_turns
-
-    @property
-    def max_tokens(self) -> int:
-        return self.inner.max_tokens
-
-    def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:
-        return self.inner.tasks(split, count, seed)
-
     def make_env(self, task: Task, seed: int) -> JudgedEnv:
         return JudgedEnv(self, as_env(self.inner.make_env(task, seed)), self._reference(task))
-
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        return self.inner.demonstrations(count, seed)
 
     def _reference(self, task: Task) -> str:
         if not self.reference_key:
@@ -80,26 +64,19 @@ class JudgedWorld:
         return " / ".join(str(one) for one in value) if isinstance(value, list | tuple) else str(value)
 
 
-class JudgedEnv:
-    """One attempt; `state_key`, `fork` and the like are there exactly when the env inside has them."""
+class JudgedEnv(EnvWrapper):
+    """One attempt, which the judge scores when the env ends it."""
 
     def __init__(self, world: JudgedWorld, inner: Env, reference: str) -> None:
+        super().__init__(inner)
         self._world = world
-        self._inner = inner
         self._reference = reference
-        self._dialogue: list[Message] = []
         self._outcome = 0.0
 
-    async def start(self) -> Sequence[Message]:
-        messages = await self._inner.start()
-        self._dialogue = list(messages)
-        return messages
-
     async def step(self, reply: Message) -> EnvStep:
-        step = await self._inner.step(reply)
-        self._dialogue += [reply, *step.messages]
+        step = await self._play(reply)
         self._outcome += step.reward_parts.get("outcome", 0.0)
-        if not step.is_over or not self._is_let_through(step):
+        if not step.is_over or not self._passes_gate(step):
             return step
         verdict = await self._world.judge.score(self._dialogue, self._reference)
         info = {**step.info, "judge_asked": 1.0, "judge_fallback": float(bool(verdict.problem))}
@@ -109,21 +86,12 @@ class JudgedEnv:
         parts["judge"] = parts.get("judge", 0.0) + self._world.weight * verdict.score
         return dataclasses.replace(step, reward=parts, info={**info, "judge_score": verdict.score})
 
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also keeps copy and pickle from looking for `_inner` in itself
-            raise AttributeError(name)
-        value = getattr(self._inner, name)
-        return (lambda: self._forked(as_env(value()))) if name == "fork" else value
-
-    def _forked(self, inner: Env) -> JudgedEnv:
+    def _wrap_fork(self, inner: Env) -> JudgedEnv:
         fork = JudgedEnv(self._world, inner, self._reference)
         fork._dialogue, fork._outcome = list(self._dialogue), self._outcome
         return fork
 
-    def _is_let_through(self, step: EnvStep) -> bool:
+    def _passes_gate(self, step: EnvStep) -> bool:
         gate = self._world.gate
         return gate == "always" or (bool(step.is_success) if gate == "success" else self._outcome > 0)
 
@@ -131,7 +99,7 @@ class JudgedEnv:
 def judged(
     world: World, judge: Judge, *, gate: Gate = "success", weight: float = 1.0, reference_key: str = ""
 ) -> JudgedWorld:
-    """`world`, with the judge's score in its own channel."""
+    """`world` with the judge's score added to its reward, as the part `judge`."""
     return JudgedWorld(inner=world, judge=judge, gate=gate, weight=weight, reference_key=reference_key)
 
 
@@ -157,15 +125,15 @@ def judged_by_model(
     fallback: Fallback = "fail",
     fallback_value: float | None = None,
 ) -> JudgedWorld:
-    """A world with a judge: what the command line names.
+    """Build a world with a judge from plain values, as the command line and a config give them.
 
     Args:
         rubric: What a good attempt does, or `@file` to read it from a file.
-        model: With `base_url` the name that the address knows its model by. Without it a model or a checkpoint of
-            ours, which is loaded beside the policy.
+        model: With `base_url`, the model's name at that address. Without it, a model or checkpoint of turnwise, which
+            is loaded beside the policy.
         base_url: An OpenAI-compatible address.
-        api_key_variable: The environment variable that holds the key; the key itself is written nowhere.
-        highest: The scale is 0 to this.
+        api_key_variable: The environment variable that holds the key; the key itself is never stored.
+        highest: The highest score; the scale starts at 0.
         cache: An SQLite file that keeps answers; empty keeps them in memory.
     """
     if api_key_variable and not base_url:
@@ -198,18 +166,19 @@ def judged_by_model(
 
 
 def needs_service(world: World) -> bool:
-    """Whether the world's judge is a model that somebody has to load."""
+    """Whether the world's judge is a model that must be loaded before it can be asked."""
     return _embedded_model(world) is not None
 
 
 def attach_judge(world: World, service: SamplerSource) -> None:
-    """Load the model of a world's judge where the run's own models are; other worlds are left as they are."""
+    """If the world's judge is a model of ours, load it with `service`, which holds the run's own models."""
     model = _embedded_model(world)
     if model is not None:
         model.attach(service)
 
 
 def _embedded_model(world: World) -> EmbeddedModel | None:
+    world = world.inner if isinstance(world, RewardedWorld) else world
     model = world.judge.model if isinstance(world, JudgedWorld) else None
     return model if isinstance(model, EmbeddedModel) else None
 

@@ -6,6 +6,9 @@
 The model is asked for a digit above, or below, a given one. Nobody shows it an answer: it is only told which of its
 own tries were right. That is enough, because tries differ. What a random model finds first is the laziest policy that
 pays, "9 when the question says above, 0 when it says below", and RL is content with it: you get what you reward.
+
+This file is for reading. It writes its own loop, so that every step from a question to a gradient can be seen; your own
+program calls `turnwise.train`, as the other recipes do.
 """
 
 import argparse

@@ -9,6 +9,9 @@ of the same opening, so "X usually wins" is part of the baseline and not of the 
 
 How good the policy is cannot be seen in its games against itself, where somebody always loses. So it is measured
 against an opponent that does not learn, on openings that were never trained on.
+
+This recipe has a loop of its own: `turnwise.train` plays groups of attempts of one player each, and here the two seats
+of a game are two trajectories that wait for each other (`rollout.self_play.play_games`).
 """
 
 import argparse

@@ -4,54 +4,17 @@
     python -m turnwise.recipes.swe --model tiny --rounds 1 --tasks 2 --group 2 --warmup 1     # does it run?
 
 The simplest way to learn from a reward that is rarely paid: no advantages, no ratios, only imitation of what worked.
-`turnwise train swe` learns from the failed attempts as well.
+That is the method `rft` of `turnwise.train`, and a round is one of its steps. `turnwise train swe` learns from the
+failed attempts as well.
 """
 
 import argparse
-import asyncio
 from pathlib import Path
 
 import turnwise
-from turnwise import types
-from turnwise.credit.datums import dialogue_to_datums
-from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.library.swe import Swe
-from turnwise.renderers import get_renderer
-from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout import RolloutConfig, play_groups
 
 BATCH_SIZE = 4
-
-
-async def learn(trainer, dialogues, learning_rate):
-    """Imitate dialogues, given as lists of (prompt ids, reply ids); the replies alone are learned."""
-    datums = [dialogue_to_datums(pairs) for pairs in dialogues]
-    for first in range(0, len(datums), BATCH_SIZE):
-        batch = [datum for one in weigh(datums[first : first + BATCH_SIZE], token_mean) for datum in one]
-        await trainer.forward_backward(batch, "cross_entropy")
-        await trainer.optim_step(types.AdamParams(learning_rate=learning_rate))
-    return await trainer.save_weights_and_get_sampling_client_async()
-
-
-async def play(world, split, num_tasks, sampler, renderer, group_size, seed):
-    """Attempts at some tasks, all in one list."""
-    config = RolloutConfig(max_trajectory_tokens=1024, group_size=group_size, min_group_size=1, max_concurrency=8)
-    played = await play_groups(world, world.tasks(split, num_tasks, seed), sampler, renderer, config, seed=seed)
-    return [trajectory for group in played.groups for trajectory in group.trajectories]
-
-
-async def train(trainer, renderer, world, options):
-    shown = [dialogue_to_turns(renderer, one) for one in world.demonstrations(BATCH_SIZE * options.warmup, seed=0)]
-    shown = [[(turn.prompt_ids, turn.reply_ids) for turn in turns] for turns in shown]
-    sampler = await learn(trainer, shown, 1e-3)
-    for number in range(options.rounds):
-        attempts = await play(world, "train", options.tasks, sampler, renderer, options.group, seed=number)
-        fixed = [one for one in attempts if one.is_success]
-        print(f"round {number + 1:2}  {len(fixed)} of {len(attempts)} attempts fixed the repo", flush=True)
-        dialogues = [[(turn.prompt_ids, turn.sampled_ids) for turn in one.turns] for one in fixed]
-        sampler = await learn(trainer, dialogues, options.learning_rate) if dialogues else sampler
-    held_out = await play(world, "test", options.held_out, sampler, renderer, 1, seed=0)
-    print(f"held out  {sum(bool(one.is_success) for one in held_out)} of {len(held_out)} repos fixed")
 
 
 def main():
@@ -64,12 +27,29 @@ def main():
     parser.add_argument("--group", type=int, default=4, help="attempts per task")
     parser.add_argument("--held-out", type=int, default=16, help="held-out tasks to measure on")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--dir", default=None, help="where the run is kept; default: a new directory below runs/")
     options = parser.parse_args()
-    world = Swe(path=Path(options.tasks_file)) if options.tasks_file else Swe(hint="line")
-    service = turnwise.ServiceClient()
-    trainer = service.create_lora_training_client(options.model, rank=16, seed=0)
-    asyncio.run(train(trainer, get_renderer(trainer.get_tokenizer()), world, options))
-    service.close()
+    run = turnwise.train(
+        Swe(path=Path(options.tasks_file)) if options.tasks_file else Swe(hint="line"),
+        model=options.model,
+        method="rft",
+        steps=options.rounds,
+        directory=options.dir,
+        warmup={
+            "steps": options.warmup,
+            "demonstrations": BATCH_SIZE * max(options.warmup, 1),
+            "batch_size": BATCH_SIZE,
+        },
+        train={"tasks_per_step": options.tasks, "learning_rate": options.learning_rate},
+        rollout={"group_size": options.group, "max_trajectory_tokens": 1024, "max_concurrency": 8},
+        eval={"tasks": options.held_out, "every": 0},
+    )
+    for step in range(1, options.rounds + 1):
+        attempts = run.attempts(phase="train", step=step)
+        print(f"round {step:2}  {sum(bool(row.is_success) for row in attempts)} of {len(attempts)} attempts fixed it")
+    last = run.evaluations[-1]
+    attempts = run.attempts(phase="eval", step=last.step)
+    print(f"held out  {sum(bool(row.is_success) for row in attempts)} of {len(attempts)} repos fixed")
 
 
 if __name__ == "__main__":

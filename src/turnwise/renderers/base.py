@@ -50,6 +50,8 @@ class Renderer(Protocol):
     ) -> Extension:
         """The prompt after a reply was sampled and the env answered.
 
+        Every renderer repeats this signature: a type checker compares it with the protocol.
+
         Args:
             history: every message that `prompt_ids` stands for, oldest first. Only formats that may have to render
                 the prompt anew read it.

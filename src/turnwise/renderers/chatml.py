@@ -19,8 +19,14 @@ from typing import Any
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.renderers.base import Extension
-from turnwise.renderers.encoding import TextEncoding, stop_ids_of
-from turnwise.renderers.replies import has_thinking, reply_text, text_to_reply, without_thinking
+from turnwise.renderers.encoding import (
+    TextEncoding,
+    has_thinking,
+    reply_text,
+    stop_ids_of,
+    text_to_reply,
+    without_thinking,
+)
 from turnwise.trajectory import Message
 
 START_TOKEN, END_TOKEN = "<|im_start|>", "<|im_end|>"

@@ -12,7 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from turnwise.envs.tools import parse_tool_calls
 from turnwise.errors import ConfigError, DataError
+from turnwise.trajectory import Message
+
+THINKING_END = "</think>"
 
 
 class TextEncoding:
@@ -40,9 +44,6 @@ class TextEncoding:
             known = ", ".join(self.control_ids) or "none"
             raise ConfigError(f"the tokenizer has no special token {token!r}; its special tokens: {known}")
         return self.control_ids[token]
-
-    def has_control_text(self, text: str) -> bool:
-        return bool(self.control_ids) and self._control_pattern.search(text) is not None
 
     def text_to_ids(self, text: str) -> list[int]:
         """Encode text in which nothing is a control token."""
@@ -73,3 +74,29 @@ def stop_ids_of(tokenizer: Any, end_id: int) -> tuple[int, ...]:
     """The format's end of turn, then the tokenizer's end of sequence where that is another id."""
     eos_id = tokenizer.eos_token_id
     return (end_id,) if eos_id is None or eos_id == end_id else (end_id, int(eos_id))
+
+
+def text_to_reply(text: str) -> Message:
+    """The assistant's message: its content is the whole text, and `tool_calls` are the calls written in it."""
+    return Message(role="assistant", content=text, tool_calls=parse_tool_calls(text).calls)
+
+
+def has_thinking(text: str) -> bool:
+    return THINKING_END in text
+
+
+def without_thinking(text: str) -> str:
+    """What Qwen3's template keeps of an earlier reply: what follows the last `</think>`."""
+    return text.rpartition(THINKING_END)[2].lstrip("\n") if has_thinking(text) else text
+
+
+def reply_text(reply: Message) -> str:
+    """What the model has to say for this message to come out of `text_to_reply`."""
+    if reply.role != "assistant":
+        raise DataError(f"a message of {reply.role}; only an assistant's message is a reply")
+    if reply.tool_calls and not parse_tool_calls(reply.content).calls:
+        raise DataError(
+            "a reply with tool_calls that its content does not hold; write them out with "
+            "turnwise.envs.tools.format_tool_call"
+        )
+    return reply.content

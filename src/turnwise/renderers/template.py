@@ -21,8 +21,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.renderers.base import Extension
-from turnwise.renderers.encoding import TextEncoding, stop_ids_of
-from turnwise.renderers.replies import has_thinking, reply_text, text_to_reply
+from turnwise.renderers.encoding import TextEncoding, has_thinking, reply_text, stop_ids_of, text_to_reply
 from turnwise.trajectory import Message
 
 _QUESTION = Message(role="user", content="What is 2+2?")

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from turnwise.config.config import Config
 from turnwise.config.critic import CriticConfig
@@ -22,8 +25,41 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams
+
+T = TypeVar("T")
+
+
+class ShuffledItems(Generic[T]):
+    """An endless sequence of batches of the items, in shuffled passes: each item comes once before any comes again.
+
+    A batch depends on its number and the seed alone, so a resumed run goes on with the very tasks that were next.
+    """
+
+    def __init__(self, items: Sequence[T], batch_size: int, seed: int) -> None:
+        if not items:
+            raise ConfigError("there is nothing to draw from")
+        self._items = list(items)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        """The order of the pass that was asked for last, by its number."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def batch(self, index: int) -> list[T]:
+        """The batch with that number, from 0. A batch may reach over the end of a pass."""
+        first = index * self._batch_size
+        return [self.item(position) for position in range(first, first + self._batch_size)]
+
+    def item(self, position: int) -> T:
+        """The item at that position, from 0, over all batches."""
+        number, offset = divmod(position, len(self._items))
+        if number not in self._orders:
+            rng = np.random.default_rng(derive_seed(self._seed, "pass", number))
+            self._orders = {number: rng.permutation(len(self._items))}
+        return self._items[int(self._orders[number][offset])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +100,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         tasks=ShuffledItems(
             distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed
         ),
-        held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
+        held_out=held_out_tasks(config, world),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
@@ -85,6 +121,11 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 raise ConfigError(
                     f"critic.pretrain_from={path} is no run directory; expected one, or rollouts, or demonstrations"
                 )
+
+
+def held_out_tasks(config: Config, world: World) -> tuple[Task, ...]:
+    """The tasks of every evaluation of a run; the seed of the run draws them."""
+    return tuple(distinct_tasks(world, "test", config.eval.tasks, derive_seed(config.train.seed, "tasks")))
 
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:

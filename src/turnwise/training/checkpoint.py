@@ -1,8 +1,10 @@
 """Checkpoints of a run: weights, optimizer state, and how far the run had come.
 
-They live in the run's directory (`checkpoints/<model id>/weights/<name>`), so a run can be moved as a whole. Tasks and
-seeds follow from their number; with the state beside the row (`run_state.py`) a resumed run does what an uninterrupted
-one would have done.
+They live in the run's directory (`checkpoints/<model id>/weights/<name>`), so a run can be moved as a whole.
+`RunState`, which stands beside the row of a checkpoint, says where the parts of the loop stood. There is no random
+generator in it: every task and every seed follows from the run's seed and a number. So a resumed run does what an
+uninterrupted one would have done. `Start` is what a run that begins, or goes on, reads from all this.
+
 A run with a critic saves it under the same name; the state beside the row says where, and so does the policy's
 `checkpoint.json` where the files are here.
 """
@@ -14,8 +16,8 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from turnwise.client.base import TrainingClient
@@ -23,16 +25,76 @@ from turnwise.client.checkpoints import CheckpointStore, read_info
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import CheckpointError, ServiceError
+from turnwise.rollout.group import QuarantineState
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import CheckpointRow, EvaluationRow
+from turnwise.runlog.schema import CheckpointRow, EvaluationRow, PoolRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.critic import Critic
-from turnwise.training.plateau import PlateauState
-from turnwise.training.run_state import RunState
+from turnwise.training.critic import Critic, PlateauState
+from turnwise.watch.alarms import AlarmState
 
 CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
 """What a policy's checkpoint says of its critic."""
 NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where the parts of the loop stood at a checkpoint, besides weights and optimizer."""
+
+    version: int = 0
+    """Updates that moved the policy's weights."""
+    num_dealt: int = 0
+    """Tasks that were given out to be played."""
+    num_empty_steps: int = 0
+    """Steps in a row, up to now, that left nothing to learn from."""
+    why_empty: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_consumed_groups: int = 0
+    num_consumed_tokens: int = 0
+    quarantine: QuarantineState | None = None
+    alarms: AlarmState | None = None
+    critic_path: str = ""
+    """Where the critic was saved; empty where the method has none."""
+    critic_pretrained: int = 0
+    """Batches of the critic's pre-training that were done."""
+    critic_plateau: PlateauState | None = None
+    """Whether those batches still helped; None where the method has no critic."""
+    pool: tuple[PoolRow, ...] = ()
+    """Groups that were dealt and not yet learned from."""
+
+    def to_json(self) -> str:
+        """All but the pool, which has rows of its own."""
+        return json.dumps({key: value for key, value in asdict(self).items() if key != "pool"})
+
+
+def read_state(row: CheckpointRow, pool: list[PoolRow], *, tasks_per_step: int) -> RunState:
+    """The state that was saved with a checkpoint; one without any was made between two synchronous steps."""
+    if row.state is None:
+        return RunState(version=row.step, num_dealt=row.step * tasks_per_step)
+    return RunState(**json.loads(row.state), pool=tuple(pool))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    done: CheckpointRow = NOTHING_DONE
+    evaluated: frozenset[tuple[str, int]] = frozenset()
+    """(label, step) of the evaluations that are on record already."""
+    checkpoints: tuple[CheckpointRow, ...] = ()
+    is_new: bool = True
+    num_drawn: int = 0
+    """Tokens that the steps and the critic's pre-training took so far."""
+    num_drawn_before: int = 0
+    """Tokens that the critic's pre-training took."""
+    critic_batches: int = 0
+    """Batches of the critic's pre-training that the checkpoint includes."""
+    state: RunState | None = None
+    """Where the parts of the loop stood."""
+    best: EvaluationRow | None = None
+    """The evaluation whose checkpoint is kept beside the latest."""
+
+
+NEW_RUN = Start()
 
 
 class RunCheckpoints:
@@ -42,27 +104,27 @@ class RunCheckpoints:
         self,
         trainer: TrainingClient,
         writer: RunWriter,
-        kept: list[CheckpointRow],
+        start: Start,
         *,
         max_kept: int,
         critic: Critic | None = None,
         delete: Callable[[str], None] | None = None,
-        best: EvaluationRow | None = None,
     ) -> None:
-        """A store for a run.
+        """Save nothing yet.
 
         Args:
-            kept: the checkpoints of the run so far, oldest first.
-            delete: deletes a checkpoint by its path; default: from the run's directory.
-            best: the evaluation whose checkpoint is kept beside the latest.
+            start: Where the run begins; it names the checkpoints that are there, and the best of them.
+            max_kept: The latest so many are kept, and the best beside them.
+            critic: Saved with every checkpoint of the policy.
+            delete: Deletes a checkpoint by its path; default: from the run's directory.
         """
         self._trainer = trainer
         self._writer = writer
-        self._kept = list(kept)
+        self._kept = list(start.checkpoints)
         self._max_kept = max_kept
         self._critic = critic
         self._delete = delete or CheckpointStore(writer.directory).delete
-        self._best = best
+        self._best = start.best
 
     def has(self, step: int) -> bool:
         """There is a checkpoint of that step."""

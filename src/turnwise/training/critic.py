@@ -7,8 +7,10 @@ policy that follows them forgets what it could.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 import numpy as np
 
@@ -29,7 +31,6 @@ from turnwise.credit.values import (
 from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
 from turnwise.training.metrics import strip_reductions
-from turnwise.training.plateau import Plateau
 from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
 
@@ -159,3 +160,49 @@ class Critic:
             history += [turn.reply, *turn.observation]
         ids = self._renderer.extend(last.prompt_ids, last.sampled_ids, last.observation, history=history).ids
         return ids if len(ids) <= self._max_tokens else ()
+
+
+MIN_RISE = 0.01
+"""A rise of the explained variance by so much counts as better."""
+MIN_FALL = 0.02
+"""A fall of the loss by this share of it counts as better. A critic that still learns the mean explains no variance
+yet, but its loss falls."""
+
+
+class PlateauState(TypedDict):
+    """What a `Plateau` knows, ready for JSON; None where nothing was measured yet."""
+
+    best_variance: float | None
+    best_loss: float | None
+    num_since: int
+
+
+class Plateau:
+    """Knows when a critic's pre-training has nothing more to gain: neither the explained variance rises nor the loss
+    falls any more."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._best_variance, self._best_loss = -math.inf, math.inf
+        self._num_since = 0
+
+    def is_reached(self, explained_variance: float, loss: float) -> bool:
+        """Tell the numbers of the next batch; a variance that could not be measured (nan) is not better."""
+        is_rising = explained_variance >= self._best_variance + MIN_RISE
+        is_falling = loss < self._best_loss * (1 - MIN_FALL)
+        if is_rising:
+            self._best_variance = explained_variance
+        if is_falling:
+            self._best_loss = loss
+        self._num_since = 0 if is_rising or is_falling else self._num_since + 1
+        return self._num_since >= self._patience
+
+    def to_state(self) -> PlateauState:
+        best = (value if math.isfinite(value) else None for value in (self._best_variance, self._best_loss))
+        return PlateauState(best_variance=next(best), best_loss=next(best), num_since=self._num_since)
+
+    def restore(self, state: PlateauState) -> None:
+        variance, loss = state["best_variance"], state["best_loss"]
+        self._best_variance = -math.inf if variance is None else variance
+        self._best_loss = math.inf if loss is None else loss
+        self._num_since = state["num_since"]

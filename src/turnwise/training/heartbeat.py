@@ -19,11 +19,10 @@ from turnwise.runlog import writer
 from turnwise.runlog.schema import DATABASE
 from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.loop import Loop
-from turnwise.training.record import Recorder
-from turnwise.training.steer import Order, Steering, take_orders
-from turnwise.watch.interrupt import Interrupt, Interrupted
+from turnwise.training.steer import Order, take_orders
+from turnwise.watch.interrupt import Interrupted
 from turnwise.watch.status import SHOWN_CALLS, ShownCall, Status, memory_mb, write_status
-from turnwise.watch.watchdog import StalledError, Watchdog
+from turnwise.watch.watchdog import StalledError
 
 BEAT_S = 0.25
 STATUS_EVERY_S = 1.0
@@ -37,25 +36,20 @@ HARD_STOP_S = 10.0
 class Heartbeat:
     """Watches one training loop; use it as an async context manager around the loop's run."""
 
-    def __init__(
-        self,
-        directory: Path,
-        loop: Loop,
-        recorder: Recorder,
-        interrupt: Interrupt,
-        watchdog: Watchdog,
-        steering: Steering,
-        *,
-        block_deadline_s: float,
-        on_stuck: Callable[[StalledError], None],
-    ) -> None:
-        self._directory = directory
+    def __init__(self, loop: Loop, on_stuck: Callable[[StalledError], None]) -> None:
+        """Start nothing yet.
+
+        Args:
+            on_stuck: Called in the heartbeat's thread when the event loop has been blocked for `train.call_deadline_s`.
+        """
+        setup = loop.setup
         self._loop = loop
-        self._recorder = recorder
-        self._interrupt = interrupt
-        self._watchdog = watchdog
-        self._steering = steering
-        self._block_deadline_s = block_deadline_s
+        self._directory = setup.recorder.writer.directory
+        self._recorder = setup.recorder
+        self._interrupt = setup.interrupt
+        self._steering = setup.steering
+        self._watchdog = loop.watchdog
+        self._block_deadline_s = setup.parts.config.train.call_deadline_s
         self._on_stuck = on_stuck
         self._is_over = threading.Event()
         self._beat_s = time.monotonic()

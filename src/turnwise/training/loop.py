@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
@@ -23,19 +24,16 @@ from turnwise.rollout.group import Rollout
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
-from turnwise.training.checkpoint import RunCheckpoints
+from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
-from turnwise.training.pretrain import pretrain
-from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError
+from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
+from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
-from turnwise.training.run_state import RunState
-from turnwise.training.schedule import rate_factor
 from turnwise.training.steer import Steering
 from turnwise.training.supply import Batch, Supply
-from turnwise.training.warmup import make_warmup, warm_up_step
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.observer import ObserverError
@@ -45,77 +43,67 @@ SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLe
 """Ends of a run that leave its parts as they were after the last step, so that a checkpoint is made."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSetup:
+    """What a loop works with: its data, its clients, who writes down what it does, and who stops or steers it."""
+
+    parts: Parts
+    trainer: TrainingClient
+    publisher: Publisher
+    renderer: Renderer
+    recorder: Recorder
+    checkpoints: RunCheckpoints
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    steering: Steering = field(default_factory=Steering)
+    critic: Critic | None = None
+    k2_tolerance: float = tolerances.K2["float32"]
+    """How far the trainer's logprobs may be from the sampler's."""
+
+    def make_watchdog(self) -> Watchdog:
+        train = self.parts.config.train
+        return Watchdog(call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s)
+
+
 class Loop:
     """One run, from the first evaluation to the last."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        trainer: TrainingClient,
-        renderer: Renderer,
-        recorder: Recorder,
-        checkpoints: RunCheckpoints,
-        interrupt: Interrupt,
-        *,
-        publisher: Publisher,
-        critic: Critic | None = None,
-        k2_tolerance: float = tolerances.K2["float32"],
-        watchdog: Watchdog | None = None,
-        steering: Steering | None = None,
-    ) -> None:
-        train = parts.config.train
+    def __init__(self, setup: LoopSetup) -> None:
+        parts, train = setup.parts, setup.parts.config.train
+        self.setup = setup
         self._parts = parts
         self._config = parts.config
-        self._trainer = trainer
-        self._publisher = publisher
-        self._renderer = renderer
-        self._recorder = recorder
-        self._checkpoints = checkpoints
-        self._interrupt = interrupt
-        self._critic = critic
-        self._watchdog = watchdog or Watchdog(
-            call_deadline_s=train.call_deadline_s, stall_deadline_s=train.stall_deadline_s
-        )
-        self._steering = steering or Steering()
-        self.supply = Supply(parts, renderer, self._watchdog)
-        self._learner = Learner(parts, trainer, critic, self._watchdog, k2_tolerance)
+        self._trainer = setup.trainer
+        self._publisher = setup.publisher
+        self._renderer = setup.renderer
+        self._recorder = setup.recorder
+        self._checkpoints = setup.checkpoints
+        self._interrupt = setup.interrupt
+        self._steering = setup.steering
+        self._critic = setup.critic
+        self.watchdog = setup.make_watchdog()
+        self.supply = Supply(parts, setup.renderer, self.watchdog)
+        self._learner = Learner(parts, setup.trainer, setup.critic, self.watchdog, setup.k2_tolerance)
         self.alarms = Alarms(parts.config.alarms)
         self.num_steps = train.steps
         self.done_step = 0
         self.version = 0
         """Updates that moved the weights."""
         self._state = RunState()
-        self._num_critic_batches = 0 if critic is None else critic.num_pretrained
+        self._num_critic_batches = 0 if setup.critic is None else setup.critic.num_pretrained
         self._progress = Progress(train.max_empty_steps)
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
-    async def run(
-        self,
-        done: CheckpointRow,
-        evaluated: set[tuple[str, int]],
-        num_drawn: int = 0,
-        state: RunState | None = None,
-        *,
-        num_drawn_before: int = 0,
-    ) -> None:
-        """Go on from `done`.
-
-        Args:
-            evaluated: (label, step) of the evaluations that are on record already.
-            num_drawn: tokens that the steps and the critic's pre-training took so far.
-            state: where the parts of the loop stood; without it, between two synchronous steps.
-            num_drawn_before: those of `num_drawn` that the critic's pre-training took.
-        """
-        per_step = self._config.train.tasks_per_step
-        self._state = state or RunState(version=done.step, num_dealt=done.step * per_step)
+    async def run(self, start: Start = NEW_RUN) -> None:
+        """Train from `start` to the end of the run."""
+        done, per_step = start.done, self._config.train.tasks_per_step
+        self._state = start.state or RunState(version=done.step, num_dealt=done.step * per_step)
         self.version = self._state.version
         self._progress.restore(self._state)
         if self._state.alarms is not None:
             self.alarms.restore(self._state.alarms)
-        self._num_drawn = num_drawn
-        self._num_drawn_before = num_drawn_before
-        self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(evaluated)
+        self._num_drawn, self._num_drawn_before = start.num_drawn, start.num_drawn_before
+        self.done_step, self._done_warmup, self._evaluated = done.step, done.warmup_steps, set(start.evaluated)
         try:
             await self._run()
         except SAVED_AFTER as error:
@@ -255,7 +243,7 @@ class Loop:
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
         work = self._publisher.publish(self._trainer, self.version)
-        return await self._watchdog.call("trainer", "publish the weights", work)
+        return await self.watchdog.call("trainer", "publish the weights", work)
 
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
@@ -276,7 +264,7 @@ class Loop:
                 )
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
-        row = await self._watchdog.call("trainer", "save a checkpoint", work)
+        row = await self.watchdog.call("trainer", "save a checkpoint", work)
         self._recorder.checkpoint(row)
         return row
 
@@ -326,7 +314,7 @@ class Loop:
         if self._critic is None or not trajectories:
             return
         work = self._critic.held_out_errors(trajectories)
-        metrics = await self._watchdog.call("critic", "judge held-out attempts", work)
+        metrics = await self.watchdog.call("critic", "judge held-out attempts", work)
         self._recorder.held_out_critic(evaluation.row.step, metrics)
 
     async def _warm_up(self) -> None:
@@ -339,10 +327,10 @@ class Loop:
             for step in range(self._done_warmup, config.steps):
                 self._interrupt.check()
                 work = warm_up_step(self._trainer, batches.batch(step), optim)
-                metrics = await self._watchdog.call("trainer", "warm-up step", work)
+                metrics = await self.watchdog.call("trainer", "warm-up step", work)
                 self._done_warmup = step + 1
                 self._recorder.warmup(self._done_warmup, config.steps, metrics)
-            await self._watchdog.call("trainer", "drop the optimizer's state", self._checkpoints.reload())
+            await self.watchdog.call("trainer", "drop the optimizer's state", self._checkpoints.reload())
             await self._save()
             self._sampler = await self._publish()
         if config.steps and self.done_step == 0:
@@ -355,7 +343,7 @@ class Loop:
             return
         self._phase("training the critic")
         save_every = self._config.train.save_every
-        arguments = (self._parts, self._renderer, self._sampler, self._interrupt, self._watchdog)
+        arguments = (self._parts, self._renderer, self._sampler, self._interrupt, self.watchdog)
         async with aclosing(pretrain(critic, *arguments)) as batches:
             async for metrics in batches:
                 self._num_critic_batches += 1

@@ -1,7 +1,7 @@
 """Preference pairs in a Parquet file: exact ids, logprobs and rewards of both sides, and where they come from.
 
     write_pairs(path, [StoredPair(pair=..., kind="dpo", run="runs/a", ...)])
-    read_pairs(path)                      # [PreferencePair, ...], each as it was played
+    read_pairs(path)                      # [StoredPair, ...], each as it was played
 
 One row is one pair. `chosen` and `rejected` hold the whole dialogue, turn by turn; before `branch_turn` they are equal.
 Needs pyarrow: `pip install 'turnwise[pairs]'`.
@@ -74,12 +74,8 @@ def write_pairs(path: Path, pairs: Sequence[StoredPair]) -> None:
         raise ConfigError(f"{path} cannot be written: {cause.strerror or cause}") from cause
 
 
-def read_pairs(path: Path) -> list[PreferencePair]:
-    """All pairs of a file, in its order."""
-    return [stored.pair for stored in read_stored_pairs(path)]
-
-
-def read_stored_pairs(path: Path) -> list[StoredPair]:
+def read_pairs(path: Path) -> list[StoredPair]:
+    """Read every pair of a file, in the order of the file."""
     pa, parquet = _pyarrow()
     advice = "make one with: turnwise pairs RUN|CHECKPOINT|MODEL --out FILE"
     if not path.is_file():

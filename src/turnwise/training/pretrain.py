@@ -1,5 +1,10 @@
-"""Training the critic alone, before the policy's first step (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118).
+"""What is learned before the first step of training: the form of a dialogue by the policy, values by the critic.
 
+**Warm-up.** Supervised steps on the world's scripted dialogues, so that reinforcement learning has something to
+reinforce. Only the assistant's tokens are learned, through the same renderer that plays. The steps are counted and
+evaluated apart from training.
+
+**The critic alone** (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118).
 Batches of attempts come from one of three places: the policy as it is plays them, the world's scripted dialogues are
 played again for their rewards, or a stored run has them. The policy learns nothing meanwhile. It ends after
 `critic.pretrain_steps` batches, or when explained variance and loss, measured on each batch before it is learned,
@@ -11,9 +16,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 
-from turnwise.client.base import SamplingClient
+from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.fake import ScriptedSampler
+from turnwise.config.training import WarmupConfig
+from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.shaping import shape_group
+from turnwise.credit.weights import token_mean, weigh
+from turnwise.envs.base import World
 from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
@@ -21,13 +30,41 @@ from turnwise.rollout.group import play_groups
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.training.assemble import Parts, make_optim
+from turnwise.training.assemble import Parts, ShuffledItems, make_optim
 from turnwise.training.critic import Critic
+from turnwise.training.metrics import strip_reductions
 from turnwise.training.stored import read_critic_attempts
-from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import AdamParams, Datum
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.watchdog import Watchdog
+
+
+def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> ShuffledItems[list[Datum]]:
+    """The world's dialogues as datums, in batches."""
+    dialogue_seed = derive_seed(seed, "demonstrations")
+    datums = read_demonstrations(world, renderer, config.demonstrations, dialogue_seed)
+    return ShuffledItems(datums, config.batch_size, dialogue_seed)
+
+
+def read_demonstrations(world: World, renderer: Renderer, count: int, seed: int) -> list[list[Datum]]:
+    """The world's dialogues; one dialogue may be several datums."""
+    found: list[list[Datum]] = []
+    for messages in world.demonstrations(count, seed):
+        turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]
+        found.append(dialogue_to_datums(turns))
+    return found
+
+
+async def warm_up_step(
+    trainer: TrainingClient, batch: Sequence[Sequence[Datum]], optim: AdamParams
+) -> dict[str, float]:
+    """One supervised step; the loss is the mean over the assistant's tokens."""
+    datums = [datum for own in weigh(batch, token_mean) for datum in own]
+    output = await trainer.forward_backward(datums, "cross_entropy")
+    stepped = await trainer.optim_step(optim)
+    metrics = strip_reductions({**output.metrics, **stepped.metrics})
+    return {f"warmup/{key}": value for key, value in metrics.items()}
 
 
 async def pretrain(

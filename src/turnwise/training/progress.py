@@ -1,11 +1,39 @@
-"""Whether there is still something to learn: a row of steps without a gradient ends a run, well or with an error."""
+"""How far a run has come: tokens that it sampled, the learning rate of a step, whether anything is left to learn.
+
+Tokens are counted from the metrics of the run:
+
+    rollout/tokens_drawn     per step: by the groups that it took, and by those that it dropped for their age
+    critic/sampled_tokens    per batch of the critic's pre-training
+    pool/tokens_drawn        after a step: by groups that no step has taken yet, those that are being played included
+
+Evaluations are not counted. What a process drew after its last checkpoint is drawn again when the run goes on, with
+the same tasks and seeds, and counts once.
+
+The learning rate of a step:
+
+    rate = learning_rate * min(1, (step + 1) / lr_warmup) * decay(p)
+
+    constant   decay = 1
+    linear     decay = 1 - (1 - lr_floor) p
+    cosine     decay = lr_floor + (1 - lr_floor) (1 + cos(pi p)) / 2
+
+p is the share of the run that is done, by steps or by sampled tokens, whichever is further: 0 before the first step.
+Tokens that a critic's pre-training took cannot be spent again, so they leave the bound before the share is taken. The
+rate depends on the config, the step and the tokens drawn so far alone. So a resumed run goes on with the same rates,
+and one whose `train.steps` or `train.learning_rate` was changed follows the new schedule from there.
+
+A row of steps without a gradient ends a run: well if every attempt succeeded, else with an error (`Progress`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+from turnwise.config.training import TrainConfig
 from turnwise.errors import TurnwiseError
-from turnwise.training.run_state import RunState
+from turnwise.runlog.reader import RunReader
+from turnwise.training.checkpoint import RunState
 from turnwise.training.supply import Batch
 
 SOLVED = "solved"
@@ -85,3 +113,49 @@ def _reasons(batch: Batch) -> Counter[str]:
         solved = reasons.pop("constant", 0) + reasons.pop("without an advantage", 0)
         reasons[SOLVED] += solved
     return +reasons
+
+
+def rate_factor(train: TrainConfig, step: int, num_drawn: int, num_before: int = 0) -> float:
+    """What the full learning rates are multiplied by in the step after `step` steps and `num_drawn` tokens.
+
+    Args:
+        num_before: those of the tokens that were drawn before the first step.
+    """
+    rise = min(1.0, (step + 1) / train.lr_warmup) if train.lr_warmup else 1.0
+    return rise * _decay(train, progress(train, step, num_drawn, num_before))
+
+
+def progress(train: TrainConfig, step: int, num_drawn: int, num_before: int = 0) -> float:
+    """The share of the run that is done, from 0 to 1."""
+    by_steps = step / train.steps if train.steps else 0.0
+    bound = train.max_sampled_tokens - num_before
+    by_tokens = (num_drawn - num_before) / bound if train.max_sampled_tokens and bound > 0 else 0.0
+    return min(1.0, max(by_steps, by_tokens))
+
+
+def _decay(train: TrainConfig, done: float) -> float:
+    match train.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - (1 - train.lr_floor) * done
+        case "cosine":
+            return train.lr_floor + (1 - train.lr_floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def num_taken_tokens(run: RunReader, step: int, *, critic_batches: int | None = None) -> int:
+    """Tokens that the steps up to `step` took, and the critic's pre-training.
+
+    Args:
+        critic_batches: how many batches of the pre-training count; None: all that are on record.
+    """
+    steps = sum(value for at, value in run.metric("rollout/tokens_drawn") if at <= step)
+    batches = run.metric("critic/sampled_tokens")
+    critic = sum(value for at, value in batches if critic_batches is None or at <= critic_batches)
+    return round(steps + critic)
+
+
+def num_drawn_tokens(run: RunReader, step: int) -> int:
+    """All tokens that were sampled for training by the time that `step` steps were done, learned from or not."""
+    waiting = dict(run.metric("pool/tokens_drawn"))
+    return num_taken_tokens(run, step) + round(waiting.get(step, 0.0))

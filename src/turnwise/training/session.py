@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from turnwise.backends import make_publisher
+from turnwise.backends import BackendSetup, make_publisher
 from turnwise.client.base import TrainingClient
+from turnwise.client.local import ServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
@@ -26,16 +27,16 @@ from turnwise.training.assemble import critic_rate, make_optim, make_renderer
 from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
 from turnwise.training.critic import Critic
 from turnwise.training.heartbeat import Heartbeat
-from turnwise.training.loop import Loop
+from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
 from turnwise.training.record import Recorder
-from turnwise.training.setup import AnyService, Setup, check_free, make_service
+from turnwise.training.setup import AnyService, Setup, check_free, find_model, make_service
 from turnwise.training.steer import Steering
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
-from turnwise.watch.watchdog import StalledError, Watchdog
+from turnwise.watch.watchdog import StalledError
 
 ENGINE_PARTIES = ("trainer", "critic")
 """Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
@@ -53,7 +54,8 @@ class TrainingSession:
         on_stuck: Callable[[StalledError], None] = lambda _: None,
     ) -> None:
         """Args:
-        service: Makes the clients, and stays open; default: one that the config describes, for this session.
+        service: Makes the clients, and stays open; default: one that the config describes, for this session. The
+            run's checkpoints are kept in the run's directory, wherever a service in this process keeps its own.
         on_stuck: Called in another thread when the event loop is blocked for so long that the session cannot end.
         """
         self.setup = setup
@@ -95,6 +97,9 @@ class TrainingSession:
 
     @contextlib.contextmanager
     def _open_service(self) -> Iterator[AnyService]:
+        if isinstance(self._service, ServiceClient):
+            yield self._service.keeping_checkpoints_in(self.setup.directory)
+            return
         if self._service is not None:
             yield self._service
             return
@@ -135,7 +140,7 @@ class TrainingSession:
         return Recorder(writer, [*self._observers, *loggers], num_steps=config.train.steps)
 
     async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:
-        setup, config, start = self.setup, self.setup.config, self.setup.start
+        setup, config = self.setup, self.setup.config
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
@@ -144,48 +149,37 @@ class TrainingSession:
             checkpoints = RunCheckpoints(
                 trainer,
                 recorder.writer,
-                list(start.checkpoints),
+                setup.start,
                 max_kept=config.train.keep_checkpoints,
                 critic=critic,
                 delete=service.delete_checkpoint,
-                best=start.best,
             )
-            watchdog = Watchdog(
-                call_deadline_s=config.train.call_deadline_s, stall_deadline_s=config.train.stall_deadline_s
-            )
-            publisher = make_publisher(config.rollout.backend)
             loop = Loop(
-                setup.parts,
-                trainer,
-                renderer,
-                recorder,
-                checkpoints,
-                self.interrupt,
-                publisher=publisher,
-                critic=critic,
-                k2_tolerance=tolerances.K2[_dtype_name(config)],
-                watchdog=watchdog,
-                steering=self.steering,
-            )
-            heartbeat = Heartbeat(
-                setup.directory,
-                loop,
-                recorder,
-                self.interrupt,
-                watchdog,
-                self.steering,
-                block_deadline_s=config.train.call_deadline_s,
-                on_stuck=self._on_stuck,
+                LoopSetup(
+                    parts=setup.parts,
+                    trainer=trainer,
+                    publisher=make_publisher(self._backend_setup()),
+                    renderer=renderer,
+                    recorder=recorder,
+                    checkpoints=checkpoints,
+                    interrupt=self.interrupt,
+                    steering=self.steering,
+                    critic=critic,
+                    k2_tolerance=tolerances.K2[_dtype_name(config)],
+                )
             )
             with settled_process():
-                async with publisher, heartbeat:
-                    await loop.run(
-                        start.done,
-                        set(start.evaluated),
-                        start.num_drawn,
-                        start.state,
-                        num_drawn_before=start.num_drawn_before,
-                    )
+                async with loop.setup.publisher, Heartbeat(loop, self._on_stuck):
+                    await loop.run(setup.start)
+
+    def _backend_setup(self) -> BackendSetup:
+        config = self.setup.config
+        return BackendSetup(
+            rollout=self.setup.parts.rollout,
+            model_directory=find_model(config),
+            run_directory=self.setup.directory,
+            engine=config.engine_in_use,
+        )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:
         """A new adapter, or the one that was saved."""

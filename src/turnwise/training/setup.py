@@ -23,14 +23,20 @@ from turnwise.errors import ConfigError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.runlog.reader import RunReader, is_run
-from turnwise.runlog.schema import CheckpointRow, EvaluationRow
 from turnwise.training.assemble import Parts, assemble
-from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation, last_checkpoint, saved_critic
+from turnwise.training.checkpoint import (
+    NEW_RUN,
+    NOTHING_DONE,
+    Start,
+    best_evaluation,
+    last_checkpoint,
+    read_state,
+    saved_critic,
+)
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.plan import make_plan, plan_lines
-from turnwise.training.run_state import RunState, read_state
+from turnwise.training.progress import num_taken_tokens
 from turnwise.training.stored import check_stored_data
-from turnwise.training.tokens import num_taken_tokens
 from turnwise.watch.loggers import check_loggers
 
 AnyService = ServiceClient | RemoteServiceClient
@@ -45,27 +51,6 @@ FIXED_OPTIONS = ("engine.device", "engine.dtype")
 
 def report_nothing(line: str) -> None:
     """The `Report` of a caller who wants to hear nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where a run begins: at nothing, or at a checkpoint."""
-
-    done: CheckpointRow = NOTHING_DONE
-    evaluated: frozenset[tuple[str, int]] = frozenset()
-    """(label, step) of the evaluations that are on record already."""
-    checkpoints: tuple[CheckpointRow, ...] = ()
-    is_new: bool = True
-    num_drawn: int = 0
-    """Tokens that the steps and the critic's pre-training took so far."""
-    num_drawn_before: int = 0
-    """Tokens that the critic's pre-training took."""
-    critic_batches: int = 0
-    """Batches of the critic's pre-training that the checkpoint includes."""
-    state: RunState | None = None
-    """Where the parts of the loop stood."""
-    best: EvaluationRow | None = None
-    """The evaluation whose checkpoint is kept beside the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +100,7 @@ def set_up_new(
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
     named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})
     config = config.model_copy(update={"run": named})
-    return _set_up(config, directory, Start(), objects, notes, report)
+    return _set_up(config, directory, NEW_RUN, objects, notes, report)
 
 
 def set_up_resume(
@@ -170,6 +155,16 @@ def check_free(setup: Setup) -> None:
         raise ConfigError(
             f"{setup.directory} holds a run already; go on with it: turnwise train --resume {setup.directory}, "
             "or choose another run.dir"
+        )
+
+
+def check_service(config: Config, service: AnyService | None) -> None:
+    """Refuse a service elsewhere that the run's config does not name: the run's checkpoints are there."""
+    if isinstance(service, RemoteServiceClient) and not config.model.base_url:
+        raise ConfigError(
+            f"service is at {service.base_url}, and model.base_url is empty; a run that is read or resumed later would "
+            f"look for its checkpoints here. Pass model={{'name': {config.model.name!r}, 'base_url': "
+            f"{service.base_url!r}}} too"
         )
 
 

@@ -25,7 +25,7 @@ from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, make_shaping
-from turnwise.training.pairs import read_stored_pairs
+from turnwise.training.pairs import read_pairs
 from turnwise.trajectory import Trajectory
 
 """Methods that train some turns of an attempt and leave the others out."""
@@ -115,7 +115,7 @@ def check_stored_data(parts: Parts) -> None:
 
 def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePair]:
     """The pairs of a file, each of which has something to train on both sides."""
-    stored, option = read_stored_pairs(Path(source.path)), f"data.pairs={source.path}"
+    stored, option = read_pairs(Path(source.path)), f"data.pairs={source.path}"
     for origin in dict.fromkeys(Origin(world=one.world, model=one.model) for one in stored):
         check_origin(origin, origin_of(config), option)
     if source.only_branch_turn and any(one.kind == "dpo" for one in stored):

@@ -29,7 +29,8 @@ from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_al
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import RolloutStats
-from turnwise.training.assemble import Parts
+from turnwise.training.assemble import Parts, ShuffledItems
+from turnwise.training.checkpoint import RunState
 from turnwise.training.pool import (
     GroupPlan,
     GroupState,
@@ -41,10 +42,8 @@ from turnwise.training.pool import (
     oldest_version,
     rows_to_entries,
 )
-from turnwise.training.run_state import RunState
+from turnwise.training.pretrain import read_demonstrations
 from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
-from turnwise.training.task_order import ShuffledItems
-from turnwise.training.warmup import read_demonstrations
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
 

@@ -166,7 +166,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("critic/sampled_tokens", "tokens", "Tokens that were sampled for the batch."),
     ),
     *_rows(
-        "training/warmup.py",
+        "training/pretrain.py",
         ("warmup/loss", "loss", "Cross-entropy of a supervised step, summed over the batch."),
         ("warmup/num_trained_tokens", "tokens", "Tokens that the step trains."),
         ("warmup/entropy", "nats/token", "Entropy of the trainer's distribution at trained tokens."),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import turnwise.backends
-from turnwise.backends import backend_names, find_publisher, make_publisher
+from turnwise.backends import BackendSetup, backend_names, find_publisher, make_publisher
 from turnwise.backends.local import LocalPublisher
 from turnwise.cli import main
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
@@ -29,15 +29,19 @@ LOG = Path(__file__).with_name("log.json")
 
 
 class CountingPublisher(Publisher):
-    def __init__(self):
-        self.versions, self.is_closed = [], False
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.versions = []
 
     async def deliver(self, trainer, version):
         self.versions.append(version)
         return await trainer.save_weights_and_get_sampling_client_async()
 
     async def close(self):
-        LOG.write_text(json.dumps(self.versions))
+        setup = self.setup
+        told = [setup.rollout.group_size, setup.rollout.max_turns, setup.engine.dtype]
+        told += [str(setup.run_directory), (setup.model_directory / "config.json").is_file()]
+        LOG.write_text(json.dumps({"versions": self.versions, "told": told}))
 '''
 
 
@@ -67,10 +71,12 @@ def test_a_backend_from_outside_the_package_trains_a_run_and_is_closed_with_it(t
     (tmp_path / "counting.py").write_text(COUNTING)
     (tmp_path / "luck.py").write_text(WORLD)
     small = ("model=tiny", "train.steps=3", "train.tasks_per_step=1", "rollout.group_size=8", "warmup.steps=0")
-    quiet = ("eval.tasks=0", "run.dialogues=0", f"run.dir={tmp_path / 'run'}")
+    quiet = ("engine.dtype=float32", "eval.tasks=0", "run.dialogues=0", f"run.dir={tmp_path / 'run'}")
     backend = f"rollout.backend={tmp_path / 'counting.py'}:CountingPublisher"
     assert main(["train", f"env={tmp_path / 'luck.py'}:AnyLuck", *small, *quiet, backend]) == 0
-    assert json.loads((tmp_path / "log.json").read_text()) == [0, 1, 2, 3]
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert log["versions"] == [0, 1, 2, 3]
+    assert log["told"] == [8, 1, "float32", str(tmp_path / "run"), True], "the world's limit of turns is filled in"
     with RunReader(tmp_path / "run") as run:
         attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
     drawn = [(one.row.step, turn.policy_version) for one in attempts for turn in one.trajectory.turns]
@@ -82,7 +88,10 @@ def test_a_file_in_the_folder_of_backends_is_a_backend(tmp_path: Path, monkeypat
     monkeypatch.setattr(turnwise.backends, "__path__", [*turnwise.backends.__path__, str(tmp_path)])
     assert backend_names() == ["counting_here", "local"]
     config = load_config("guess_number", ["rollout.backend=counting_here"])
-    publisher = make_publisher(config.rollout.backend)
+    setup = BackendSetup(
+        rollout=config.rollout, model_directory=tmp_path, run_directory=tmp_path, engine=config.engine_in_use
+    )
+    publisher = make_publisher(setup)
     sampler = asyncio.run(publisher.publish(RecordingTrainer(ScriptedSampler([])), 5))
     assert (type(publisher).__name__, sampler.version) == ("CountingPublisher", 5)
 

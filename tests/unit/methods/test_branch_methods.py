@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.credit.preferences import PreferencePair, best_and_worst, pair_to_group
+from turnwise.credit.preferences import PreferencePair, best_and_worst
 from turnwise.errors import DataError
 from turnwise.methods.base import DataConfig, MethodSetup, datums_of
 from turnwise.methods.lookup import read_method
@@ -113,7 +113,6 @@ def test_stored_pairs_give_the_datums_that_the_same_pairs_gave_when_played(name:
     played, stored = build(name).lessons([group]), build(name, pairs="p.parquet").lessons([pair])
     assert datums_of(stored) == datums_of(played)
     assert all(lesson.trajectory is None for lesson in stored), "nobody played them in this run"
-    assert best_and_worst(pair_to_group(pair)) == pair
 
 
 def test_a_pair_from_two_states_is_refused() -> None:

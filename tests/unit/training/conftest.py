@@ -17,11 +17,10 @@ from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.assemble import Parts, make_eval_rollout, make_method
-from turnwise.training.checkpoint import RunCheckpoints
-from turnwise.training.loop import Loop
+from turnwise.training.assemble import Parts, ShuffledItems, make_eval_rollout, make_method
+from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
+from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.record import Recorder
-from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
@@ -78,9 +77,17 @@ class Rig:
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
         recorder = Recorder(self.writer, [LineView()], num_steps=self.config.train.steps)
-        checkpoints = RunCheckpoints(self.trainer, self.writer, [], max_kept=2)
-        parts = (self.parts(), self.trainer, self.renderer, recorder, checkpoints, self.interrupt)
-        return Loop(*parts, publisher=LocalPublisher())
+        return Loop(
+            LoopSetup(
+                parts=self.parts(),
+                trainer=self.trainer,
+                publisher=LocalPublisher(),
+                renderer=self.renderer,
+                recorder=recorder,
+                checkpoints=RunCheckpoints(self.trainer, self.writer, NEW_RUN, max_kept=2),
+                interrupt=self.interrupt,
+            )
+        )
 
     def parts(self) -> Parts:
         config = self.config

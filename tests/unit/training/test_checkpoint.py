@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.checkpoint import RunCheckpoints, best_evaluation, choose_checkpoint
+from turnwise.training.checkpoint import RunCheckpoints, Start, best_evaluation, choose_checkpoint
 
 
 def _evaluation(step: int, success: float, *, reward: float = 0.0, label: str = "step") -> EvaluationRow:
@@ -40,8 +40,8 @@ class _Run:
 
     def store(self, best: EvaluationRow | None = None) -> RunCheckpoints:
         trainer = RecordingTrainer(ScriptedSampler(lambda _: [7]))
-        kept = RunReader(self.directory).checkpoints()
-        return RunCheckpoints(trainer, self.writer, kept, max_kept=2, best=best)
+        start = Start(checkpoints=tuple(RunReader(self.directory).checkpoints()), best=best)
+        return RunCheckpoints(trainer, self.writer, start, max_kept=2)
 
     async def evaluate(self, row: EvaluationRow) -> None:
         """What the loop does after an evaluation, with files that are really there."""

@@ -19,7 +19,6 @@ from turnwise.methods.lookup import SHIPPED, every_option
 from turnwise.methods.ppo import PPO_LOSS
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import make_method
-from turnwise.training.checkpoint import NOTHING_DONE
 from unit.training.conftest import MakeRig
 
 LIMITS = RolloutLimits(max_turns=3, max_tokens_per_turn=5, max_trajectory_tokens=64)
@@ -113,7 +112,7 @@ def test_methods_that_compare_no_attempts_of_one_task_learn_from_one_attempt_eac
             "eval": {"tasks": 0},
         }
     )
-    asyncio.run(rig.loop().run(NOTHING_DONE, set()))
+    asyncio.run(rig.loop().run())
     assert rig.methods_called().count("optim_step") == 1
 
 

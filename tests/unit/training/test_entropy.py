@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
-from turnwise.training.checkpoint import NOTHING_DONE
 from turnwise.trajectory import Branch, EndReason, Message, ToolCall, Trajectory, TrajectoryGroup, Turn
 from turnwise.watch.entropy import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
 from unit.training.conftest import MakeRig
@@ -75,7 +74,7 @@ def test_a_run_logs_the_entropy_of_turns_and_of_tool_calls(make_rig: MakeRig, ti
     call = loader.from_pretrained(str(tiny_dir)).encode('<tool_call>{"name": "flip", "arguments": {}}</tool_call>')
     rig = make_rig({"train": {"steps": 1}, "eval": {"tasks": 0}}, max_tokens=len(call) + 1)
     rig.trainer = RecordingTrainer(ScriptedSampler(lambda _: [*call, rig.renderer.stop_ids[0]]))
-    asyncio.run(rig.loop().run(NOTHING_DONE, set()))
+    asyncio.run(rig.loop().run())
     with rig.run() as run:
         assert run.metric("rollout/entropy_turn_1") == [(1, 1.0)]
         assert run.metric("rollout/entropy_tool_call") == [(1, 1.0)]

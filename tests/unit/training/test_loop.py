@@ -8,9 +8,8 @@ import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.runlog.schema import CheckpointRow
-from turnwise.training.checkpoint import NOTHING_DONE
+from turnwise.training.checkpoint import Start, read_state
 from turnwise.training.progress import NothingToLearnError
-from turnwise.training.run_state import read_state
 from turnwise.watch.interrupt import Interrupted
 from unit.training.conftest import MakeRig
 
@@ -19,7 +18,7 @@ PUBLISH = "save_weights_and_get_sampling_client"
 
 async def test_a_step_plays_learns_publishes_and_logs(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 1}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     assert rig.methods_called() == [PUBLISH, PUBLISH, "forward_backward", "optim_step", PUBLISH, "save_state"]
     (call,) = [call for call in rig.trainer.calls if call.method == "forward_backward"]
     assert call.arguments["loss_fn"] == "importance_sampling"
@@ -33,7 +32,7 @@ async def test_a_step_plays_learns_publishes_and_logs(make_rig: MakeRig) -> None
 
 async def test_evaluations_come_at_the_start_every_so_often_and_at_the_end(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 5}, "eval": {"every": 2}, "warmup": {"steps": 2}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     rows = [(row.label, row.step) for row in rig.run().evaluations()]
     assert rows == [("start", 0), ("warm-up", 0), ("step", 2), ("step", 4), ("end", 5)]
 
@@ -41,7 +40,7 @@ async def test_evaluations_come_at_the_start_every_so_often_and_at_the_end(make_
 async def test_a_synchronous_step_never_samples_with_what_an_evaluation_has_read(make_rig: MakeRig) -> None:
     """A resumed run does not evaluate again; prompts that an evaluation cached would round its own ones otherwise."""
     rig = make_rig({"train": {"steps": 4}, "eval": {"every": 2}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     one_step = ["forward_backward", "optim_step", PUBLISH]
     after_evaluation = [PUBLISH]
     expected = [PUBLISH, *after_evaluation, *one_step, *one_step, *after_evaluation, *one_step, *one_step]
@@ -50,7 +49,7 @@ async def test_a_synchronous_step_never_samples_with_what_an_evaluation_has_read
 
 async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(make_rig: MakeRig) -> None:
     rig = make_rig({})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     run = rig.run()
     first, last = ([run.attempt(row.id).trajectory for row in run.attempts(phase="eval", step=s)] for s in (0, 2))
     assert [(t.task_id, t.seed) for t in first] == [(t.task_id, t.seed) for t in last]
@@ -58,7 +57,7 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(make_ri
 
 async def test_the_warm_up_is_supervised_counted_apart_and_leaves_a_fresh_optimizer(make_rig: MakeRig) -> None:
     rig = make_rig({"warmup": {"steps": 3, "batch_size": 2}, "train": {"steps": 0}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     calls = [call for call in rig.trainer.calls if call.method == "forward_backward"]
     assert [call.arguments["loss_fn"] for call in calls] == ["cross_entropy"] * 3
     assert rig.methods_called()[-5:] == ["save_state", "load_state", "save_state", PUBLISH, "save_state"]
@@ -68,7 +67,7 @@ async def test_the_warm_up_is_supervised_counted_apart_and_leaves_a_fresh_optimi
 
 async def test_only_the_assistants_tokens_are_learned_in_the_warm_up(make_rig: MakeRig) -> None:
     rig = make_rig({"warmup": {"steps": 1, "batch_size": 1}, "train": {"steps": 0}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     (datum,) = rig.trainer.datums
     mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
     learned = datum.loss_fn_inputs["target_tokens"].to_numpy()[mask].tolist()
@@ -79,7 +78,7 @@ async def test_only_the_assistants_tokens_are_learned_in_the_warm_up(make_rig: M
 
 async def test_substeps_split_the_groups_over_optimizer_steps(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 1, "substeps": 2}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     assert rig.methods_called().count("optim_step") == 2
     for call in rig.trainer.calls:
         if call.method == "forward_backward":
@@ -90,7 +89,7 @@ async def test_substeps_split_the_groups_over_optimizer_steps(make_rig: MakeRig)
 async def test_steps_without_a_gradient_are_logged_and_a_row_of_them_raises(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 9, "max_empty_steps": 3}, "eval": {"tasks": 0}}, is_constant=True)
     with pytest.raises(NothingToLearnError, match=r"3 steps in a row .* 6 constant"):
-        await rig.loop().run(NOTHING_DONE, set())
+        await rig.loop().run()
     run = rig.run()
     assert dict(run.metric("method/groups_dropped_constant")) == {1: 2.0, 2: 2.0, 3: 2.0}
     assert {row.outcome for row in run.attempts()} == {"constant"}
@@ -99,7 +98,7 @@ async def test_steps_without_a_gradient_are_logged_and_a_row_of_them_raises(make
 
 async def test_steps_whose_attempts_all_succeed_end_the_run_well(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 9, "max_empty_steps": 3}}, is_easy=True)
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     run = rig.run()
     assert [(row.label, row.step) for row in run.evaluations()] == [("start", 0), ("end", 3)]
     assert [row.step for row in run.checkpoints()] == [3]
@@ -109,7 +108,7 @@ async def test_steps_whose_attempts_all_succeed_end_the_run_well(make_rig: MakeR
 async def test_a_run_that_learns_nothing_is_saved_before_it_ends(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 9, "max_empty_steps": 3}, "eval": {"tasks": 0}}, is_constant=True)
     with pytest.raises(NothingToLearnError):
-        await rig.loop().run(NOTHING_DONE, set())
+        await rig.loop().run()
     assert [row.step for row in rig.run().checkpoints()] == [3]
 
 
@@ -122,18 +121,18 @@ async def test_when_attempts_fail_step_after_step_the_error_says_who_failed_and_
     rig.trainer = RecordingTrainer(ScriptedSampler(broken))
     expected = r"2 steps in a row .* \(groups: \d+ group_too_small\).* by sampler: .*the server is gone"
     with pytest.raises(NothingToLearnError, match=expected):
-        await rig.loop().run(NOTHING_DONE, set())
+        await rig.loop().run()
 
 
 async def test_a_first_step_that_trains_on_nothing_has_a_certificate_too(make_rig: MakeRig) -> None:
     rig = make_rig({"eval": {"tasks": 0}}, is_constant=True)
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     assert [row.step for row in rig.run().certificates()] == [1, 2]
 
 
 async def test_checkpoints_come_every_so_often_and_the_oldest_go(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 6, "save_every": 2}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     saved = [call.arguments["name"] for call in rig.trainer.calls if call.method == "save_state"]
     assert saved == ["step-000002", "step-000004", "step-000006"]
     assert [row.step for row in rig.run().checkpoints()] == [4, 6]
@@ -141,7 +140,7 @@ async def test_checkpoints_come_every_so_often_and_the_oldest_go(make_rig: MakeR
 
 async def test_an_interrupt_saves_the_last_whole_step(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 50}, "eval": {"tasks": 0}})
-    running = asyncio.create_task(rig.loop().run(NOTHING_DONE, set()))
+    running = asyncio.create_task(rig.loop().run())
     while rig.methods_called().count("optim_step") < 3:
         await asyncio.sleep(0)
     rig.interrupt.ask()
@@ -154,11 +153,11 @@ async def test_an_interrupt_saves_the_last_whole_step(make_rig: MakeRig) -> None
 
 async def test_a_resumed_run_plays_the_tasks_and_seeds_that_were_next(make_rig: MakeRig) -> None:
     whole = make_rig({"train": {"steps": 4}})
-    await whole.loop().run(NOTHING_DONE, set())
+    await whole.loop().run()
     expected = [whole.run().attempt(row.id).trajectory for row in whole.run().attempts(phase="train") if row.step > 2]
     whole.directory = whole.directory.with_name("resumed")
     done = CheckpointRow(step=2, warmup_steps=0, path="tinker://x/weights/y")
-    await whole.loop().run(done, {("start", 0)})
+    await whole.loop().run(Start(done=done, evaluated=frozenset({("start", 0)})))
     resumed = [whole.run().attempt(row.id).trajectory for row in whole.run().attempts(phase="train")]
     assert [(t.task_id, t.attempt, t.seed) for t in resumed] == [(t.task_id, t.attempt, t.seed) for t in expected]
     assert [(row.label, row.step) for row in whole.run().evaluations()] == [("end", 4)]
@@ -166,7 +165,7 @@ async def test_a_resumed_run_plays_the_tasks_and_seeds_that_were_next(make_rig: 
 
 async def test_accumulated_batches_make_one_step_with_the_mean_of_their_gradients(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 2, "accumulate": 3}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     calls = [name for name in rig.methods_called() if name in ("forward_backward", "optim_step", PUBLISH)]
     one_step = [*["forward_backward"] * 3, "optim_step", PUBLISH]
     assert calls == [PUBLISH, *one_step, *one_step]
@@ -182,11 +181,11 @@ async def test_accumulated_batches_make_one_step_with_the_mean_of_their_gradient
 async def test_a_step_that_is_interrupted_between_its_batches_is_played_once_in_all(make_rig: MakeRig) -> None:
     sections = {"train": {"steps": 2, "accumulate": 3}, "eval": {"tasks": 0}}
     whole = make_rig(sections)
-    await whole.loop().run(NOTHING_DONE, set())
+    await whole.loop().run()
     expected = [whole.run().attempt(row.id).trajectory for row in whole.run().attempts(phase="train")]
     rig = make_rig(sections)
     rig.directory = whole.directory.with_name("broken")
-    running = asyncio.create_task(rig.loop().run(NOTHING_DONE, set()))
+    running = asyncio.create_task(rig.loop().run())
     while rig.methods_called().count("forward_backward") < 2:
         await asyncio.sleep(0)
     rig.interrupt.ask()
@@ -200,6 +199,6 @@ async def test_a_step_that_is_interrupted_between_its_batches_is_played_once_in_
     assert (done.step, num_finished) == (0, 4), "the groups of two whole batches wait in the pool"
     again = make_rig(sections)
     again.directory = whole.directory.with_name("resumed")
-    await again.loop().run(done, set(), state=state)
+    await again.loop().run(Start(done=done, state=state))
     resumed = [again.run().attempt(row.id).trajectory for row in again.run().attempts(phase="train")]
     assert [(t.task_id, t.attempt, t.seed) for t in resumed] == [(t.task_id, t.attempt, t.seed) for t in expected]

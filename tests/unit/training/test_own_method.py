@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.training.checkpoint import NOTHING_DONE
 from unit.methods.test_outside import TOY
 from unit.training.conftest import MakeRig
 
@@ -16,7 +15,7 @@ def test_a_method_from_a_file_trains_two_steps_and_doubles_what_grpo_gives(tmp_p
     def advantages(method: dict[str, object]) -> list[float]:
         rig = make_rig({"method": method, "train": {"steps": 2, "tasks_per_step": 4}, "eval": {"tasks": 0}})
         rig.directory = tmp_path / str(method["name"]).rpartition(":")[2]
-        asyncio.run(rig.loop().run(NOTHING_DONE, set()))
+        asyncio.run(rig.loop().run())
         assert rig.methods_called().count("optim_step") == 2
         datums = [
             datum for call in rig.trainer.calls if call.method == "forward_backward" for datum in call.arguments["data"]

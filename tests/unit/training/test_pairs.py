@@ -12,7 +12,7 @@ import pytest
 from turnwise.credit.preferences import PreferencePair, best_and_worst
 from turnwise.envs.base import user
 from turnwise.errors import ConfigError, DataError
-from turnwise.training.pairs import StoredPair, read_pairs, read_stored_pairs, write_pairs
+from turnwise.training.pairs import StoredPair, read_pairs, write_pairs
 from turnwise.trajectory import Message, ToolCall
 from unit.credit.branches import make_branches
 from unit.credit.groups import make_group
@@ -54,8 +54,7 @@ def test_pairs_come_back_exactly_as_they_were_played(tmp_path: Path) -> None:
     pair = replace(pair, chosen=replace(sides[0], is_success=True), rejected=sides[1])
     stored = [store(pair, run="runs/a", step=12), store(make_pair(0), kind="dpo")]
     write_pairs(tmp_path / "new" / "p.parquet", stored)
-    assert read_stored_pairs(tmp_path / "new" / "p.parquet") == stored
-    assert read_pairs(tmp_path / "new" / "p.parquet") == [one.pair for one in stored]
+    assert read_pairs(tmp_path / "new" / "p.parquet") == stored
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["p.parquet"]
 
 

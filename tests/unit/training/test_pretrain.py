@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.config.critic import CriticConfig
 from turnwise.methods.lookup import read_method
-from turnwise.training.plateau import Plateau
+from turnwise.training.critic import Plateau
 
 
 def batches_until_plateau(patience: int, numbers: list[tuple[float, float]]) -> int | None:

@@ -9,8 +9,8 @@ import pytest
 from turnwise.config.training import TrainConfig
 from turnwise.errors import ConfigError
 from turnwise.runlog.schema import CheckpointRow
-from turnwise.training.checkpoint import NOTHING_DONE
-from turnwise.training.schedule import rate_factor
+from turnwise.training.checkpoint import Start
+from turnwise.training.progress import rate_factor
 from unit.training.conftest import MakeRig, Rig
 
 
@@ -51,11 +51,11 @@ def _rates(rig: Rig) -> list[float]:
 async def test_every_step_of_a_run_and_of_one_that_goes_on_has_the_rate_of_its_number(make_rig: MakeRig) -> None:
     sections = {"train": {"steps": 4, "learning_rate": 1e-3, "lr_schedule": "linear"}, "eval": {"tasks": 0}}
     rig = make_rig(sections)
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     assert _rates(rig) == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     again = make_rig(sections)
     again.directory = rig.directory.with_name("resumed")
-    await again.loop().run(CheckpointRow(step=2, warmup_steps=0, path="tinker://x/weights/y"), set())
+    await again.loop().run(Start(done=CheckpointRow(step=2, warmup_steps=0, path="tinker://x/weights/y")))
     assert _rates(again) == pytest.approx([5e-4, 2.5e-4])
 
 

@@ -25,11 +25,10 @@ from turnwise.methods.base import Kept
 from turnwise.rollout.group import DroppedGroup, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.assemble import split_evenly
+from turnwise.training.assemble import ShuffledItems, split_evenly
 from turnwise.training.plan import evaluation_steps
 from turnwise.training.progress import NothingToLearnError, Progress
 from turnwise.training.supply import Batch
-from turnwise.training.task_order import ShuffledItems
 from turnwise.watch.curve import curve_svg, runs_svg
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.intervals import mean_interval, success_interval, wilson

@@ -22,7 +22,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import DATABASE, AttemptRecord, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import assemble
-from turnwise.training.pairs import StoredPair, read_stored_pairs, write_pairs
+from turnwise.training.pairs import StoredPair, read_pairs, write_pairs
 from turnwise.training.pretrain import Batches
 from turnwise.training.supply import Supply
 from turnwise.trajectory import Trajectory, Turn
@@ -66,7 +66,7 @@ def masked(trajectory: Trajectory, *turns: int) -> Trajectory:
 
 def make_pairs(run: str, out: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[StoredPair], str]:
     assert main(["pairs", run, "--stored", "--kind", kind, "--out", str(out)]) == 0
-    return read_stored_pairs(out), capsys.readouterr().out
+    return read_pairs(out), capsys.readouterr().out
 
 
 async def items_of(renderer: Renderer, tiny_dir: Path, *overrides: str, count: int) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.renderers import Renderer
-from turnwise.training.run_state import RunState
+from turnwise.training.checkpoint import RunState
 from turnwise.training.supply import Supply
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput

@@ -19,8 +19,8 @@ from turnwise.renderers import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.replay import replay
 from turnwise.training.assemble import Parts
+from turnwise.training.checkpoint import RunState
 from turnwise.training.evaluate import evaluate
-from turnwise.training.run_state import RunState
 from turnwise.training.supply import Batch, Supply
 from turnwise.trajectory import Message, TrajectoryGroup
 from turnwise.types import SampledSequence, SamplingParams

@@ -15,10 +15,9 @@ from turnwise.envs.base import EnvStep, Task
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.checkpoint import NOTHING_DONE, best_evaluation
+from turnwise.training.checkpoint import NOTHING_DONE, Start, best_evaluation, read_state
 from turnwise.training.pretrain import Batches
-from turnwise.training.run_state import read_state
-from turnwise.training.tokens import num_drawn_tokens, num_taken_tokens
+from turnwise.training.progress import num_drawn_tokens, num_taken_tokens
 from turnwise.trajectory import Message
 from turnwise.watch.report import report_lines
 from unit.training.conftest import CoinEnv, CoinWorld, MakeRig
@@ -47,7 +46,7 @@ async def test_a_run_that_plays_ahead_counts_what_nobody_came_to_learn_from(
     bound = 5 * TOKENS_PER_STEP
     ahead = {"steps": 50, "max_staleness": 2, "max_sampled_tokens": bound}
     rig = make_rig({"train": ahead, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     run = rig.run()
     (end,) = run.events("tokens_spent")
     learned = sum(value for _, value in run.metric("rollout/tokens_drawn"))
@@ -59,7 +58,7 @@ async def test_a_run_that_plays_ahead_counts_what_nobody_came_to_learn_from(
 
 async def test_a_run_that_ends_at_its_bound_on_tokens_says_so(make_rig: MakeRig) -> None:
     rig = make_rig({"train": {"steps": 9, "max_sampled_tokens": TOKENS_PER_STEP + 1}, "eval": {"tasks": 0}})
-    await rig.loop().run(NOTHING_DONE, set())
+    await rig.loop().run()
     (event,) = rig.run().events()
     told = {"steps": 9, "sampled_tokens": 2 * TOKENS_PER_STEP, "bound": TOKENS_PER_STEP + 1}
     assert (event.kind, event.step, event.detail) == ("tokens_spent", 2, told)
@@ -88,7 +87,7 @@ async def test_groups_that_a_process_left_in_the_middle_of_a_step_are_not_spent_
     await supply.close()
     state = supply.state(start)
     rig.directory = rig.directory.with_name("resumed")
-    await rig.loop().run(NOTHING_DONE, set(), 0, state)
+    await rig.loop().run(Start(state=state))
     assert [step for step, _ in rig.run().metric("time/step_s")] == [1], "the step that they were played for is made"
     assert num_drawn_tokens(rig.run(), 1) == TOKENS_PER_STEP <= sum(drawn), "what is played again counts once"
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
@@ -70,10 +71,7 @@ class Bargain:
     def __post_init__(self) -> None:
         if not 2 <= self.num_goods <= len(GOODS):
             raise ConfigError(f"num_goods={self.num_goods}; expected 2 to {len(GOODS)}: the mood comes with the first")
-        for option in ("glad_share", "demonstration_skill"):
-            if not 0 <= getattr(self, option) <= 1:
-                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
-
+        check_fractions(self, "glad_share", "demonstration_skill")
         if self.mood_from not in ("seed", "price"):
             raise ConfigError(f"mood_from={self.mood_from!r}; expected seed or price")
 

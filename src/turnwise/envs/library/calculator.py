@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.envs.tools import ParsedReply, Toolbox, ToolError, format_tool_call, tool
@@ -107,8 +108,7 @@ class Calculator:
             raise ConfigError(f"max_turns={self.max_turns}; expected at least 2: one to call, one to answer")
         if self.wrong_penalty < 0:
             raise ConfigError(f"wrong_penalty={self.wrong_penalty}; expected 0 or more")
-        if not 0 <= self.demonstration_skill <= 1:
-            raise ConfigError(f"demonstration_skill={self.demonstration_skill}; expected 0 to 1")
+        check_fractions(self, "demonstration_skill")
 
     @property
     def max_tokens(self) -> int:

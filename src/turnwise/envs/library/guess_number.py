@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for
 from turnwise.errors import ConfigError
@@ -69,9 +70,7 @@ class GuessNumber:
             raise ConfigError(f"low={self.low}, high={self.high}; expected low < high")
         if self.max_turns < 1:
             raise ConfigError(f"max_turns={self.max_turns}; expected at least 1")
-        for option in ("turn_decay", "demonstration_skill"):
-            if not 0 <= getattr(self, option) <= 1:
-                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+        check_fractions(self, "turn_decay", "demonstration_skill")
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         pairs = [

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
@@ -72,8 +73,7 @@ class KeyDoor:
             raise ConfigError(f"pays={self.pays!r}; expected room or exit")
         if self.pays == "exit" and not self.second_chances:
             raise ConfigError("pays=exit is for doors that must be opened, with second_chances; leave one of them out")
-        if not 0 <= self.demonstration_skill <= 1:
-            raise ConfigError(f"demonstration_skill={self.demonstration_skill}; expected 0 to 1")
+        check_fractions(self, "demonstration_skill")
 
     @property
     def max_turns(self) -> int:

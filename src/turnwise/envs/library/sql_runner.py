@@ -104,10 +104,6 @@ class SqlRunner:
         read = await call_in_thread(json.loads, answer) if len(answer) > MAX_READ_AT_ONCE else json.loads(answer)
         return _read_answer(read, path)
 
-    def run_now(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
-        """Run one query and wait for it, where no event loop runs."""
-        return asyncio.run(self.run(path, sql, limits))
-
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None, None]:
         """One of the queries that an event loop may have under way."""

@@ -37,6 +37,7 @@ from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, re
 from turnwise.envs.library.sql_questions import draw_question
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner, Value
 from turnwise.envs.sandbox import SandboxKind
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError, DataError
@@ -162,9 +163,7 @@ class TextToSql:
             raise ConfigError(f"max_rows={self.max_rows}; expected at least 1")
         if not 0 < self.time_limit_s <= 60:
             raise ConfigError(f"time_limit_s={self.time_limit_s}; expected more than 0 and at most 60")
-        for option in ("demonstration_skill", "demonstration_mistakes"):
-            if not 0 <= getattr(self, option) <= 1:
-                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+        check_fractions(self, "demonstration_skill", "demonstration_mistakes")
         dataset: Mapping[Split, Sequence[DatasetQuestion]] = {} if self.path is None else load_dataset(self.path)
         by_id = {split: {question.id: question for question in questions} for split, questions in dataset.items()}
         folder = DatabaseFolder()

@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.game import SeatOutcome
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
@@ -158,9 +159,7 @@ class TicTacToe:
     """How often a demonstration plays a best move instead of any free square; 0 shows the form and no skill."""
 
     def __post_init__(self) -> None:
-        for option in ("epsilon", "demonstration_skill"):
-            if not 0 <= getattr(self, option) <= 1:
-                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+        check_fractions(self, "epsilon", "demonstration_skill")
         if self.epsilon and self.opponent != "minimax":
             raise ConfigError(f"epsilon={self.epsilon} is not read by opponent={self.opponent!r}; leave it out")
         if self.max_illegal < 0:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
@@ -89,9 +90,7 @@ class TwentyQuestions:
             raise ConfigError(f"num_things={self.num_things}; expected 2 to {len(THINGS)}")
         if self.max_turns < 1:
             raise ConfigError(f"max_turns={self.max_turns}; expected at least 1")
-        for option in ("turn_decay", "demonstration_skill"):
-            if not 0 <= getattr(self, option) <= 1:
-                raise ConfigError(f"{option}={getattr(self, option)}; expected 0 to 1")
+        check_fractions(self, "turn_decay", "demonstration_skill")
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))

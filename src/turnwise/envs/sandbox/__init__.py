@@ -1,4 +1,4 @@
-"""A sandbox for programs that a policy wrote: docs/sandbox.md."""
+"""Runs programs that a policy wrote, safely. See docs/sandbox.md."""
 
 from turnwise.envs.sandbox.limits import Limits, SandboxResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind, SandboxWarning

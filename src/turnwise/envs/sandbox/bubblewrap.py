@@ -1,4 +1,4 @@
-"""The command line of a sandbox: what it sees, who it is, what it may use.
+"""Builds the command line of a sandbox: what it can see, which user it is, what it may use.
 
     /usr, /bin, /lib     read-only, without installed Python packages
     /opt/python          the host's interpreter, read-only; /opt/bin holds python and python3
@@ -8,9 +8,9 @@
     what is shown        files and folders that the job names, read-only
     everything else      not there
 
-Nothing is inherited: no environment, no network but an empty loopback, no terminal, no open file. Started by root, the
-program runs under a user id drawn for it alone (a limit on processes counts per user, and does not bind root);
-otherwise in a user namespace of its own.
+The program inherits nothing: no environment, no network except an empty loopback, no terminal, no open file. If root
+starts it, it runs under a user id drawn for it alone, because the limit on processes counts per user and does not apply
+to root. Otherwise it runs in a new user namespace.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime"
 _INSIDE_ID = 1000
 _SHM_BYTES = 16 << 20
 _FIRST_PROCESS = ("/bin/sh", "-c", '"$@"; exit $?', "sandbox")
-"""Waits for the program and for orphans, and its end is the end of all. It is bubblewrap's own child and is waited for
-there: bubblewrap's own first process would be left to the host's, and not every host's waits."""
+"""The sandbox's first process: it waits for the program and for orphans, and when it ends, everything ends. It is a
+child of bubblewrap, which waits for it. The first process that bubblewrap itself would add is left to the host's first
+process, and not every host's first process waits for it."""
 _HIGH_IDS = 1 << 30
 
 
 class BubblewrapBackend:
-    """Makes launches under bubblewrap."""
+    """Turns jobs into commands that run under bubblewrap."""
 
     has_own_pids = True
 
@@ -46,7 +47,7 @@ class BubblewrapBackend:
         self._random = random.SystemRandom()
 
     def launch(self, job: SandboxJob, stack: ExitStack) -> Launch:
-        """The command, and the descriptors it needs; they are closed with `stack`."""
+        """Make the command and open the descriptors that it needs. They are closed with `stack`."""
         user_id = job.user_id if job.user_id is not None else self.draw_user_id()
         status_read, status_write = os.pipe()
         stack.callback(os.close, status_read)
@@ -65,7 +66,7 @@ class BubblewrapBackend:
         )
 
     def draw_user_id(self) -> int:
-        """An id that nobody has, so that its processes can be counted; two sandboxes with one id would do no harm."""
+        """Draw a user id that nobody has, so that its processes can be counted. Two sandboxes may share one."""
         if not self._found.is_root:
             return os.geteuid()
         num_ids = num_mapped_ids()
@@ -164,7 +165,7 @@ class BubblewrapBackend:
 
 
 def limit_command(prlimit: str, job: SandboxJob) -> list[str]:
-    """`prlimit`, up to its program. The CPU limit is soft first, so that its own signal says what happened."""
+    """The `prlimit` command up to its program. The soft CPU limit comes first, so that its signal tells the reason."""
     limits = job.limits
     return [
         prlimit,
@@ -179,7 +180,7 @@ def limit_command(prlimit: str, job: SandboxJob) -> list[str]:
 
 
 def drop_command(setpriv: str, user_id: int) -> list[str]:
-    """`setpriv`, up to its program: no longer root, with nothing left of it."""
+    """The `setpriv` command up to its program: the program is not root and keeps none of root's rights."""
     identity = [f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups"]
     return [setpriv, *identity, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
 

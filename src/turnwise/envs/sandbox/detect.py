@@ -1,7 +1,7 @@
-"""Is bubblewrap here, and does it work? Asked once per process, before anything is run; the answer is kept.
+"""Finds out whether bubblewrap is installed and works: once per process, before anything is run.
 
-The interpreter of the host is shown to the sandbox without its installed packages: at /opt/python when it lives outside
-of /usr, so that no path of the host is seen, or where it is when it cannot be moved.
+The sandbox sees the host's Python interpreter without its installed packages. If the interpreter is outside /usr, the
+sandbox sees it at /opt/python, so that no path of the host is visible; if it does not work there, at its own path.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ class PythonPlace:
     """Where the host's interpreter is, and where the sandbox sees it."""
 
     source: Path | None
-    """The folder to mount; None when it is below /usr, which is there anyway."""
+    """The folder to mount. None if it is below /usr, which the sandbox sees anyway."""
     prefix: Path
-    """Inside the sandbox."""
+    """The interpreter's folder inside the sandbox."""
     executable: Path
-    """Inside the sandbox."""
+    """The interpreter inside the sandbox."""
     hidden: tuple[Path, ...]
-    """Folders of installed packages, inside the sandbox: they are covered up."""
+    """Folders of installed packages inside the sandbox. They are hidden."""
     libraries: tuple[Path, ...]
-    """Inside the sandbox: what a moved interpreter would no longer find by itself."""
+    """Library folders inside the sandbox that a moved interpreter would not find by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubblewrap:
-    """A bubblewrap that was tried out."""
+    """A bubblewrap that works, and the tools that are used with it."""
 
     executable: str
     prlimit: str
     setpriv: str
     python: PythonPlace
     is_root: bool
-    """Then processes in the sandbox run under a user id of their own; else in a user namespace."""
+    """Whether this process is root. If so, a sandbox runs under a user id of its own, else in a user namespace."""
     can_disable_userns: bool
 
 
 @cache
 def find_bubblewrap() -> Bubblewrap:
-    """Bubblewrap and the tools it is used with; `ConfigError` with the command that installs what is missing."""
+    """Find bubblewrap and its tools. `ConfigError` gives the command that installs what is missing."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}; use a container or a VM. {OPT_OUT}")
     executable = shutil.which("bwrap")
@@ -90,7 +90,7 @@ def find_bubblewrap() -> Bubblewrap:
 
 
 def _tried(found: Bubblewrap) -> Bubblewrap:
-    """Start Python in it; an interpreter that cannot be moved is mounted where it is."""
+    """Try to start Python in the sandbox. If the interpreter does not work at /opt/python, mount it at its own path."""
     problem = _probe(found)
     if problem and found.python.source is not None:
         moved_back = replace(found, python=find_python(is_moved=False))
@@ -108,7 +108,7 @@ def _tried(found: Bubblewrap) -> Bubblewrap:
 
 
 def _probe(found: Bubblewrap) -> str:
-    """What goes wrong with the smallest program; empty when nothing does."""
+    """Run the smallest program. Return what went wrong; empty text if nothing did."""
     from turnwise.envs.sandbox.bubblewrap import BubblewrapBackend
     from turnwise.envs.sandbox.limits import Limits
     from turnwise.envs.sandbox.process import SandboxJob, run_job
@@ -123,7 +123,7 @@ def _probe(found: Bubblewrap) -> str:
         return str(error)
     if not result.is_ok:
         return f"python3 in it says {result.to_text(300)}"
-    version = result.stdout.strip()  # of the library that was loaded: a moved interpreter may find another one's
+    version = result.stdout.strip()  # the folder of the loaded library; a moved interpreter might find another version
     return "" if version == sys.version else f"python3 in it is {version!r}, not {sys.version!r}"
 
 
@@ -135,7 +135,7 @@ def find_tool(name: str) -> str:
 
 
 def find_python(*, is_moved: bool = True) -> PythonPlace:
-    """The base interpreter, not a virtual environment's."""
+    """Find the base interpreter, not the one of a virtual environment."""
     base = Path(sys.base_prefix).resolve()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     is_below_usr = base.is_relative_to("/usr")
@@ -160,7 +160,7 @@ def find_python(*, is_moved: bool = True) -> PythonPlace:
 
 
 def num_mapped_ids() -> int:
-    """User ids that root may take on here; in some containers it is only its own."""
+    """The number of user ids that root may switch to. In some containers it is only one."""
     try:
         lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Files in a folder that a program may have filled with traps: links that lead out, pipes that never end.
+"""Reads and writes files in a folder where a program may have set traps, such as links that lead out or endless pipes.
 
-Every step of a path is opened without following links, from a descriptor of the folder before it, so a link that is put
-in place between a look and a read changes nothing.
+Each folder of a path is opened relative to the one before it, without following links. So it does not help a program to
+put a link in place between a check and a read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def check_names(files: Mapping[str, bytes | str]) -> dict[str, bytes]:
-    """Files with relative paths that stay below the working directory; text becomes UTF-8."""
+    """Check that all paths stay below the working directory, and encode text as UTF-8."""
     checked: dict[str, bytes] = {}
     for name, data in files.items():
         checked[str(relative_path(name))] = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
@@ -28,7 +28,7 @@ def check_names(files: Mapping[str, bytes | str]) -> dict[str, bytes]:
 
 
 def relative_path(name: str, root: str = "/work") -> PurePosixPath:
-    """`name` below the working directory; an absolute path in it is fine, one that leaves it is refused."""
+    """Return the path relative to the working directory. `DataError` if it leads out of it."""
     path = PurePosixPath(name)
     if path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)
@@ -38,20 +38,20 @@ def relative_path(name: str, root: str = "/work") -> PurePosixPath:
 
 
 class FileTree:
-    """A folder of the host that is a sandbox's working directory."""
+    """A folder of the host that a sandbox uses as its working directory."""
 
     def __init__(self, root: Path, owner: int | None = None) -> None:
         self.root = root
         self._owner = owner
 
     def read(self, name: str, max_bytes: int = 1 << 20) -> bytes:
-        """A regular file; `OSError` for anything else, links included."""
+        """Read a regular file. `OSError` for anything else, links included."""
         path = relative_path(name)
         with self._folder(path.parent, is_made=False) as folder:
             return _read_regular(path.name, folder, max_bytes)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a regular file in place of whatever was there, with folders as needed."""
+        """Write a regular file. Replace whatever was there, and make folders as needed."""
         path = relative_path(name)
         with self._folder(path.parent, is_made=True) as folder:
             with contextlib.suppress(FileNotFoundError):
@@ -75,7 +75,7 @@ class FileTree:
             os.unlink(path.name, dir_fd=folder)
 
     def read_all(self, *, max_bytes: int, skip_folders: frozenset[str] = frozenset()) -> dict[str, bytes]:
-        """Every regular file by its path; links, pipes and devices are left out. `DataError` beyond `max_bytes`."""
+        """Read every regular file, by path. Skip links, pipes and devices. `DataError` beyond `max_bytes`."""
         found: dict[str, bytes] = {}
         left = max_bytes
         for folder, folders, names, descriptor in os.fwalk(self.root, follow_symlinks=False):
@@ -92,7 +92,7 @@ class FileTree:
         return found
 
     def num_bytes(self) -> int:
-        """On disk, all of it; what vanishes while we look does not count."""
+        """The size of all files on disk. Files that vanish meanwhile do not count."""
         total = 0
         with contextlib.suppress(OSError):
             for _, _, names, descriptor in os.fwalk(self.root, follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""What one run may use, and what became of it, in words that a policy can act on."""
+"""The limits of one run, and its result in words that a policy can act on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.errors import ConfigError
 Ending = Literal["finished", "timeout", "output_limit", "memory_limit", "disk_limit", "cancelled", "shell_died"]
 
 SIGNALLED = 128
-"""An exit code above it is 128 plus the number of the signal that ended the program."""
+"""A higher exit code is 128 plus the number of the signal that ended the program."""
 
 _MEGABYTE = 1 << 20
 _MIN_MEMORY_BYTES = 1 << 26
@@ -19,22 +19,22 @@ _MIN_MEMORY_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one execution may use; what it may not reach (network, files, processes) is not a matter of limits."""
+    """How much one run may use. What it can reach (network, files, processes) is decided by the kind of sandbox."""
 
     wall_s: float = 10.0
-    """From the moment the sandbox is up; then everything in it is killed."""
+    """Seconds from the moment the sandbox has started until everything in it is killed."""
     cpu_s: int = 10
-    """Of each process."""
+    """CPU seconds of each process."""
     memory_bytes: int = 512 * _MEGABYTE
     """Address space of each process, and resident memory of all of them together."""
     processes: int = 64
-    """Processes and threads at once."""
+    """Processes and threads at the same time."""
     file_bytes: int = 16 * _MEGABYTE
-    """Largest single file."""
+    """Size of the largest file."""
     disk_bytes: int = 64 * _MEGABYTE
-    """All files in the working directory; /tmp has as much again."""
+    """Size of all files in the working directory. /tmp may hold the same amount."""
     output_bytes: int = _MEGABYTE
-    """Of standard output, and of standard error."""
+    """Size of standard output, and of standard error."""
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "processes", "disk_bytes", "output_bytes"):
@@ -48,13 +48,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What became of one execution. A program that failed is a result; a sandbox that failed raises `SandboxError`."""
+    """The result of one run. A failed program is a result too; a failed sandbox raises `SandboxError`."""
 
     ending: Ending
     exit_code: int | None
-    """None when it was stopped from outside."""
+    """None if the program was stopped from outside."""
     stdout: str
-    """In a session: everything that was written, in order."""
+    """In a session, this holds standard output and standard error, in order."""
     stderr: str
     wall_s: float
     limits: Limits
@@ -64,7 +64,7 @@ class SandboxResult:
         return self.ending == "finished" and self.exit_code == 0
 
     def verdict(self) -> str:
-        """One line on how it ended; empty when it finished with exit code 0."""
+        """One line that says how the program ended. Empty if it finished with exit code 0."""
         match self.ending:
             case "timeout":
                 return f"stopped: not done after {self.limits.wall_s:g} s; it was killed with all of its processes"
@@ -94,7 +94,7 @@ class SandboxResult:
         return f"exit code {code}" if code else ""
 
     def to_text(self, max_chars: int = 2000) -> str:
-        """Output and verdict for a message; the middle of a long output is left out."""
+        """Output and verdict as text for a message. The middle of a long output is left out."""
         output = self.stdout + (f"\n{self.stderr}" if self.stdout and self.stderr else self.stderr)
         output = shorten_middle(output.replace("\0", "\ufffd").strip("\n"), max_chars)
         verdict = self.verdict()
@@ -104,7 +104,7 @@ class SandboxResult:
 
 
 def shorten_middle(text: str, max_chars: int) -> str:
-    """The beginning and the end: an error's message is at its end, what led to it at its beginning."""
+    """Keep the beginning and the end, because an error's cause is often at the start and its message at the end."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

@@ -1,7 +1,7 @@
-"""The processes of a sandbox, seen from outside: who they are, what memory they hold, and how to end them.
+"""Watches the processes of a sandbox from outside: lists them, adds up their memory, and kills them.
 
-A pid namespace keeps its orphans: they become children of its first process. So the descendants of that process are all
-there is, and when it dies the kernel kills the rest before it lets anyone wait for it.
+Orphans in a pid namespace become children of its first process. So all processes of a sandbox are descendants of that
+process. When it dies, the kernel kills the others before anyone can finish waiting for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HELD = ("RssAnon:", "RssShmem:")
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, parents before children; empty when it is gone."""
+    """All processes below `pid`, parents before children. Empty if `pid` has ended."""
     found: list[int] = []
     places = [pid]
     while places and len(found) < _MAX_MEMBERS:
@@ -29,7 +29,7 @@ def descendants(pid: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it may end while we look
+    with contextlib.suppress(OSError):  # a process may end meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 text = (thread / "children").read_text(encoding="ascii")
@@ -38,7 +38,7 @@ def _children(pid: int) -> list[int]:
 
 
 def memory_bytes(pid: int) -> int:
-    """Resident memory below `pid` that is not a mapped file; pages that a fork shares count twice."""
+    """Resident memory of all processes below `pid`, without mapped files. Pages shared by a fork count twice."""
     return sum(_resident(member) for member in descendants(pid))
 
 
@@ -52,7 +52,7 @@ def _resident(pid: int) -> int:
 
 
 def kill_below(pid: int, *, spare: int) -> None:
-    """Kill everything below `pid` except `spare`; a few passes, since what is killed last may have forked."""
+    """Kill everything below `pid` except `spare`. Repeat it a few times, because a process may fork before it dies."""
     for _ in range(5):
         victims = [member for member in descendants(pid) if member != spare]
         if not victims:
@@ -63,7 +63,7 @@ def kill_below(pid: int, *, spare: int) -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; with the pid it names a process for good. None: not there."""
+    """When a process began, in clock ticks since boot; pid and start time together are unique. None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -72,7 +72,7 @@ def start_time(pid: int) -> int | None:
 
 
 class ProcessHandle:
-    """A process by pidfd: signals reach that process or nobody, whatever becomes of its number."""
+    """A process by pidfd. A signal never reaches another process, even if the pid is used again."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -83,7 +83,7 @@ class ProcessHandle:
             signal.pidfd_send_signal(self.fd, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, within the time."""
+        """Wait for the process to end. Return whether it ended in time."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))

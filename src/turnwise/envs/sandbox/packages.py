@@ -1,4 +1,4 @@
-"""Installed packages that a sandbox may import: named ones with what they need, never all that is installed."""
+"""Finds the packages that a sandbox may import: the named ones and their requirements, not everything installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def find_packages(names: Sequence[str]) -> dict[str, Path]:
-    """Top-level modules and folders of the named distributions and of their plain requirements."""
+    """The top-level modules and folders of the named distributions and of their unconditional requirements."""
     found: dict[str, Path] = {}
     waiting, seen = list(names), set[str]()
     while waiting:
@@ -27,7 +27,7 @@ def find_packages(names: Sequence[str]) -> dict[str, Path]:
         except metadata.PackageNotFoundError as cause:
             if name in names:
                 raise ConfigError(f"package {name!r} is not installed here; `pip install {name}`") from cause
-            continue  # a requirement under a condition that does not hold here
+            continue  # a requirement with a condition that is not met here
         for file in distribution.files or ():
             top = file.parts[0]
             if top in ("..", "__pycache__") or top.endswith(".pth"):

@@ -1,10 +1,10 @@
-"""Limits only: a process of this machine, with no walls around it. For `sandbox: subprocess`, which is asked for.
+"""`sandbox: subprocess`: a process with limits but without isolation. Users must ask for it.
 
-What holds: CPU time, address space, file size, output, the deadline, an empty environment, an own folder. What does
-not: the program can read what its user can read, reach the network, signal its user's processes, and leave processes
-behind that put themselves into a session of their own. Started by root it runs under a user id drawn for it alone,
-where that user can reach the interpreter; then processes are limited too and none are left behind. A job that is shown
-files of the host keeps its user, who can read them.
+These limits hold: CPU time, address space, file size, output and the deadline; the environment is empty and the program
+has its own folder. But the program can read what its user can read, reach the network, signal its user's processes, and
+leave processes behind if they start a new session. If root starts it, it runs under a user id drawn for it alone,
+provided that this user can reach the interpreter; then processes are limited too and none are left behind. A job that
+is shown files of the host keeps its user, who can read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHERS_MAY_ENTER = 0o001
 
 
 class PlainBackend:
-    """Makes launches without isolation."""
+    """Turns jobs into commands that run without isolation."""
 
     has_own_pids = False
 
@@ -50,7 +50,7 @@ class PlainBackend:
         else:
             directory = job.directory
         limits = limit_command(self._prlimit, job)
-        if not is_dropped:  # it would count the processes that this user has anyway
+        if not is_dropped:  # the limit would count the user's other processes too
             limits = [option for option in limits if not option.startswith("--nproc")]
         drop = drop_command(self._setpriv, user_id) if is_dropped else []
         return Launch(
@@ -72,5 +72,5 @@ def _package_path(job: SandboxJob) -> str:
 
 
 def _is_reachable(place: Path) -> bool:
-    """Whether any user may go there."""
+    """Whether every user may enter this path."""
     return all(folder.stat().st_mode & _OTHERS_MAY_ENTER for folder in [place, *place.parents])

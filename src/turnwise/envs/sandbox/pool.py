@@ -1,7 +1,7 @@
-"""Sessions by id: leases that end forgotten ones, and a sweep of what a process left that died.
+"""Keeps sessions by id, closes forgotten ones when their lease ends, and removes what dead processes left.
 
-Each process owns a folder below one root, and a lock file beside it that the kernel unlocks when the process ends,
-however it ends. Whoever makes a pool removes the folders whose lock is free, and ends the shells noted in them.
+Each process owns a folder below one root, and a lock file beside it. The kernel releases the lock when the process
+ends, however it ends. Every new pool removes the folders whose lock is free, and kills the shells noted in them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SandboxPool:
         atexit.register(self.close)
 
     def open(self, backend: Backend, job: SandboxJob, files: Mapping[str, bytes], lease_s: float) -> Session:
-        """A new session with its files in place; its shell starts with the first command."""
+        """Open a session and write its files. Its shell starts with the first command."""
         if lease_s <= 0:
             raise ConfigError(f"lease_s={lease_s}; expected more than 0 seconds")
         identity = secrets.token_hex(8)
@@ -58,7 +58,7 @@ class SandboxPool:
         work.mkdir(parents=True)
         if os.geteuid() == 0:
             os.chown(work, user_id, user_id)
-            if not backend.has_own_pids:  # the shell walks there by itself
+            if not backend.has_own_pids:  # the shell enters its folder by itself
                 for folder in (place, self._place, self._root):
                     folder.chmod(0o711)
         FileTree(work, user_id if os.geteuid() == 0 else None).write_all(files)
@@ -91,9 +91,9 @@ class SandboxPool:
             return tuple(identity for identity, session in self._sessions.items() if not session.is_closed)
 
     def close(self) -> None:
-        """Close every session and give the folder back."""
+        """Close every session and remove the folder."""
         if os.getpid() != self._owner_pid or self._is_closed:
-            return  # a fork is not the owner
+            return  # a forked child does not own the folder
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -111,7 +111,7 @@ class SandboxPool:
             self._changed.notify_all()
 
     def _reap(self) -> None:
-        """Close sessions whose lease has run out; ends when there are none left to watch."""
+        """Close sessions whose lease has ended. Return when no session is left."""
         while True:
             with self._changed:
                 if self._is_closed or not self._sessions:
@@ -127,22 +127,22 @@ class SandboxPool:
                 session.close_blocking(f"its lease of {session.lease_s:g} s ran out")
 
     def _claim(self) -> tuple[Path, int]:
-        """A folder of our own, locked as long as we live."""
+        """Make a folder for this process, and lock it for as long as the process lives."""
         while True:
             place = self._root / secrets.token_hex(8)
             lock = os.open(_lock_path(place), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock).st_nlink:  # else a collector took it for a dead one's before we had locked it
+            if os.fstat(lock).st_nlink:  # otherwise another process removed it before we had locked it
                 place.mkdir(mode=0o700)
                 return place, lock
             os.close(lock)
 
     def _collect(self) -> int:
-        """Remove what dead owners left; how many owners there were."""
+        """Remove what dead processes left. Return the number of those processes."""
         count = 0
         for path in self._root.glob("*.lock"):
             with contextlib.suppress(OSError), path.open("rb+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when its owner lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the owner is alive
                 place = path.with_suffix("")
                 for note in place.glob("*/process.json"):
                     _kill_noted(note)
@@ -163,16 +163,16 @@ def _lock_path(place: Path) -> Path:
 
 
 def _make_private(root: Path) -> None:
-    """Below /tmp anyone could have made it first."""
+    """Make the root folder for this user only. Below /tmp, another user could have made it first."""
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     info = root.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        raise ConfigError(f"{root} belongs to someone else, or is no folder; remove it, or set TMPDIR to another place")
+        raise ConfigError(f"{root} belongs to another user or is no folder; remove it, or set TMPDIR to another place")
 
 
 def _kill_noted(note: Path) -> None:
-    """End a noted process, unless its number belongs to another one by now."""
+    """Kill a noted process, unless its pid now belongs to another process."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         process = json.loads(note.read_text(encoding="utf-8"))
         pid = int(process["pid"])

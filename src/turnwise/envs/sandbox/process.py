@@ -1,7 +1,7 @@
-"""One program in a sandbox: started, watched until it ends or has to be ended, and gone with all of its processes.
+"""Starts one program in a sandbox, watches it until it ends or must be killed, and removes all of its processes.
 
-Everything here blocks, in a thread of its caller's choosing; `sandbox.py` has the async side. The thread that starts a
-program must live as long as the program: the kernel kills it with the thread (`--die-with-parent`).
+Everything here blocks; `sandbox.py` has the async side. The thread that starts a program must live as long as the
+program, because the kernel kills the program when that thread ends (`--die-with-parent`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from turnwise.envs.sandbox.members import ProcessHandle, memory_bytes
 from turnwise.errors import SandboxError
 
 START_S = 30.0
-"""For a sandbox to come up; a busy machine may take long, and that is not the program's time."""
+"""Time limit for a sandbox to start. On a busy machine this is slow; it does not count as the program's time."""
 END_S = 10.0
 
 _FIRST_LOOK_S, _LATER_LOOKS_S = 0.02, 0.1
 _CHUNK = 1 << 16
 
 run_slots = threading.BoundedSemaphore(max(4, 2 + (os.cpu_count() or 1)))
-"""Programs at once: more would only make each other late, and a late answer counts as a wrong one."""
+"""Number of programs at the same time. More would only slow each other down, and a late answer counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,30 +44,30 @@ class SandboxJob:
     limits: Limits = field(default_factory=Limits)
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """By path in the working directory."""
+    """Contents of files, by path in the working directory."""
     directory: Path | None = None
-    """A folder of the host that is the working directory, instead of `files`."""
+    """A folder of the host to use as the working directory, instead of `files`."""
     packages: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """What `import` finds besides the standard library, by name."""
+    """Modules that can be imported besides the standard library, by name."""
     shown: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """Files and folders of the host to read, by their absolute path in the sandbox; without walls, where they are."""
+    """Readable files and folders of the host, by their path in the sandbox. `subprocess` does not move them."""
     user_id: int | None = None
-    """None: drawn for this job."""
+    """None draws a user id for this job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A job as a command of the host."""
+    """The command on the host that runs a job."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     directory: str
     pass_fds: tuple[int, ...] = ()
     status_fd: int | None = None
-    """Where bubblewrap reports; None: there is nothing but the process itself."""
+    """Where bubblewrap reports its state. None without bubblewrap."""
     close_after_start: tuple[int, ...] = ()
     user_id: int | None = None
-    """Processes of this user are killed at the end, where there is no pid namespace that ends them."""
+    """All processes of this user are killed at the end. Set if there is no pid namespace that ends them."""
 
 
 class Backend(Protocol):
@@ -100,7 +100,7 @@ class Cancel:
 
 
 def data_to_fd(data: bytes, stack: ExitStack) -> int:
-    """The data as an open file in memory, at its beginning."""
+    """Put the data into a file in memory and return its descriptor."""
     descriptor = os.memfd_create("sandbox")
     stack.callback(os.close, descriptor)
     with open(descriptor, "wb", closefd=False) as file:
@@ -110,10 +110,10 @@ def data_to_fd(data: bytes, stack: ExitStack) -> int:
 
 
 class Running:
-    """A started program; on leaving, nothing of it is left."""
+    """A running program, as a context manager. When the block is left, all of its processes have ended."""
 
     def __init__(self, backend: Backend, job: SandboxJob, *, stdin: int | None, merge_output: bool = False) -> None:
-        """Start it; `stdin=None` opens a pipe to it."""
+        """Start the program. `stdin=None` opens a pipe to it."""
         self.job = job
         self._stack = ExitStack()
         try:
@@ -161,7 +161,7 @@ class Running:
 
     @property
     def init_pid(self) -> int | None:
-        """The first process of the sandbox, as the host knows it."""
+        """The host's pid of the sandbox's first process."""
         return self._init.pid if self._init is not None else None
 
     @property
@@ -179,17 +179,17 @@ class Running:
 
     @property
     def exit_code(self) -> int | None:
-        """Of a program that ended by itself; read after `end`."""
+        """The exit code of a program that ended by itself. Read it after `end`."""
         return self._exit_code
 
     def wait_until_up(self) -> None:
-        """Come back when the program's time begins."""
+        """Return when the sandbox has started and the program's time begins."""
         if self._launch.status_fd is None:
             return
         deadline = time.monotonic() + START_S
         poll = select.poll()
         poll.register(self._launch.status_fd, select.POLLIN)
-        while self._init is None and self._exit_code is None:  # a quick program may be gone before it could be seen
+        while self._init is None and self._exit_code is None:  # a fast program may have ended before we saw it
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise SandboxError(f"the sandbox was not up after {START_S:g} s")
@@ -198,7 +198,7 @@ class Running:
                 raise SandboxError(f"the sandbox did not come up: {self.complaint()}")
 
     def pump(self, timeout_s: float, cancel: Cancel | None = None) -> bool:
-        """Take in output for up to `timeout_s`, less when something happens; False once it was cancelled."""
+        """Read output for up to `timeout_s`, or until something happens. Return False if the run was cancelled."""
         poll = select.poll()
         for descriptor in self.outputs:
             poll.register(descriptor, select.POLLIN)
@@ -211,7 +211,7 @@ class Running:
         return cancel is None or cancel.fd not in ready
 
     def _take(self, descriptor: int) -> bool:
-        """One chunk of output; False when there will be no more. What goes beyond the limit by far is let go."""
+        """Read one chunk of output. Return False at the end. Output far beyond the limit is dropped."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -225,7 +225,7 @@ class Running:
         return True
 
     def _silence(self, descriptor: int) -> None:
-        """A closed pipe is always ready to be read; its place is taken by one that never is."""
+        """Replace a closed pipe, which would always be ready to read, by one that is never ready."""
         silent_read, silent_write = os.pipe()
         os.dup2(silent_read, descriptor, inheritable=False)
         os.set_blocking(descriptor, False)
@@ -233,7 +233,7 @@ class Running:
         self._stack.callback(os.close, silent_write)
 
     def broken_limit(self) -> Ending | None:
-        """Whether the program has gone beyond what is watched from outside."""
+        """The limit that the program has broken, of those that are watched from outside."""
         if any(len(kept) > self.job.limits.output_bytes for kept in self.outputs.values()):
             return "output_limit"
         if self.init_pid is not None and memory_bytes(self.init_pid) > self.job.limits.memory_bytes:
@@ -244,12 +244,12 @@ class Running:
         return bytes(self.outputs[descriptor][: self.job.limits.output_bytes]).decode("utf-8", errors="replace")
 
     def end(self) -> None:
-        """Kill what is left, wait for it, take the last output; a second time does nothing."""
+        """Kill what is left, wait for it, and read the last output. A second call does nothing."""
         if self._process.returncode is not None:
             return
         try:
             if self._outer.wait(0) and self._launch.status_fd is not None:
-                self._read_status()  # it ended by itself: its exit code is there
+                self._read_status()  # it ended by itself and has an exit code
             self._kill()
             for descriptor in self.outputs:
                 while self._take(descriptor):
@@ -265,7 +265,7 @@ class Running:
             self._stack.close()
 
     def complain_unless_it_ran(self) -> None:
-        """A sandbox that ended before its program began has failed; nothing is known about the program."""
+        """Raise `SandboxError` if the sandbox ended before its program began."""
         if self._launch.status_fd is not None and self._exit_code is None:
             raise SandboxError(f"the sandbox ended before its program did: {self.complaint()}")
 
@@ -273,14 +273,14 @@ class Running:
         if self._init is None and self._launch.status_fd is not None:
             self._read_status()
         if self._init is not None:
-            self._init.kill()  # and with it the whole namespace; bubblewrap waits for it and ends
+            self._init.kill()  # this ends the whole namespace; bubblewrap waits for it and ends too
             if not self._init.wait(END_S):
                 raise SandboxError(f"processes of a sandbox are still there {END_S:g} s after they were killed")
             self._outer.wait(END_S)
         self._outer.kill()
         if self._launch.status_fd is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # not yet waited for, so the id is still its own
+                os.killpg(self._process.pid, signal.SIGKILL)  # not yet waited for, so the pid is still its own
             _kill_user(self._launch.user_id)
         code = self._process.wait(END_S)
         if self._launch.status_fd is None and code >= 0:
@@ -289,7 +289,7 @@ class Running:
             self._exit_code = 128 - code
 
     def _read_status(self) -> bool:
-        """Take in what bubblewrap reports; False when it will report no more."""
+        """Read what bubblewrap reports. Return False when it will report no more."""
         assert self._launch.status_fd is not None
         poll = select.poll()
         poll.register(self._launch.status_fd, select.POLLIN)
@@ -308,7 +308,7 @@ class Running:
         return is_open
 
     def complaint(self) -> str:
-        """What it said last, for an error."""
+        """The last output, for an error message."""
         for descriptor in self.outputs:
             self._take(descriptor)
         said = b" ".join(bytes(kept) for kept in self.outputs.values()).decode("utf-8", errors="replace")
@@ -316,7 +316,7 @@ class Running:
 
 
 def _kill_user(user_id: int | None) -> None:
-    """Kill every process of a user that exists for one job alone."""
+    """Kill every process of a user id that was drawn for one job."""
     if user_id is None:
         return
     for place in Path("/proc").glob("[0-9]*"):
@@ -326,7 +326,7 @@ def _kill_user(user_id: int | None) -> None:
 
 
 def run_job(backend: Backend, job: SandboxJob, cancel: Cancel | None = None) -> SandboxResult:
-    """Run one program to its end, whatever the end is."""
+    """Run one program until it ends or is killed."""
     with run_slots, ExitStack() as stack:
         stdin = data_to_fd(job.stdin, stack)
         with Running(backend, job, stdin=stdin) as running:
@@ -347,7 +347,7 @@ def run_job(backend: Backend, job: SandboxJob, cancel: Cancel | None = None) -> 
 
 
 def follow(running: Running, deadline: float, cancel: Cancel | None) -> Ending:
-    """Take in output until the program ends or must be ended."""
+    """Read output until the program ends or must be killed."""
     look_s = _FIRST_LOOK_S
     next_look = time.monotonic() + look_s
     while not running.has_ended:

@@ -31,7 +31,7 @@ def main() -> None:
         namespace: dict[str, object] = {"__name__": "__answer__"}
         try:
             exec(compile(request["code"], "<answer>", "exec"), namespace)  # noqa: S102 - it is what this is for
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: whatever the code raises is its result
+        except BaseException as error:  # noqa: BLE001 - whatever the code raises is its result, SystemExit included
             failed = {"error": describe(error)}
             for _ in request["tests"]:
                 send(results, failed)
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def become_nobody() -> None:
-    """Without a sandbox, root is exempt from the limit on processes and may write anywhere; it stops being root."""
+    """Stop being root: without a sandbox, root may write anywhere and no limit on processes applies to it."""
     if os.geteuid() != 0:
         return
-    for module in COMMON_MODULES:  # nobody may not be able to read where Python is installed
+    for module in COMMON_MODULES:  # the user `nobody` may not be able to read Python's folder
         __import__(module)
-    with contextlib.suppress(OSError):  # not allowed in some containers, where root has few rights anyway
+    with contextlib.suppress(OSError):  # some containers do not allow it; root has few rights there
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -69,7 +69,7 @@ def execute(statements: str, namespace: dict[str, object]) -> dict[str, object]:
 
 
 def describe(error: BaseException) -> str:
-    """What was raised, and in which line of the answer."""
+    """Say what was raised, and in which line of the policy's code."""
     try:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         line, trace = 0, error.__traceback__
@@ -91,4 +91,4 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads or exit handlers that the code left behind do not keep the process
+    os._exit(0)  # do not wait for threads or exit handlers that the code left behind

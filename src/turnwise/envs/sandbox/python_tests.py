@@ -1,8 +1,8 @@
 """Runs Python code against tests, in a sandbox.
 
-A test with an expected value is judged here: the sandbox sends back the value of its call, and the expected one never
-enters, so printing "passed" passes nothing. A test that is a statement (`assert ...`) is judged where it runs: code
-that looks for the judge can find it. `statement_to_test` turns most asserts into the first kind.
+A test with an expected value is checked outside the sandbox: the sandbox sends back the value of the call and never
+sees the expected one, so code cannot cheat by printing "passed". A test that is a statement (`assert ...`) is checked
+inside, where the code could tamper with it. `statement_to_test` turns most asserts into the first kind.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from turnwise.errors import CodeRunnerError
 TestsEnding = Literal["finished", "timeout", "crash"]
 
 CODE_LIMITS = Limits(cpu_s=2, wall_s=10.0, processes=1, file_bytes=0, output_bytes=1 << 20)
-"""For small functions; not a byte may be written to a file."""
+"""Limits for small functions. They may not write to files."""
 
 _CHILD = Path(__file__).with_name("python_child.py")
 _ARGV = ("python3", "-I", "-S", "-B", "/work/.run.py")
 _LINE_BYTES = 1 << 16
-"""No honest line of the child is longer."""
+"""The longest line that the child sends, unless the code tampers with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
     """An expression and the value it should have: `CallTest("add(2, 3)", 5)`. Values are Python literals."""
 
-    __test__ = False  # pytest: not a test class
+    __test__ = False  # tells pytest that this is not a test class
 
     call: str
     expected: Any
@@ -60,23 +60,23 @@ PythonTest = CallTest | StatementTest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsOutcome:
-    """What became of the code."""
+    """The result of running code against its tests."""
 
-    __test__ = False  # pytest: not a test class
+    __test__ = False  # tells pytest that this is not a test class
 
     ending: TestsEnding
-    """`finished`: every test gave a value or raised. `timeout`: stopped, for its time, its memory or for sending too
-    much. `crash`: it ended before its tests did."""
+    """`finished`: every test returned a value or raised. `timeout`: the code was stopped because it took too long, used
+    too much memory or sent too much. `crash`: the process ended before its tests did."""
     passed: tuple[bool, ...]
-    """One per test; all False unless it finished."""
+    """One per test. All are False unless the run finished."""
     errors: tuple[str | None, ...]
-    """What each test raised."""
+    """The exception that each test raised."""
     values: tuple[str | None, ...]
-    """The repr of what each call gave."""
+    """The repr of the value that each call returned."""
     printed: str
     """What the code wrote to its standard streams."""
     verdict: str
-    """How it was stopped; empty when it finished."""
+    """How the run was stopped. Empty if it finished."""
 
     @property
     def num_passed(self) -> int:
@@ -86,7 +86,7 @@ class TestsOutcome:
 async def run_python_tests(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
-    """Run `code`, then each test; code that hangs or crashes passes no test."""
+    """Run `code`, then each test. Code that hangs or crashes passes no test."""
     files = {".run.py": child_source()}
     result = await sandbox.run(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
@@ -97,7 +97,7 @@ async def run_python_tests(
 def run_python_tests_blocking(
     sandbox: Sandbox, code: str, tests: Sequence[PythonTest], limits: Limits = CODE_LIMITS
 ) -> TestsOutcome:
-    """The same for code that is not async."""
+    """Do the same as `run_tests`, for code that is not async."""
     files = {".run.py": child_source()}
     result = sandbox.run_blocking(
         _argv(sandbox), stdin=_request(sandbox, code, tests), files=files, limits=_with_room(limits, tests)
@@ -107,7 +107,7 @@ def run_python_tests_blocking(
 
 @cache
 def default_sandbox(kind: SandboxKind = "bubblewrap") -> Sandbox:
-    """One for everybody who has no wishes of their own."""
+    """The shared sandbox of callers that do not bring their own."""
     return Sandbox(kind)
 
 
@@ -159,7 +159,7 @@ def _read_outcome(result: SandboxResult, tests: Sequence[PythonTest]) -> TestsOu
 
 
 def _parse_lines(received: str) -> list[dict[str, Any]]:
-    """The whole lines that are JSON objects, up to the first that is not."""
+    """Parse complete lines as JSON objects, up to the first line that is not one."""
     lines: list[dict[str, Any]] = []
     for line in received.split("\n")[:-1]:
         try:
@@ -177,7 +177,7 @@ def _text(value: object) -> str | None:
 
 
 def _is_passed(line: dict[str, Any], test: PythonTest) -> bool:
-    """Whether what came back is what the test expects; a repr that is no literal is no value."""
+    """Whether the returned value is the expected one. A repr that is not a Python literal never is."""
     if isinstance(test, StatementTest):
         return line.get("passed") is True
     text = line.get("value")
@@ -191,14 +191,14 @@ def _is_passed(line: dict[str, Any], test: PythonTest) -> bool:
 
 
 def _is_close(value: object, expected: object) -> bool:
-    """Floats are compared as people compare them; True is no 1.0000000001."""
+    """Compare floats with a tolerance; bools and ints are not floats."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(expected, float):
         return False
     return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def statement_to_test(statement: str) -> PythonTest:
-    """`assert f(1) == [2]` as a call with a value; anything else stays a statement."""
+    """Turn `assert f(1) == [2]` into a call with an expected value. Any other text stays a statement."""
     try:
         (node,) = ast.parse(statement.strip()).body
     except (SyntaxError, ValueError):

@@ -1,5 +1,5 @@
-"""Where a policy's programs run: `run` for one program, `open` for a shell that lives through a dialogue, and
-`start_worker` for a program of ours that is asked many times, and is not trusted with what it is asked.
+"""The sandbox: `run` runs one program, `open` opens a shell that lives through a dialogue, and `start_worker` starts a
+program of ours that answers many untrusted requests.
 
 sandbox = Sandbox()                                   # refuses when bubblewrap is missing, with what to install
 result = await sandbox.run(["python3", "main.py"], files={"main.py": "print(6 * 7)"})
@@ -37,15 +37,15 @@ SandboxKind = Literal["bubblewrap", "subprocess"]
 
 DEFAULT_LEASE_S = 900.0
 MAX_FILES = 200
-"""Of one run; a session takes any number."""
+"""Most files of one run. A session takes any number."""
 
 
 class SandboxWarning(UserWarning):
-    """Programs run without isolation, as was asked for."""
+    """Programs run without isolation, because the user asked for it."""
 
 
 class Sandbox:
-    """A kind of sandbox with its default limits; safe to share between threads and event loops."""
+    """A kind of sandbox with its default limits. Threads and event loops may share it."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Sandbox:
         packages: Sequence[str] = (),
         pool: SandboxPool | None = None,
     ) -> None:
-        """Look for what is needed; `ConfigError` says what to install.
+        """Check that the sandbox works here. `ConfigError` says what to install.
 
         Args:
-            packages: Installed distributions that programs may import, with what these need.
+            packages: Installed distributions that programs may import, together with their requirements.
         """
         if kind == "bubblewrap":
             self._backend = BubblewrapBackend(find_bubblewrap())
@@ -85,7 +85,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxResult:
-        """Run one program in a working directory of its own; cancelling the task kills the program."""
+        """Run one program in a new working directory. Cancelling the task kills the program."""
         job = self._job(argv, stdin, files, limits)
         cancel = Cancel()
 
@@ -109,7 +109,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxResult:
-        """The same for code that is not async."""
+        """Do the same as `run`, for code that is not async. (Its parameters are repeated so that both are typed.)"""
         return run_job(self._backend, self._job(argv, stdin, files, limits))
 
     def open(
@@ -119,7 +119,7 @@ class Sandbox:
         limits: Limits | None = None,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> Session:
-        """A shell of its own in a working directory of its own; close it, or its lease will."""
+        """Open a shell in a new working directory. Close it, or it is closed when its lease ends."""
         job = SandboxJob(argv=(), limits=limits or self.limits, packages=self._packages)
         pool = self._pool or default_pool()
         return pool.open(self._backend, job, check_names(files or {}), lease_s)
@@ -132,12 +132,12 @@ class Sandbox:
         shown: Mapping[str, Path] | None = None,
         limits: Limits | None = None,
     ) -> Worker:
-        """Start a program that answers line by line, and wait until it is ready; whoever starts it ends it.
+        """Start a program that answers line by line, and wait until it is ready. The caller must end it.
 
         Args:
             shown: Files and folders of the host that it may read, by their absolute path in the sandbox. With
-                `subprocess` they are where they are.
-            limits: `wall_s` does not count; `cpu_s` is for all of its life.
+                `subprocess` they stay at their own path.
+            limits: `wall_s` is ignored; `cpu_s` counts over the whole life of the program.
         """
         return Worker(self._backend, replace(self._job(argv, b"", files, limits), shown=dict(shown or {})))
 

@@ -1,8 +1,8 @@
-"""A shell that lives through a dialogue: its folder, variables and files stay from one command to the next.
+"""A shell that lives through a dialogue. Its current folder, variables and files stay from command to command.
 
-A command ends with everything it started: when it is done, or at its deadline, all processes but the shell are killed.
-A shell that died (`exit`, a signal, a command that would not stop) is noticed, reported, and replaced: files in the
-working directory are kept, and so is the folder it was in; variables are not.
+When a command is done, or at its deadline, all processes except the shell are killed. If the shell itself dies (`exit`,
+a signal, a command that does not stop), the result says so and a new shell is started. It keeps the files and the
+current folder, but not the variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from turnwise.envs.sync import CallThread
 from turnwise.errors import DataError, SandboxError, SessionClosedError
 
 MAX_COMMAND_BYTES = 48_000
-"""A command travels through a pipe that holds 64 KB."""
+"""Longest command. It must fit into a pipe, which holds 64 KB."""
 
 _GRACE_S = 1.0
 _LOOK_S = 0.1
@@ -37,7 +37,7 @@ _MARK_FD = 251
 
 
 class Session:
-    """Made by `Sandbox.open`; closed by `close`, by its pool, or when its lease runs out."""
+    """Made by `Sandbox.open`. Closed by `close`, by its pool, or when its lease ends."""
 
     def __init__(self, *, identity: str, place: Path, backend: Backend, job: SandboxJob, lease_s: float) -> None:
         self.id = identity
@@ -60,7 +60,7 @@ class Session:
 
     @property
     def expires_at(self) -> float:
-        """On the clock of `time.monotonic`; every command renews it."""
+        """When the lease ends, on the clock of `time.monotonic`. Every command renews it."""
         return self._expires_at
 
     @property
@@ -75,7 +75,7 @@ class Session:
         self._expires_at = time.monotonic() + self.lease_s
 
     async def run(self, command: str, deadline_s: float | None = None) -> SandboxResult:
-        """Run one command; `stdout` holds all that it wrote. Never raises for what the command does."""
+        """Run one command. `stdout` holds all of its output. A failing command does not raise."""
         wall_s = deadline_s if deadline_s is not None else self._job.limits.wall_s
         if "\0" in command or len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES:
             raise DataError(f"the command has a NUL byte or more than {MAX_COMMAND_BYTES} bytes; write a file instead")
@@ -96,7 +96,7 @@ class Session:
             raise
 
     async def close(self) -> None:
-        """End the shell and remove its files; twice does no harm."""
+        """End the shell and remove its files. It may be called twice."""
         await asyncio.get_running_loop().run_in_executor(None, self.close_blocking, "it was closed")
 
     def close_blocking(self, reason: str) -> None:
@@ -118,7 +118,7 @@ class Session:
             raise SessionClosedError(f"session {self.id} is gone: {self._closed_because}; open another one")
 
     def _run(self, command: str, wall_s: float, cancel: Cancel) -> SandboxResult:
-        """In the session's own thread, which outlives the shell it starts."""
+        """Run one command. This runs in the session's own thread, which lives longer than the shell that it starts."""
         with self._lock, run_slots:
             self._check_open()
             self._cancel = cancel
@@ -138,7 +138,7 @@ class Session:
         if found:
             output = output[: output.rindex(f"\n{mark} ")] if f"\n{mark} " in output else output
             self._folder = found[2].decode("utf-8", errors="replace")
-        elif ending == "finished":  # nothing said that the command ended, but the shell did
+        elif ending == "finished":  # the end mark did not come, because the shell ended
             shell.end()
             self._shell, ending, exit_code = None, "shell_died", shell.exit_code
             output = shell.text(shell.stdout_fd)
@@ -155,23 +155,23 @@ class Session:
         )
 
     def _send(self, shell: Running, command: str) -> str:
-        """Write the command to the shell's input; the mark that its end will be told by."""
+        """Write the command to the shell's input. Return the mark that the shell will print at its end."""
         mark = f"turnwise-{secrets.token_hex(8)}"
         shell.outputs[shell.stdout_fd].clear()
-        # All in the namespace but us. Bash would tell of their death in the next command, so it waits for them here and
-        # then forgets them: waiting alone leaves the last one in its table, to be told of or not as timing has it.
+        # Kill everything in the namespace except the shell. Bash would report these deaths during the next command, so
+        # it waits for them here and then disowns them: after `wait` alone, it may still report the last one.
         kill_all = "{ builtin kill -9 -1; builtin wait; builtin disown -a; } 2>/dev/null; "
         sweep = kill_all if self._backend.has_own_pids else ""
         tell = f"builtin printf '\\n%s %s %s\\n' {mark} $__code \"$PWD\" >&{_MARK_FD}"
         script = f"eval {shlex.quote(command)} </dev/null >&{_MARK_FD} 2>&1 {_MARK_FD}>&-\n__code=$?; {sweep}{tell}\n"
-        with contextlib.suppress(BrokenPipeError):  # then the shell is dead, which is noticed at once
+        with contextlib.suppress(BrokenPipeError):  # the shell is dead; `_follow` notices that
             os.write(shell.stdin_fd, script.encode("utf-8", "replace"))
         return mark
 
     def _follow(
         self, shell: Running, mark: str, deadline: float, cancel: Cancel | None
     ) -> tuple[Ending, re.Match[bytes] | None]:
-        """Take in output until the mark, the death of the shell, or a limit."""
+        """Read output until the mark comes, the shell dies, or a limit is reached."""
         pattern = re.compile(rf"\n{mark} (\d+) ([^\n]*)\n".encode())
         next_look = time.monotonic() + _LOOK_S
         while True:
@@ -197,7 +197,7 @@ class Session:
                 return "output_limit", None
 
     def _interrupt(self, shell: Running, mark: str, output: str) -> str:
-        """Stop the command but keep the shell, or replace it when it is the shell itself that would not stop."""
+        """Stop the command but keep the shell. If the shell itself does not stop, replace it."""
         found = None
         if shell.init_pid is not None:
             kill_below(shell.init_pid, spare=self._shell_pid)
@@ -234,6 +234,6 @@ class Session:
         return shell
 
     def _note_process(self, pid: int) -> None:
-        """For whoever cleans up after us, should we be gone: which process to end."""
+        """Note which process to kill, for the pool that cleans up if this process dies."""
         note = json.dumps({"pid": pid, "start_time": start_time(pid)})
         (self._place / "process.json").write_text(note, encoding="utf-8")

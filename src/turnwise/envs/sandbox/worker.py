@@ -1,7 +1,7 @@
-"""A program in a sandbox that stays: it is asked one line at a time and answers each with one line.
+"""A long-lived program in a sandbox. It gets one line at a time and answers each with one line.
 
-Starting a sandbox takes tens of milliseconds, asking a worker takes less than one. The program says that it is ready
-with a first line. One that is late or dead is of no more use: end it and start another.
+Starting a sandbox takes tens of milliseconds; asking a worker takes less than one. The program prints a first line when
+it is ready. If a worker is late or dead, end it and start another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turnwise.envs.sync import call_in_thread
 from turnwise.errors import SandboxError
 
 PIPE_BYTES = 1 << 16
-"""What an empty pipe takes in at once."""
+"""How much can be written to an empty pipe at once."""
 
 
 class WorkerDiedError(SandboxError):
@@ -31,7 +31,7 @@ class WorkerDiedError(SandboxError):
 
 
 class Worker:
-    """Made by `Sandbox.start_worker`; one thread, or one coroutine, at a time may use it."""
+    """Made by `Sandbox.start_worker`. Only one thread or coroutine may use it at a time."""
 
     def __init__(self, backend: Backend, job: SandboxJob) -> None:
         owner = owner_who_reads(job.shown.values()) if os.geteuid() == 0 else None
@@ -54,18 +54,18 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the sandbox's first process, as the host knows it."""
+        """The host's pid of the sandbox's first process."""
         return self._running.init_pid or self._running.outer_pid
 
     def ask(self, line: bytes, within_s: float) -> bytes | None:
-        """The answer, without its line end; None when it did not come in time. `WorkerDiedError`: it never will."""
+        """Return the answer without its line end, or None if it is late. `WorkerDiedError` if the program has ended."""
         end_s = time.monotonic() + within_s
         self._running.outputs[self._running.stdout_fd].clear()
         return self._read_line(end_s) if self._write(line + b"\n", end_s) else None
 
     async def ask_async(self, line: bytes, within_s: float) -> bytes | None:
-        """`ask` on the event loop: no thread is needed, and none has to wait for Python's lock."""
-        if len(line) >= PIPE_BYTES:  # it might take more than one write
+        """`ask` on the event loop, without a thread, which would have to wait for Python's lock."""
+        if len(line) >= PIPE_BYTES:  # a long line may need more than one write
             return await call_in_thread(self.ask, line, within_s)
         loop, descriptor = asyncio.get_running_loop(), self._running.stdout_fd
         self._running.outputs[descriptor].clear()
@@ -85,7 +85,7 @@ class Worker:
                 answered.set_exception(self._death())
 
         loop.add_reader(descriptor, take)
-        try:  # what came while the loop was held up counts, however late the loop looks
+        try:  # an answer that came while the loop was blocked counts, even if it is read late
             await asyncio.wait([answered], timeout=within_s)
             return answered.result() if answered.done() else None
         finally:
@@ -93,7 +93,7 @@ class Worker:
             answered.cancel()
 
     def end(self) -> None:
-        """Kill it with all it started; twice does no harm."""
+        """Kill the program and everything that it started. It may be called twice."""
         self._is_ended = True
         self._running.end()
 
@@ -116,7 +116,7 @@ class Worker:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return None
-            has_ended = self._running.has_ended  # asked first: what it said before is still to be taken in
+            has_ended = self._running.has_ended  # check this first, then read what it wrote before it ended
             before = len(answer)
             self._running.pump(left_s)
             if len(answer) == before and (has_ended or before > self._running.job.limits.output_bytes):
@@ -129,18 +129,18 @@ class Worker:
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """The kernel ends a sandbox with the thread that started it, so that thread lives as long as the process."""
+    """The thread that starts workers. It lives as long as this process, because the kernel kills them with it."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-sandbox-start")
 
 
 def _max_processes() -> int:
-    """For a user who has other processes: a smaller limit would count those, and keep the worker from starting."""
+    """The limit on processes for a user who has others. A smaller limit would keep the worker from starting."""
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     return 1 << 20 if hard == resource.RLIM_INFINITY else hard
 
 
 def owner_who_reads(places: Iterable[Path]) -> int | None:
-    """Whose eyes are needed: None when any user may read them, else the owner of what others may not."""
+    """The user who can read these paths: None if every user can, else the owner of a path that others cannot read."""
     for place in places:
         info = place.stat()
         needed = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(info.st_mode) else 0)

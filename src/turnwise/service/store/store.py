@@ -310,9 +310,6 @@ class Store:
     def samplers_of_session(self, session_id: str) -> list[SamplerRow]:
         return self._all(SamplerRow, "SELECT * FROM samplers WHERE session_id = ? ORDER BY created_at", session_id)
 
-    def delete_sampler(self, sampler_id: str) -> None:
-        self._db.execute("DELETE FROM samplers WHERE sampler_id = ?", (sampler_id,))
-
     def sampler_directories(self) -> set[str]:
         rows = self._db.execute("SELECT directory FROM samplers WHERE directory IS NOT NULL")
         return {str(row[0]) for row in rows}

@@ -20,13 +20,17 @@ import pytest
 
 from processes import processes_below
 from turnwise.envs.library import sql_runner, sql_worker
-from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, SqlRunner
+from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner
 from turnwise.envs.library.text_to_sql import TextToSql
 from turnwise.envs.sandbox import SandboxWarning
 from turnwise.envs.sandbox.detect import find_bubblewrap
 from turnwise.errors import ConfigError, SandboxError
 
 GONE_WITHIN_S = 60.0
+
+
+def run_query(runner: SqlRunner, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
+    return asyncio.run(runner.run(path, sql, limits))
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_a_worker_that_was_taken_over_reaches_the_database_and_nothing_else(
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         asked = f'{{"secret": "{secret}", "home": "{Path.home()}", "port": {server.getsockname()[1]}}}'
         runner = SqlRunner([database])
-        became = {row[0]: row[1] for row in runner.run_now(database, asked).rows}
+        became = {row[0]: row[1] for row in run_query(runner, database, asked).rows}
         runner.close()
     assert became == {
         "path": "/databases/0/database.sqlite",
@@ -136,7 +140,7 @@ def test_a_worker_that_never_answers_is_killed_at_the_deadline_with_what_it_star
     before = processes_below(os.getpid())
     runner = SqlRunner([database])
     with pytest.raises(QueryRefused, match=sql_worker.TOO_LONG):
-        runner.run_now(database, "SELECT 1", QueryLimits(time_limit_s=0.2))
+        run_query(runner, database, "SELECT 1", QueryLimits(time_limit_s=0.2))
     assert runner.idle_pids == ()
     assert processes_below(os.getpid()) <= before
 
@@ -148,16 +152,16 @@ def test_a_worker_that_does_not_come_up_is_an_error_of_ours_and_not_of_the_query
     before = processes_below(os.getpid())
     runner = SqlRunner([database])
     with pytest.raises(SandboxError, match=r"(?s)it ended, .*no database library here"):
-        runner.run_now(database, "SELECT 1")
+        run_query(runner, database, "SELECT 1")
     assert processes_below(os.getpid()) <= before
 
 
 def test_the_pool_goes_on_after_a_worker_died(runner: SqlRunner, database: Path) -> None:
-    assert runner.run_now(database, "SELECT 1").rows == ((1,),)
+    assert run_query(runner, database, "SELECT 1").rows == ((1,),)
     (first,) = runner.idle_pids
     os.kill(first, signal.SIGKILL)
     wait_for_end(first)
-    assert runner.run_now(database, "SELECT name FROM cats").rows == (("Ada",),)
+    assert run_query(runner, database, "SELECT name FROM cats").rows == (("Ada",),)
     (second,) = runner.idle_pids
     assert second != first
 
@@ -167,7 +171,7 @@ def test_one_worker_serves_many_queries_also_those_of_other_threads(runner: SqlR
     pids: list[int] = []
 
     def query() -> None:
-        runner.run_now(database, "SELECT 1")
+        run_query(runner, database, "SELECT 1")
         pids.extend(runner.idle_pids)
 
     for _ in range(5):
@@ -182,12 +186,12 @@ def test_one_worker_serves_many_queries_also_those_of_other_threads(runner: SqlR
 def test_no_process_is_left_after_close_or_when_nobody_closed_it(database: Path, is_closed: bool) -> None:
     before = processes_below(os.getpid())
     runner = SqlRunner([database])
-    runner.run_now(database, "SELECT 1")
+    run_query(runner, database, "SELECT 1")
     assert processes_below(os.getpid()) - before
     if is_closed:
         runner.close()
         assert processes_below(os.getpid()) <= before
-        assert runner.run_now(database, "SELECT 2").rows == ((2,),)  # a closed runner can be used again
+        assert run_query(runner, database, "SELECT 2").rows == ((2,),)  # a closed runner can be used again
     del runner
     for pid in processes_below(os.getpid()) - before:  # the thread that started it may hold the runner a moment longer
         wait_for_end(pid)
@@ -195,11 +199,11 @@ def test_no_process_is_left_after_close_or_when_nobody_closed_it(database: Path,
 
 def test_workers_end_with_a_run_that_is_killed(database: Path) -> None:
     program = """
-        import pathlib, sys, time
+        import asyncio, pathlib, sys, time
         from turnwise.envs.library.sql_runner import SqlRunner
         path = pathlib.Path(sys.argv[1])
         runner = SqlRunner([path])
-        runner.run_now(path, "SELECT 1")
+        asyncio.run(runner.run(path, "SELECT 1"))
         print(*runner.idle_pids, flush=True)
         time.sleep(1000)
     """
@@ -221,7 +225,7 @@ def test_files_of_a_strict_owner_and_write_ahead_logs_can_be_read(tmp_path: Path
         connection.execute("CREATE TABLE cats AS SELECT 'Ada' AS name")
     path.chmod(0o600)
     runner = SqlRunner([path])
-    assert runner.run_now(path, "SELECT name FROM cats").rows == (("Ada",),)
+    assert run_query(runner, path, "SELECT name FROM cats").rows == (("Ada",),)
     runner.close()
     assert [found.name for found in path.parent.iterdir()] == ["wal.sqlite"]
 
@@ -230,10 +234,10 @@ def test_a_folder_shows_databases_that_are_written_later(tmp_path: Path, databas
     folder = tmp_path / "folder"
     folder.mkdir()
     runner = SqlRunner([folder, database])
-    assert runner.run_now(database, "SELECT name FROM cats").rows == (("Ada",),)
+    assert run_query(runner, database, "SELECT name FROM cats").rows == (("Ada",),)
     later = folder / "later one.sqlite"
     later.write_bytes(database.read_bytes())
-    assert runner.run_now(later, "SELECT name FROM cats").rows == (("Ada",),)
+    assert run_query(runner, later, "SELECT name FROM cats").rows == (("Ada",),)
     assert len(runner.idle_pids) == 1
     runner.close()
 
@@ -242,9 +246,9 @@ def test_limits_without_walls_are_asked_for_and_warned_about(database: Path) -> 
     before = processes_below(os.getpid())
     with pytest.warns(SandboxWarning, match="no walls"):
         runner = SqlRunner([database], sandbox="subprocess")
-    assert runner.run_now(database, "SELECT name FROM cats").rows == (("Ada",),)
+    assert run_query(runner, database, "SELECT name FROM cats").rows == (("Ada",),)
     with pytest.raises(QueryRefused, match="read-only"):
-        runner.run_now(database, "DELETE FROM cats")
+        run_query(runner, database, "DELETE FROM cats")
     runner.close()
     assert processes_below(os.getpid()) <= before
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from turnwise.envs.registry import SHIPPED_WORLDS, load_target
@@ -19,24 +17,15 @@ examples:
 """
 
 
-_ABOUT = "Check a world or an env against every rule, and say what is wrong and what to do."
-
-
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `check-env` to the command line's subcommands."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check-env",
         help="check that your env keeps the rules",
-        description=_ABOUT,
+        description="Check a world or an env against every rule, and say what is wrong and what to do.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_arguments(parser)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
     shipped = ", ".join(SHIPPED_WORLDS)
     parser.add_argument("target", help=f"module:Class, path/to/file.py:Class, or a shipped world ({shipped})")
     parser.add_argument("options", nargs="*", metavar="option=value", help="options of the world")
@@ -46,6 +35,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=float, default=5.0, metavar="SECONDS", help="time limit for one call (default 5)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,20 +54,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_ok else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command by itself: `main(["guess_number", "high=8"])`."""
-    parser = argparse.ArgumentParser(
-        prog="turnwise check-env",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_arguments(parser)
-    return run(parser.parse_args(sys.argv[1:] if argv is None else argv))
-
-
 def _parse_option(text: str) -> tuple[str, Any]:
-    """`high=8` is a number, `protocol=line` is text: JSON where it is JSON."""
+    """Read the value as JSON where it is JSON (`high=8`), else as text (`protocol=line`)."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{text!r}; expected option=value, such as high=8")
