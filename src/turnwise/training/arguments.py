@@ -100,6 +100,8 @@ def read_arguments(
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
     if not isinstance(target, str | Path | Config):
+        if env is not None and (not isinstance(env, Mapping) or "name" in env):
+            raise ConfigError(f"env={env!r} beside {object_name(target)}: both are worlds; expected one of them")
         objects, target = replace(objects, env=target), object_name(target)
     elif env is not None and not isinstance(env, str | Mapping | BaseModel):
         objects, keywords["env"] = replace(objects, env=env), object_name(env)
