@@ -1,4 +1,4 @@
-"""`turnwise certify`, `replay` and `curve`: look back at what a run did. None loads the policy's model."""
+"""`turnwise certify`, `replay` and `curve`: inspect what a run did, without loading the model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_curve(targets: Sequence[str], out: str, title: str) -> ExitCode:
 
 
 def run_replay(target: str, attempt_id: int | None) -> ExitCode:
-    """Play one stored attempt again; exit code 1 when something comes out otherwise. Without an id, list some."""
+    """Play one stored attempt again; exit code 1 if something differs. Without an id, list the latest attempts."""
     with RunReader(target) as run:
         if attempt_id is None:
             _list_attempts(run)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import turnwise as tw
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.rloo import Rloo
@@ -225,6 +226,14 @@ def test_a_method_is_passed_as_options_or_built(tmp_path: Path) -> None:
         tw.Run.resume(run.directory, ["train.steps=2"], observer=SILENT)
     more = tw.Run.resume(run.directory, ["train.steps=2"], method=built, observer=SILENT)
     assert more.metrics["step"] == [1, 2]
+
+
+def test_a_world_as_an_object_takes_the_place_of_a_presets_world_and_its_options(tmp_path: Path) -> None:
+    world = get_world("search", kind="one_hop", max_turns=2)
+    quick: dict[str, Any] = {**SMALL, "directory": tmp_path / "run", "observer": SILENT}
+    config = tw.train("search", env=world, **quick, steps=0).config
+    assert (config.env.name, config.env.options) == ("python:search", {})
+    assert config.rollout.stop == ("</search>", "</answer>"), "the rest of the preset stays"
 
 
 def test_an_importable_env_class_is_recorded_by_name_and_needed_no_more(tmp_path: Path) -> None:
