@@ -1,4 +1,4 @@
-"""From what a config or a caller calls a method to its options, and back.
+"""Finds the options of a method by name, class or object.
 
     read_method({"name": "gigpo", "omega": 0.5})       # the section `method` of a config
     as_method_options("my_module:MyMethod")            # from Python: a name, a class, options, or a built method
@@ -34,7 +34,7 @@ SHIPPED: Mapping[str, type[MethodOptions]] = {
 """The options of every shipped method, by the method's name."""
 DEFAULT_METHOD = "grpo"
 _OBJECT = "object:"
-"""Begins the name of a method that was passed as an object."""
+"""Prefix of the name of a method that was passed as an object."""
 
 
 def find_options(name: str) -> type[MethodOptions]:
@@ -67,7 +67,9 @@ def read_method(given: Any) -> MethodOptions:
     if name in _PASSED:
         unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
         if unread:
-            raise ConfigError(f"{unread[0]} beside a method that is built; give the options to its constructor")
+            raise ConfigError(
+                f"{unread[0]} is given beside a method that is built; give it to the method's constructor"
+            )
         return _PASSED[name]
     options = find_options(name)
     kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
@@ -78,8 +80,8 @@ def read_method(given: Any) -> MethodOptions:
 
 
 def read_stored_method(given: Any) -> MethodOptions | Any:
-    """The section `method` of a run on disk. A method that cannot be found here is kept as it was written down: the run
-    can be looked at, and going on with it says what is missing."""
+    """The section `method` of a run on disk. If the method cannot be found here, its stored options are kept: you can
+    inspect the run, and resuming it tells what is missing."""
     name = str(given.get("name") or "") if isinstance(given, Mapping) else ""
     if not is_outside(name) or name in _PASSED:
         return given
@@ -117,7 +119,7 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
             "object with source, loss_fn, loss_config, keep(groups) and lessons(groups)"
         )
     if options:
-        raise ConfigError(f"{min(options)} beside a method that is built; give the options to its constructor")
+        raise ConfigError(f"{min(options)} is given beside a method that is built; give it to the method's constructor")
     check_method(method)
     return PassedMethod.remember(method)
 
@@ -188,7 +190,7 @@ class PassedMethod(MethodOptions):
 
     @property
     def learns_from_one(self) -> bool:
-        """Its `keep` decides."""
+        """The method's `keep` decides."""
         return True
 
     @property
@@ -225,7 +227,7 @@ def every_option() -> Mapping[str, FieldInfo]:
 
 
 def methods_that(has: Callable[[type[MethodOptions]], bool]) -> tuple[str, ...]:
-    """The names of the shipped methods of which something is true."""
+    """The names of the shipped methods for which `has` is true."""
     return tuple(name for name, options in SHIPPED.items() if has(options))
 
 
@@ -238,7 +240,7 @@ def check_data(data: DataConfig, method: MethodOptions) -> None:
 
 
 def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-    """Of a section `method` in a file: each choice, what it chooses, and the options that are meant for that choice.
+    """The choices in a file's section `method`: each with its value and the options that belong to that value.
 
     A clip of `ppo` means nothing to `cispo`; the bounds of one correction mean nothing to another.
     """
@@ -270,13 +272,13 @@ def _options_of(found: Any, name: str) -> type[MethodOptions]:
 
 
 def _is_at_rest(option: str, value: Any) -> bool:
-    """An option that says nothing: null, or a term of losses over policies at its default."""
+    """Whether an option has no effect: null, or a term of losses over policies at its default."""
     term = PolicyTerms.model_fields.get(option)
     return value in (None, {}) or (option != "name" and term is not None and value == term.default)
 
 
 def _refuse_unread(options: type[MethodOptions], name: str, option: str) -> None:
-    """Refuse an option of another method or loss; what is no option at all is told by the model itself."""
+    """Refuse an option of another method or loss. Pydantic reports a name that is no option at all."""
     loss = options.default_loss
     if option in PolicyTerms.model_fields:
         raise ConfigError(f"{option} is not read by {loss}, the loss of method={name}; leave it out")

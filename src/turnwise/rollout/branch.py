@@ -81,6 +81,7 @@ class BranchRollout(Rollout):
         plan: PlayBranches,
         quarantine: Quarantine | None = None,
     ) -> None:
+        # The signature of `Rollout`, plus the plan.
         config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
         super().__init__(world, sampler, renderer, config, quarantine=quarantine)
         self._plan = plan

@@ -368,8 +368,11 @@ def _check_response(response: SampleResponse) -> None:
     sequence = response.sequences[0]
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         came = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
-        raise AttemptFailed(Party.SAMPLER, f"{len(sequence.tokens)} tokens and {came} logprobs came")
+        raise AttemptFailed(
+            Party.SAMPLER,
+            f"the reply has {len(sequence.tokens)} tokens and {came} logprobs",
+        )
     if not sequence.tokens:
-        raise AttemptFailed(Party.SAMPLER, "a reply of no tokens came; not even a stop")
+        raise AttemptFailed(Party.SAMPLER, "the reply has no tokens, not even a stop token")
     if not all(map(math.isfinite, sequence.logprobs)):
-        raise AttemptFailed(Party.SAMPLER, "a logprob that is not finite came")
+        raise AttemptFailed(Party.SAMPLER, "a logprob of the reply is not finite")

@@ -100,9 +100,12 @@ def read_arguments(
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
     if not isinstance(target, str | Path | Config):
+        if env is not None and (not isinstance(env, Mapping) or "name" in env):
+            raise ConfigError(f"env={env!r} beside {object_name(target)}: both are worlds; expected one of them")
         objects, target = replace(objects, env=target), object_name(target)
     elif env is not None and not isinstance(env, str | Mapping | BaseModel):
-        objects, keywords["env"] = replace(objects, env=env), object_name(env)
+        # A preset's options are those of the world that it names, not of this one.
+        objects, keywords["env"] = replace(objects, env=env), {"name": object_name(env), "options": {}}
     chosen = [*to_overrides(keywords), *overrides]
     start = target if isinstance(target, Config) else str(target)
     config = override_config(start, chosen) if isinstance(start, Config) else read_config(start, chosen)

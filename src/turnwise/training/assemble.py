@@ -101,7 +101,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         tasks=ShuffledItems(
             distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed
         ),
-        held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
+        held_out=held_out_tasks(config, world),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
@@ -122,6 +122,11 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 raise ConfigError(
                     f"critic.pretrain_from={path} is no run directory; expected one, or rollouts, or demonstrations"
                 )
+
+
+def held_out_tasks(config: Config, world: World) -> tuple[Task, ...]:
+    """The tasks of every evaluation of a run; the seed of the run draws them."""
+    return tuple(distinct_tasks(world, "test", config.eval.tasks, derive_seed(config.train.seed, "tasks")))
 
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:

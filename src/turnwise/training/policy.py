@@ -20,6 +20,7 @@ from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import user
+from turnwise.envs.rewarded import RewardFunction
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
@@ -27,10 +28,10 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
-from turnwise.training.assemble import assemble, make_renderer
+from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_renderer
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
-from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
 from turnwise.training.setup import (
     AnyService,
     Report,
@@ -130,14 +131,21 @@ class PolicySampler:
     def evaluate(self, *, label: str = "eval") -> Evaluation:
         """Play the held-out tasks of its config's world, as an evaluation of a run does."""
         config = self.config
+        if self.data_dir is not None and is_run(self.data_dir):
+            with RunReader(self.data_dir) as run:
+                if config_from_yaml(run.config_yaml, str(run.directory)).env.name == config.env.name:
+                    check_played_objects(run, self._objects)
         find_publisher(config.rollout.backend)
-        parts = assemble(config, find_facts(config), self._objects)
-        if not parts.held_out:
+        # No method and no loss: a policy is measured without what it was trained with.
+        world = self._objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        held_out = held_out_tasks(config, world)
+        if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
-        attach_judge(parts.world, self.service)
+        rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
+        attach_judge(world, self.service)
         work = evaluate(
-            Rollout(parts.world, self.sampler, self.renderer, parts.eval_rollout),
-            parts.held_out,
+            Rollout(world, self.sampler, self.renderer, rollout),
+            held_out,
             seed=config.train.seed,
             label=label,
             step=self.step,
@@ -168,15 +176,17 @@ def find_policy(
     step: str | int | None = None,
     overrides: Sequence[str] = (),
     report: Report = report_nothing,
+    reward: RewardFunction | None = None,
 ) -> PolicySampler:
     """What a target means: a run directory, a checkpoint (a directory or a `tinker://` path), or a model.
 
     Args:
         env: The world to play, by name or as an object; default: the run's own.
         step: best, last or a number; for run directories only.
+        reward: A function that takes the place of the world's rewards.
     """
-    objects = NO_OBJECTS if env is None or isinstance(env, str) else PythonObjects(env=env)
-    named = env if isinstance(env, str) else None
+    named = env if env is None or isinstance(env, str) else object_name(env)
+    objects = PythonObjects(env=None if isinstance(env, str) else env, reward=reward)
     chosen = [f"env={named}", *overrides] if named is not None else list(overrides)
     path = Path(target).expanduser()
     if is_run(path):

@@ -120,6 +120,7 @@ def evaluate(
     target: str | Path | Run | PolicySampler,
     *,
     env: Any = None,
+    reward: RewardFunction | Mapping[str, Any] | None = None,
     step: str | int | None = None,
     overrides: Sequence[str] = (),
     **sections: Any,
@@ -129,6 +130,8 @@ def evaluate(
     Args:
         target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
         env: The world to play, by name or as an object, or options of the section `env`; default: the run's own.
+        reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
+            section `reward`; default: the function that the run was trained with, if `target` is that `Run`.
         step: best, last or a number, for runs.
         overrides: Options as on the command line: `["eval.tasks=8"]`.
         sections: Any section of the config as a dict: `eval={"tasks": 8}`.
@@ -138,15 +141,25 @@ def evaluate(
     2
     """
     if isinstance(target, PolicySampler):
+        given = {"env": env, "reward": reward, "step": step, **sections, "overrides": overrides or None}
+        unread = [name for name, value in given.items() if value is not None]
+        if unread:
+            raise ConfigError(
+                f"{unread[0]} beside a policy, which has its own config; give it with a run, a checkpoint or a model"
+            )
         return target.evaluate()
     if isinstance(env, Mapping):
         sections, env = {**sections, "env": env}, None
+    if isinstance(reward, Mapping):
+        sections, reward = {**sections, "reward": reward}, None
     if isinstance(target, Run):
-        env = target.objects.env if env is None else env
+        if env is None:
+            env, reward = target.objects.env, reward or target.objects.reward
         target = target.directory
     if env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add env=NAME")
-    with find_policy(str(target), env, step, [*to_overrides(sections), *overrides]) as policy:
+    chosen = [*to_overrides(sections), *overrides]
+    with find_policy(str(target), env, step, chosen, reward=reward) as policy:
         return policy.evaluate()
 
 
@@ -375,7 +388,8 @@ class Run:
         """The checkpoint of a step, as something to talk to and to measure."""
         key = str(step)
         if key not in self._policies:
-            self._policies[key] = find_policy(str(self.directory), self.objects.env, key)
+            env, reward = self.objects.env, self.objects.reward
+            self._policies[key] = find_policy(str(self.directory), env, key, reward=reward)
         return self._policies[key]
 
     def report(self) -> str:

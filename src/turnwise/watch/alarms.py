@@ -1,11 +1,11 @@
-"""Alarms: metrics that left their bands, with what is wrong, why it matters and what to change.
+"""Alarms: which metric left its band, why it matters and what to change.
 
 Five things are watched: the gap between the weights that sampled and those that learn (KL), the share of a batch that
-still counts (ESS), the share of groups that were too old to use, the policy's entropy, and
-gradients that are exactly 0 step after step. An alarm is reported when a
-number leaves its band and again when it is back, not at every step between.
+still counts (ESS), the share of groups that were too old to use, the policy's entropy, and gradients that are exactly 0
+step after step. An alarm is reported when a number leaves its band and again when it returns, not at every step
+between.
 
-Rising entropy alone is no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
+Rising entropy alone causes no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
 arXiv:2509.02544). It is an alarm if the reward has fallen too. Each turn and each kind of reply is watched separately.
 """
 
@@ -108,17 +108,17 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "stale": (
         "the share of groups that were too old",
-        "what was played is thrown away, and long dialogues go first",
+        "attempts are thrown away, long dialogues first",
         "Lower train.max_wait to train.max_staleness, raise train.max_staleness, or play fewer tasks per step",
     ),
     "entropy_low": (
         "the entropy per token, as a share of what it was,",
-        "the policy says almost the same every time, and its groups stop to differ",
+        "the policy says almost the same every time, so the attempts of a group no longer differ",
         "Lower train.learning_rate, set method.entropy_coef=0.001, or add method.kl_coef",
     ),
     "entropy_high": (
         "the entropy per token{place}, as a share of what it was,",
-        "the reward has fallen, too: the policy is coming apart and says anything",
+        "the reward has fallen too: the policy's replies become random",
         "Lower train.learning_rate, add method.kl_coef, or look at the rewards",
     ),
     "zero_gradient": (
@@ -214,7 +214,7 @@ class Alarms:
         readings: list[_Reading] = []
         kl, ess = metrics.get("train/kl_sampler_trainer_k2"), metrics.get("train/ess_fraction")
         if kl is not None:
-            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is out, too
+            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is outside the band too
         if ess is not None:
             readings.append(_Reading("ess", ess, config.min_ess, not ess >= config.min_ess))
         stale = metrics.get("pool/stale_share")

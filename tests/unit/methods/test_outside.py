@@ -112,7 +112,7 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     assert (passed.method.loss, passed.method.loss_config) == ("ppo", {"dual_clip": 3.0})
     assert override_config(passed, ["train.steps=3"]).method is passed.method
     assert override_config(passed, ["method=rloo"]).method == read_method("rloo")
-    with pytest.raises(ConfigError, match="loss_fn beside a method that is built"):
+    with pytest.raises(ConfigError, match="loss_fn is given beside a method that is built"):
         override_config(passed, ["loss=cispo"])
     another = CappedGrpo(loss_fn="ppo", loss_config={}, cap=0.25)
     assert as_method_options(another).name != passed.method.name, "two objects are never mixed up"

@@ -71,7 +71,7 @@ def test_entropy_that_rises_while_the_reward_falls_is_told_with_where_and_again_
         alarms = Alarms(AlarmConfig())
         assert _run(alarms, LEARNS, **usual) == []
         (alarm,) = _run(alarms, list(reversed(LEARNS)), **{**usual, place: 5 * usual[place]})
-        assert str(alarm).startswith(f"alarm: {words} of what it was, is 5, over 3: the reward has fallen, too")
+        assert str(alarm).startswith(f"alarm: {words} of what it was, is 5, over 3: the reward has fallen too")
         assert "train.learning_rate" in str(alarm)
         (over,) = _run(alarms, LEARNS, **{**usual, place: 5 * usual[place]})
         assert str(over).endswith("is 5, and the reward has not fallen")
