@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import is_run
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.policy import PolicySampler, find_policy
+from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 from turnwise.watch.terminal import evaluation_line
@@ -27,7 +27,7 @@ from turnwise.watch.terminal import evaluation_line
 
 def open_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str] = ()) -> PolicySampler:
     """The policy that a command names; which checkpoint of a run that is, is told on stderr."""
-    policy = find_policy(target, env, step, overrides, report=say)
+    policy = find_policy(target, WorldChoice.of(env), step, overrides, report=say)
     if policy.why:
         say(f"checkpoint: {policy.why}")
     return policy
@@ -36,7 +36,7 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
 def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
     """Play held-out tasks with one policy and print what came out."""
     if env is None and not is_run(Path(target)):
-        find_policy(target, env, step, overrides, report=say)  # a target that is nothing at all is told first
+        find_policy(target, step=step, overrides=overrides, report=say)  # a target that is nothing at all is told first
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
         row = policy.evaluate().row

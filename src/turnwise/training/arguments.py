@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
 from turnwise.config.config import Config
-from turnwise.config.files import SHORTHANDS, left_out, override_config
+from turnwise.config.files import SHORTHANDS, YAML_SUFFIXES, left_out, option_paths, override_config
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import as_loss_name
@@ -30,10 +30,15 @@ KEYWORDS = ("model", "method", "steps", "env", "directory", "loss", "reward", "l
 """Keywords of `turnwise.train` that are no sections, or more than a section."""
 
 
+SHORT_KEYWORDS = {"steps": ("train", "steps"), "directory": ("run", "dir")}
+"""Keywords that stand for one option of a section."""
+
+
 def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
     """Keyword sections as `section.key=value`; None means "not given"."""
     known = list(Config.model_fields)
     overrides: list[str] = []
+    _check_said_once(keywords)
     for name, value in keywords.items():
         if value is None:
             continue
@@ -42,13 +47,41 @@ def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
         elif name == "directory":
             overrides.append(f"run.dir={_to_text(value)}")
         elif name not in (*known, SKYRL_SECTION):
-            near = did_you_mean(name, [*known, *KEYWORDS])
-            raise ConfigError(f"{name} is no keyword of turnwise.train{near}; sections are {', '.join(known)}")
+            raise ConfigError(
+                f"{name} is no keyword of turnwise.train{_nearest_keyword(name)}; sections are {', '.join(known)}"
+            )
         elif name in SHORTHANDS and isinstance(value, str):
             overrides.append(f"{name}={value}")
         else:
             overrides += _section_overrides(name, value)
     return overrides
+
+
+def check_overrides_list(overrides: object) -> list[str]:
+    """Refuse a text, which is a sequence too, and anything else that is no list of texts."""
+    items: list[object] = list(cast(Sequence[object], overrides)) if isinstance(overrides, list | tuple) else [None]
+    if not all(isinstance(item, str) for item in items):
+        wanted = [overrides] if isinstance(overrides, str) else ["train.seed=1"]
+        raise ConfigError(f"overrides={overrides!r}; expected a list, such as overrides={wanted}")
+    return cast(list[str], items)
+
+
+def _check_said_once(keywords: Mapping[str, Any]) -> None:
+    """Refuse a keyword and a section that say different things about one option."""
+    for keyword, (section, key) in SHORT_KEYWORDS.items():
+        said, held = keywords.get(keyword), keywords.get(section)
+        inside: Any = cast(Mapping[str, Any], held).get(key) if isinstance(held, Mapping) else None
+        if said is not None and inside is not None and str(said) != str(inside):
+            raise ConfigError(
+                f"{keyword}={said!r} and {section}={{{key!r}: {inside!r}}} disagree; expected one of them"
+            )
+
+
+def _nearest_keyword(name: str) -> str:
+    sections = [option.partition(".")[0] for option in option_paths() if option.partition(".")[2] == name]
+    if sections:
+        return f"; did you mean {'train' if 'train' in sections else sections[0]}={{{name!r}: ...}}?"
+    return did_you_mean(name, [*Config.model_fields, *KEYWORDS])
 
 
 def _section_overrides(name: str, value: Any) -> Iterator[str]:
@@ -88,7 +121,7 @@ def read_arguments(
     Args:
         objects: What is known of them already; the target and the keywords env and reward join it where they are some.
     """
-    keywords, env, reward = dict(keywords), keywords.get("env"), keywords.get("reward")
+    keywords, reward, overrides = dict(keywords), keywords.get("reward"), check_overrides_list(overrides)
     if (loss := keywords.pop("loss", None)) is not None:
         objects = objects if isinstance(loss, str) else replace(objects, loss=loss)
         overrides = [f"method.loss_fn={_to_text(as_loss_name(loss))}", *overrides]
@@ -99,11 +132,34 @@ def read_arguments(
         objects = replace(objects, method=method)
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
-    if not isinstance(target, str | Path | Config):
-        objects, target = replace(objects, env=target), object_name(target)
-    elif env is not None and not isinstance(env, str | Mapping | BaseModel):
-        objects, keywords["env"] = replace(objects, env=env), object_name(env)
+    env = _take_world(target, keywords.get("env"))
+    is_in_keyword = env is not None and env is not target
+    if env is not None:
+        objects = replace(objects, env=env)
+    if is_in_keyword:
+        keywords["env"] = object_name(env)
+    elif env is not None:
+        target = object_name(env)
     chosen = [*to_overrides(keywords), *overrides]
     start = target if isinstance(target, Config) else str(target)
     config = override_config(start, chosen) if isinstance(start, Config) else read_config(start, chosen)
+    if is_in_keyword:  # the options in the file are for the file's world
+        config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
+        config = override_config(config, [text for text in chosen if text.startswith("env.options.")])
     return config, objects, left_out(start, chosen)
+
+
+def _take_world(target: Target, env: Any) -> Any:
+    """The world that came as an object, in either place; None where it came by name. Two worlds are refused."""
+    is_named = isinstance(env, str | Mapping | BaseModel)
+    if isinstance(target, str | Path | Config):
+        is_file = not isinstance(target, Config) and (Path(target).suffix in YAML_SUFFIXES or Path(target).is_file())
+        if env is None or is_named:
+            return None
+        if is_file or isinstance(target, Config):
+            return env
+    elif env is None or (isinstance(env, Mapping) and "name" not in env):
+        return target
+    first = target if isinstance(target, str | Path) else object_name(target)
+    second = object_name(env) if not is_named else env
+    raise ConfigError(f"{first} and env={second} are two worlds; expected one: turnwise.train(WORLD, ...)")

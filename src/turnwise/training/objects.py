@@ -7,8 +7,8 @@ evaluates it passes them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.envs.base import World
@@ -38,6 +38,8 @@ class PythonObjects:
     """A method that is built, a class with `Options`, or options (`turnwise.methods.lookup.as_method_options`)."""
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the run was started with and nobody passed again: the name of each object by parameter."""
 
     def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
         """The world of a run, with its own reward where there is one.
@@ -75,15 +77,19 @@ def object_name(target: Any) -> str:
     return path if is_importable(path) else f"{PYTHON_PREFIX}{_short_name(target)}"
 
 
+def missing_objects(run: RunReader, given: PythonObjects) -> dict[str, str]:
+    """The names, by parameter, of objects that a run was started with and that are not given."""
+    recorded: dict[str, str] = json.loads(run.meta(META_KEY) or "{}")
+    return {name: label for name, label in recorded.items() if getattr(given, name) is None}
+
+
 def check_objects(run: RunReader, given: PythonObjects) -> None:
     """Refuse to go on with a run without the objects that it was started with; make loss and method known by name."""
     if given.loss is not None:
         as_loss_name(given.loss)
     if given.method is not None:
         as_method_options(given.method)
-    missing = {
-        name: label for name, label in json.loads(run.meta(META_KEY) or "{}").items() if getattr(given, name) is None
-    }
+    missing = missing_objects(run, given)
     if missing:
         listed = ", ".join(f"{name}={label}" for name, label in missing.items())
         raise ConfigError(
