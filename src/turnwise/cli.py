@@ -1,7 +1,7 @@
 """The `turnwise` command.
 
-Each branch imports what it needs when it runs, so that `turnwise --help` is instant. What a person can mend is a
-`TurnwiseError`: one message on stderr and exit code 2. Everything else is a bug and keeps its traceback.
+Each branch imports what it needs when it runs, so that `turnwise --help` is instant. A mistake that the user can fix is
+a `TurnwiseError`: one message on stderr and exit code 2. Everything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `turnwise ... | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `turnwise ... | head`
         sys.stdout = None
         return ExitCode.BROKEN_PIPE
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_aliases(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """`--alias A=B` works on every command, wherever it stands; returns the aliases and the other arguments."""
+    """Take `--alias A=B` out of the arguments, at any position; returns the aliases and the other arguments."""
     parser = argparse.ArgumentParser(prog="turnwise", add_help=False, allow_abbrev=False)
     _add_alias_option(parser)
     options, rest = parser.parse_known_args(arguments)
@@ -68,7 +68,7 @@ def _take_aliases(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def _aliased(aliases: Sequence[str]) -> Iterator[None]:
-    """Put aliases where the model store, and processes that a command starts, look for them."""
+    """Set aliases in the environment, where the model store and child processes look for them."""
     from turnwise.models.store import ALIASES_VARIABLE, parse_alias
 
     for text in aliases:
@@ -88,7 +88,7 @@ def _aliased(aliases: Sequence[str]) -> Iterator[None]:
 def _run(arguments: list[str]) -> int:
     parser = _build_parser()
     if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
-        from turnwise.bench.cli import main as bench_main  # it has options of its own and parses them itself
+        from turnwise.bench.cli import main as bench_main  # it parses its own options
 
         return bench_main(arguments[1:]) or 0
     options = _parse(parser, arguments)
@@ -112,7 +112,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Overrides such as train.steps=5 may also come after options."""
+    """Parse the arguments; overrides such as train.steps=5 may also come after options."""
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(text.startswith("-") or "=" not in text for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -136,7 +136,7 @@ def _run_model(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    """Progress goes to stderr: stdout is for results that a script may read."""
+    """Print progress on stderr; stdout is for results that a script may read."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -177,7 +177,7 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
-    _add_alias_option(parser)  # shown in --help; `main` has taken it before this parser runs
+    _add_alias_option(parser)  # only for --help; `main` takes it before this parser runs
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train_cli.add_commands(commands)
     check_env.add_parser(commands)

@@ -74,6 +74,8 @@ class Party(StrEnum):
     SAMPLER = "sampler"
     RENDERER = "renderer"
     JUDGE = "judge"
+    REWARD = "reward"
+    """A function that the caller passed to score attempts."""
 
 
 class AttemptFailed(TurnwiseError):  # noqa: N818

@@ -23,6 +23,22 @@ SMALL = (
 )
 
 
+def _write_as_before_the_rooms(file: Path) -> None:
+    """Spell the config of a stored result as runs did that had the sections `generator` and no `engine`."""
+    content = json.loads(file.read_text())
+    config = content["config"]
+    rollout, engine = config.pop("rollout"), config.pop("engine")
+    config["generator"] = {
+        "n_samples_per_prompt": rollout["group_size"],
+        "sampling_params": {"temperature": rollout["temperature"], "top_p": 1.0, "top_k": -1},
+        "max_turns": rollout["max_turns"],
+        "same_start": rollout["same_start"],
+        "max_num_seqs": engine["max_num_seqs"],
+    }
+    config["model"]["device"] = engine["device"]
+    file.write_text(json.dumps(content))
+
+
 @pytest.mark.usefixtures("tiny_dir")
 def test_every_method_samples_the_same_tokens_and_starts_from_one_warm_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -63,6 +79,10 @@ def test_every_method_samples_the_same_tokens_and_starts_from_one_warm_up(
     assert main(command) == 0, "what a run came to is kept beside it"
     assert not list(out.glob("*/*/run.db"))
     assert {one["label"]: one for one in json.loads((out / "compare.json").read_text())["results"]} == results
+    for file in out.glob("*/*.json"):
+        _write_as_before_the_rooms(file)
+    assert main(command) == 0, "a result of an older turnwise, which spelled options otherwise, is kept too"
+    assert not list(out.glob("*/*/run.db"))
     assert main([*command, "train.learning_rate=0.01"]) == 2
     assert "choose another --out" in capsys.readouterr().err
 

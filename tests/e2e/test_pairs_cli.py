@@ -130,8 +130,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_played(
     out = ("--out", str(tmp_path / "p.parquet"))
     for arguments, message in (
         (("pairs", "tiny", *out), "does not say which world it is for"),
-        (("pairs", "tiny", "--env", WORLD, "--across-seeds", *out), "--across-seeds is for --stored"),
-        (("pairs", "a", "--stored", "--across-seeds", "--kind", "refuel", *out), "--across-seeds is for --kind dpo"),
+        (("pairs", "tiny", "--env", WORLD, "--across-seeds", *out), "--across-seeds works only with --stored"),
+        (("pairs", "a", "--stored", "--across-seeds", "--kind", "refuel", *out), "works only with --kind dpo"),
         (("pairs", "tiny", "--env", WORLD, "--samples", "1", *out), "--samples 1; expected at least 2"),
         (("pairs", "tiny", "--env", WORLD, "--out", str(tmp_path)), "is a directory"),
         (

@@ -1,9 +1,9 @@
 """Compare the sampler's and the trainer's logprobs, token by token.
 
-An adapter that has moved away from its start is sampled from, merged into the weights and beside them, in batches of
-several sizes and over the turns of dialogues whose earlier turns are cached. The trainer then reads what was sampled.
-`k2` is the mean of (trainer - sampler)^2 / 2 over the sampled tokens, an estimate of the KL between the two;
-`adapter_k2` is the same between the adapter and the base alone: what would be seen if one side left the adapter out.
+The bench samples from an adapter that is no longer at its start, once merged into the weights and once beside them: in
+batches of several sizes, and over the turns of dialogues whose earlier turns are cached. The trainer then computes the
+logprobs of the sampled tokens. `k2` is the mean of (trainer - sampler)^2 / 2 over these tokens, an estimate of the KL
+between the two. `adapter_k2` is the same between the adapter and the base: the value if one side ignored the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from turnwise.types import Datum, LoraConfig, ModelInput, SampledSequence
 MERGES: tuple[Literal["always", "never"], ...] = ("always", "never")
 NAMES = {"always": "merged", "never": "unmerged"}
 DISPLACEMENT = 0.01
-"""Standard deviation of the adapter's B: its part of the logits is felt, and the model is still one."""
+"""Standard deviation of the adapter's B: large enough to change the logits, small enough to leave a working model."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         scales.append(scale)
         engine.close()
         del engine
-        gc.collect()  # its memory is the next one's
+        gc.collect()  # the next engine needs the memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return {**result, "max_k2": max(case["k2"] for case in figures.values()), "adapter_k2": min(scales), **figures}
@@ -65,7 +65,7 @@ def k2(gaps: np.ndarray) -> float:
 
 
 def _figures(gaps: np.ndarray) -> dict[str, float]:
-    """Of one case, to three digits: each is a row of the table."""
+    """The figures of one case, rounded to three digits. Each case is a row of the table."""
     sizes = {"k2": k2(gaps), "mean_gap": float(np.mean(np.abs(gaps))), "max_gap": float(np.max(np.abs(gaps)))}
     return {name: float(f"{size:.3g}") for name, size in sizes.items()} | {"tokens": len(gaps)}
 
@@ -84,7 +84,7 @@ def _load(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.ndarray], float]:
-    """Trainer minus sampler by case (every batch size, all turns of dialogues, the last turn alone); adapter_k2."""
+    """Return trainer minus sampler for every case (batch sizes, all turns, the last turn), and adapter_k2."""
     adapter = displaced_adapter(engine, args.rank)
     policy = engine.publish(adapter)
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.nda
 
 
 def displaced_adapter(engine: Engine, rank: int) -> LoraAdapter:
-    """Every linear adapted, and B, which starts at zero, moved by the same noise on every device."""
+    """An adapter on every linear, whose B, which starts at zero, is moved by the same noise on every device."""
     adapter = engine.create_adapter(LoraConfig(rank=rank, seed=0))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def trainer_logprobs(
     *,
     of: Literal["adapter", "base"] = "adapter",
 ) -> np.ndarray:
-    """Of the sampled tokens, one prompt after the other."""
+    """The trainer's logprobs of the sampled tokens, one prompt after the other."""
     datums = []
     for prompt, reply in zip(prompts, replies, strict=True):
         ids = [*prompt, *reply.tokens]

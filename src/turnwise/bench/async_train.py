@@ -1,4 +1,4 @@
-"""Measure training with slow envs, with lag and without: env steps per second and held-out success."""
+"""Measure training with slow envs, with and without lag: env steps per second and held-out success."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
-    """Both kinds of run use the loss that lag asks for, so that only the lag differs."""
+    """Train once. All runs use the loss that lag needs, so that only the lag differs."""
     from turnwise.training.run import evaluate, train
     from turnwise.watch.observer import Observer
 
@@ -90,7 +90,7 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         "train.save_every": 0,
         "train.max_empty_steps": args.steps,
         "rollout.group_size": args.group_size,
-        "rollout.same_start": False,  # the seed draws the delays: every attempt has its own
+        "rollout.same_start": False,  # delays come from the seed, so every attempt has other ones
         "eval.every": 0,
         "eval.tasks": 0,
         "run.dialogues": 0,
@@ -98,7 +98,7 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
     }
     run = train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
     quick = {"env": {"options": {"median_s": 1e-6, "p99_s": 1e-5}}, "eval": {"tasks": args.held_out, "samples": 4}}
-    success = evaluate(run, **quick).row.success  # in the same world, without its delays
+    success = evaluate(run, **quick).row.success  # evaluate in the same world without delays
     with RunReader(directory) as stored:
         num_env_steps = sum(row.num_turns for row in stored.attempts(phase="train"))
         seconds = sum(value for _, value in stored.metric("time/step_s"))

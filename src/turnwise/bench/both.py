@@ -1,9 +1,9 @@
 """Measure what it costs a step of RL to switch between sampling and training on one device.
 
-A step publishes the adapter, plays a batch of dialogues with it and trains on what they sampled. The same sampling is
-timed without training between, from an empty cache since a new version finds nothing in it, and the same training
-without sampling between. What a step takes beyond the two is the cost of the alternation, publishing and merging
-included. The three take turns, each warmed up anew, so that noise disturbs all alike.
+A step publishes the adapter, plays a batch of dialogues with it, and trains on the sampled tokens. The bench also times
+the same sampling without training in between, from an empty cache because a new version finds nothing in it, and the
+same training without sampling in between. The rest of a step's time is the cost of switching, publishing and merging.
+The three take turns, each with its own warm-up, so that noise affects all of them equally.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _take_turns(
     works: Mapping[str, Callable[[], object]], args: argparse.Namespace, device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of each."""
+    """Median seconds of each of the three."""
     once = argparse.Namespace(warmups=max(1, args.warmups), repeats=1)
     rounds = [{name: timed(work, once, device).median for name, work in works.items()} for _ in range(args.repeats)]
     return {name: statistics.median(seconds[name] for seconds in rounds) for name in works}
@@ -102,7 +102,7 @@ class PlayedDialogue:
         self.is_sampled = [False] * len(prompt)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """What the policy sampled, or, without logprobs, what the world says."""
+        """Add sampled tokens, or, without logprobs, tokens of the world."""
         self.ids += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.is_sampled += [logprobs is not None] * len(tokens)
@@ -140,12 +140,12 @@ class RlStep:
         self._timed("train", lambda: self.train(played))
 
     def medians(self, args: argparse.Namespace) -> dict[str, float]:
-        """Seconds of each part, warm-ups left out."""
+        """Median seconds of each part, without warm-ups."""
         period = max(1, args.warmups) + 1
         return {name: statistics.median(seconds[period - 1 :: period]) for name, seconds in self.seconds.items()}
 
     def play(self, policy: Policy) -> list[PlayedDialogue]:
-        """Every dialogue to its last turn; the first is sampled as a group of each prompt."""
+        """Play every dialogue to its last turn. The first turn is sampled as one group per prompt."""
         args = self._args
         dialogues = [PlayedDialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
         for turn in range(args.turns):
@@ -165,7 +165,7 @@ class RlStep:
         return dialogues
 
     def train(self, played: Sequence[PlayedDialogue]) -> None:
-        """One update; half of the dialogues are better than the others."""
+        """Make one update, in which half of the dialogues are better than the others."""
         datums = [dialogue.to_datum(1.0 if index % 2 else -1.0) for index, dialogue in enumerate(played)]
         finish(self._engine.forward_backward(self.adapter, datums, "importance_sampling", None))
         self._engine.optim_step(self.adapter, AdamParams(learning_rate=1e-5))
@@ -179,7 +179,7 @@ class RlStep:
 
 
 def memory_split(engine: Engine, adapter: LoraAdapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
-    """GiB by purpose; what a training pass takes on top is known of a GPU alone."""
+    """GiB by purpose. The extra memory of a training pass can only be measured on a GPU."""
     cache = [side for layer in range(engine.model.kv_shape.num_layers) for side in engine.sampler.cache.layer(layer)]
     frozen = [*engine.model.body.parameters(), engine.model.head.weight]
     split = {
@@ -194,6 +194,6 @@ def memory_split(engine: Engine, adapter: LoraAdapter, merged: dict[str, Tensor]
 
 
 def _gib(tensors: Iterable[Tensor]) -> float:
-    """Of the storages, each counted once: many tensors are views of one."""
+    """The size of the tensors' storages. A storage counts once, because many tensors are views of the same one."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
     return sum(storages.values()) / GIB

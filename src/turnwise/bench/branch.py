@@ -1,7 +1,7 @@
 """Measure training on branched dialogues, as a tree against separate rows of the same engine.
 
-The datums are what `method=la_grpo` makes: several turns that a group shares, then a turn of its own, which alone is
-trained.
+The datums are those of `method=la_grpo`: a group shares several turns, then each member has one more turn, and only
+that turn is trained.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_datums(args: argparse.Namespace, vocab_size: int) -> list[Datum]:
-    """Through the method itself, from dialogues of random ids."""
+    """Make datums with the method itself, from dialogues of random ids."""
     rng = np.random.default_rng(0)
     method = LaGrpo(
         source=PlayBranches(continuations=args.group_size),

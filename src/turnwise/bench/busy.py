@@ -1,9 +1,9 @@
 """Measure sampling and training while other processes keep the cores busy, against transformers.
 
-Every side is a process that has loaded and waits; one at a time is asked for a measurement, first with nothing beside
-it, then beside processes that compute without end. Our sides differ in what the OpenMP runtime is told: nothing
-(`default`), one thread (`one_thread`), threads that sleep while they wait (`passive`) or that spin whatever happens
-(`spinning`). The peer is told nothing.
+Every side is a process that has loaded its model and waits. One side at a time measures, first alone, then beside
+processes that compute without end. Our sides differ in the settings of the OpenMP runtime: none (`default`), one thread
+(`one_thread`), threads that sleep while they wait (`passive`), or threads that always spin (`spinning`). The peer has
+no settings.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "one_thread": {"OMP_NUM_THREADS": "1"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
-    "spinning": {"GOMP_SPINCOUNT": "300000"},  # what libgomp does if nobody says anything
+    "spinning": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own default
 }
 PEER = "transformers"
-# It ends with whoever started it, however that one ended.
+# This program ends when its parent process ends.
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measurement: what ran, where, beside how many processes."""
+    """One measurement: the work, the side, and the number of busy processes beside it."""
 
     work: str
     side: str
@@ -66,14 +66,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.device != "cpu":
-        raise ConfigError(f"--device {args.device}: what other work costs is a question to a CPU; expected cpu")
+        raise ConfigError(f"--device {args.device}: this bench measures CPU contention only; expected cpu")
     if args.side != "both":
         return _serve(args)
     sides = [*SETTINGS, *([PEER] if args.peer == "transformers" else [])]
     figures: list[Figure] = []
     with contextlib.ExitStack() as stack:
         workers = {side: stack.enter_context(_Worker.started(side, args)) for side in sides}
-        about = [worker.read_reply() for worker in workers.values()]  # each says that it is ready
+        about = [worker.read_reply() for worker in workers.values()]  # each worker reports that it is ready
         for _ in range(args.rounds):
             for num_beside in dict.fromkeys([0, *args.beside]):
                 with busy_cores(num_beside):
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarize(figures: Sequence[Figure]) -> dict[str, float]:
-    """Median tokens per second of each side, and what the default reaches of the others.
+    """Median tokens per second of each side, and the ratios of the default to the others.
 
-    `of_best` compares with the better of one thread and of passive waiting, `of_spinning` with what the runtime does
-    by itself, `speedup` with the peer.
+    `of_best` compares with the better of one thread and passive waiting, `of_spinning` with the runtime's own
+    default, `speedup` with the peer.
     """
     result: dict[str, float] = {}
     for num_beside in dict.fromkeys(f.num_beside for f in figures):
@@ -117,7 +117,7 @@ def summarize(figures: Sequence[Figure]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """`count` processes that compute without end, until the block is left or this process ends."""
+    """Run `count` processes that compute without end, until the block is left or this process ends."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN]))
@@ -126,7 +126,7 @@ def busy_cores(count: int) -> Iterator[None]:
 
 
 class _Worker:
-    """A process that measures when it is asked to."""
+    """A process that measures on request."""
 
     def __init__(self, side: str, process: subprocess.Popen[str]) -> None:
         self._side = side
@@ -139,7 +139,7 @@ class _Worker:
         options = [f"--{key.replace('_', '-')}={value}" for key, value in passed.items()]
         command = [sys.executable, "-m", "turnwise.bench.cli", "busy", "--json", *options]
         command.append(f"--side={'peer' if side == PEER else 'ours'}")
-        # The caller's own settings would hide what is measured.
+        # Remove the caller's own OpenMP settings, because they would change the result.
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}
         process = subprocess.Popen(
             command,
@@ -155,14 +155,14 @@ class _Worker:
             process.communicate()
 
     def measure(self, work: str) -> float:
-        """Tokens per second."""
+        """Measure one kind of work, in tokens per second."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{work}\n")
         self._process.stdin.flush()
         return self.read_reply()["tokens_per_s"]
 
     def read_reply(self) -> dict[str, Any]:
-        """The next line that it says."""
+        """Read the worker's next line."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -173,12 +173,12 @@ class _Worker:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-    """Load one side, then measure as often as a line of stdin names a work."""
+    """Load one side, then measure once for every line of stdin, which names the work."""
     device, _ = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
     works = _works_of_ours(args) if args.side == "ours" else _works_of_peer(args)
     tokens = {"sample": args.prompts * args.new_tokens, "train": args.sequences * args.tokens}
     for work in works.values():
-        work()  # what is built at the first use is there before anybody is timed
+        work()  # warm up, so that one-time work is not timed
     print(json.dumps({"machine": machine(device)}), flush=True)
     for line in sys.stdin:
         name = line.strip()

@@ -1,4 +1,4 @@
-"""An engine worked by hand: requests to their end, generators to their result. No worker, no clients."""
+"""Drives an engine directly, without a worker or clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def finish(work: Generator[None, None, T]) -> T:
-    """What a generator of the engine returns once all of its passes have run."""
+    """Run a generator of the engine to its end, and return its result."""
     while True:
         try:
             next(work)
@@ -30,7 +30,7 @@ def sample_sequences(
     *,
     num_samples: int = 1,
 ) -> list[SampledSequence]:
-    """`num_samples` continuations of every prompt, each prompt under its own policy, one prompt after the other.
+    """Sample `num_samples` continuations of every prompt, each prompt with its own policy. Return them in order.
 
     They run together, and none stops early.
     """

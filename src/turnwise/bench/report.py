@@ -1,4 +1,4 @@
-"""What every benchmark shares: options, repeats, and how a figure is shown."""
+"""Shared by all benchmarks: options, repeats, and the format of figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from turnwise.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of each repeat; the figure is their median."""
+    """Seconds of each repeat. The reported figure is their median."""
 
     seconds: list[float]
 
@@ -55,7 +55,7 @@ def make_engine(args: argparse.Namespace, **settings: Any) -> Engine:
 
 
 def model_directory(name: str) -> Path:
-    """Where the model is; `random:` shapes are written once to the store."""
+    """Find the model's directory. A `random:` shape is written to the store once."""
     from turnwise.bench.shapes import random_model_directory
     from turnwise.models.store import resolve_model
 
@@ -65,7 +65,7 @@ def model_directory(name: str) -> Path:
 
 
 def timed(work: Callable[[], object], args: argparse.Namespace, device: torch.device) -> Timing:
-    """Run `work` warm-ups and repeats; device work is waited for."""
+    """Time `work`: run warm-ups, then repeats, and wait for the device each time."""
     seconds = []
     for index in range(args.warmups + args.repeats):
         _wait(device)
@@ -78,7 +78,7 @@ def timed(work: Callable[[], object], args: argparse.Namespace, device: torch.de
 
 
 def run_sides(bench: str, args: argparse.Namespace, sides: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Each side in processes of its own, taking turns: its memory is its own, and noise disturbs all alike."""
+    """Run the sides in turn, each in its own process: memory is measured per side, and noise affects all equally."""
     passed = {k: v for k, v in vars(args).items() if k not in ("bench", "side", "json", "rounds", "peer")}
     options = [f"--{key.replace('_', '-')}={value}" for key, value in passed.items()]
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -100,7 +100,7 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Highest memory so far: of the card, or of this process."""
+    """Highest memory use so far, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,12 +1,11 @@
 """Measure how busy conversations with slow envs keep the sampler, against the same conversations with fast envs.
 
-The whole path of a training rollout runs: `play_groups`, the local client, the engine's worker and its sampler. Wall
-time falls into three parts. *Busy*: the worker is inside `Sampler.step`. *Waiting*: a request was made and not answered
-yet, and the sampler does not step; what lies between rollout and sampler costs that. *Starved*: every conversation is
-in its env, so nobody could have sampled. A step may itself wait for Python's lock, which event loop and envs hold now
-and then; `step_cpu_share` tells how much of the busy time the worker's thread computed. What an ideal scheduler reaches
-is played through with the same latencies, the same replies and the step times that were measured, at no cost between
-steps.
+The bench runs the whole path of a training rollout: `play_groups`, the local client, the engine's worker and its
+sampler. Wall time has three parts. *Busy*: the worker is inside `Sampler.step`. *Waiting*: a request is open but the
+sampler does not step; this is the cost of the code between rollout and sampler. *Starved*: every conversation is in its
+env, so there is nothing to sample. A step may itself wait for Python's lock, which event loop and envs sometimes hold;
+`step_cpu_share` is the share of the busy time in which the worker's thread computed. The ideal is a simulation with the
+same latencies, the same replies and the measured step times, without any cost between steps.
 """
 
 from __future__ import annotations
@@ -88,14 +87,14 @@ def check_fits(args: argparse.Namespace, context_length: int) -> None:
 
 
 def _typical(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The run in the middle, whole, so that its shares add up."""
+    """The median run as a whole, so that its shares add up."""
     return sorted(runs, key=lambda run: run["sampler_busy_share"])[len(runs) // 2]
 
 
 def measure(
     args: argparse.Namespace, latency_s: float, client: LocalSamplingClient, engine: Engine, renderer: Renderer
 ) -> dict[str, float]:
-    """One rollout of all conversations, cold: no prefix of an earlier one is kept."""
+    """Play all conversations once, from an empty cache."""
     world = LateWorld(args.turns, args.reply, latency_s, is_blocking=args.blocking)
     config = RolloutConfig(
         max_turns=args.turns,
@@ -119,7 +118,7 @@ def measure(
     vars(engine.sampler)["step"] = timed_step
     try:
         tasks = world.tasks("train", args.conversations, SEED)
-        gc.collect()  # what loading left behind is not part of the load
+        gc.collect()  # do not count the garbage of loading
         started_s = time.perf_counter()
         played = asyncio.run(play_groups(world, tasks, watched, renderer, config, seed=SEED))
         ended_s = time.perf_counter()
@@ -155,17 +154,17 @@ class MeasuredStep:
     seconds: float
     cpu_s: float
     num_in_flight: int
-    """Requests that were under way when it began."""
+    """Number of open requests when the step began."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """What is seen of one rollout: the steps on the worker's thread, the requests on the event loop's."""
+    """The record of one rollout: steps on the worker's thread, requests on the event loop's thread."""
 
     steps: list[MeasuredStep] = field(default_factory=list[MeasuredStep])
     num_in_flight: int = 0
     in_flight_s: float = 0.0
-    """Time with at least one request that was made and not answered."""
+    """Time with at least one open request."""
     since_s: float = 0.0
 
     def change(self, difference: int) -> None:
@@ -177,7 +176,7 @@ class Watch:
 
 
 class WatchedClient(LocalSamplingClient):
-    """The local client; counts the requests under way."""
+    """A local client that counts open requests."""
 
     def __init__(self, client: LocalSamplingClient, watch: Watch) -> None:
         super().__init__(client._model, client._policy)
@@ -193,7 +192,7 @@ class WatchedClient(LocalSamplingClient):
 
 @dataclass(frozen=True, slots=True)
 class LateWorld:
-    """Envs that say the same thing every turn, late."""
+    """A world whose envs say the same text every turn, after a delay."""
 
     max_turns: int
     max_tokens: int
@@ -213,7 +212,7 @@ class LateWorld:
 
 
 def draw_latencies(seed: int, count: int, latency_s: float) -> list[float]:
-    """Of `start` and each `step` of the env with that seed."""
+    """The delays of `start` and of each `step` of the env with that seed."""
     rng = random.Random(f"latency {seed}")
     return [rng.uniform(0.0, latency_s) for _ in range(count)]
 
@@ -238,7 +237,7 @@ class LateEnv:
 
 
 class BlockingLateEnv:
-    """The same with plain methods, as most people's envs have them."""
+    """The same env with plain methods, as most envs have."""
 
     def __init__(self, latencies: Sequence[float]) -> None:
         self._latencies = list(latencies)
@@ -257,7 +256,7 @@ class BlockingLateEnv:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Latency of the start, then by turn: tokens of the reply, latency of the answer."""
+    """The latency of the start, and for each turn the tokens of the reply and the latency of the answer."""
 
     start_s: float
     replies: Sequence[int]
@@ -271,7 +270,7 @@ def conversation_of(trajectory: Trajectory, latency_s: float) -> Conversation:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step by the number of replies under way: base + each * number, fitted to what was measured."""
+    """Seconds of a step as base + each * (open replies), fitted to the measured steps."""
 
     base_s: float
     each_s: float
@@ -296,7 +295,7 @@ class Ideal:
 
 
 def play_ideally(conversations: Sequence[Conversation], seconds: StepTimes) -> Ideal:
-    """The same conversations with nothing between an env's answer, the sampler's next step and the env's next call."""
+    """Simulate the same conversations without any time between an env's answer, the next step and the next call."""
     arrivals = [(conversation.start_s, index) for index, conversation in enumerate(conversations)]
     heapq.heapify(arrivals)
     turn = [0] * len(conversations)

@@ -1,8 +1,8 @@
-"""Measure sampling, of a batch of prompts and of growing dialogues, against transformers' `generate`.
+"""Measure sampling for a batch of prompts and for growing dialogues, against transformers' `generate`.
 
-The dialogue load is what multi-turn RL does: each turn samples, then observed tokens arrive. Ours reads what is new;
-`generate` reads the dialogue again. Both sample at temperature 1 and never stop early; each
-side runs in a process of its own.
+The dialogue load is what multi-turn RL does: each turn samples, then observed tokens arrive. Our engine reads only the
+new tokens; `generate` reads the whole dialogue again. Both sample at temperature 1 and never stop early. Each side runs
+in its own process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch_of_ours(args: argparse.Namespace, engine: Engine, policy: Policy | None = None) -> Callable[[], object]:
-    """One batch of prompts, from an empty cache."""
+    """Make a function that samples one batch of prompts from an empty cache."""
     chosen = policy or _policy(engine, args.rank)
     prompts = np.random.default_rng(0).integers(100, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
 
@@ -152,9 +152,9 @@ def play_all(
     new_tokens: int,
     policy: Policy,
 ) -> list[list[int]]:
-    """All dialogues to their end; `seen[turn][dialogue]` is what the world adds after a turn.
+    """Play all dialogues to their end. `seen[turn][dialogue]` is what the world adds after a turn.
 
-    A dialogue asks for its next turn as soon as its last one is done, as a rollout does: none waits for the others.
+    As in a rollout, a dialogue starts its next turn as soon as the last one is done, without waiting for the others.
     """
     histories = [list(start) for start in starts]
     params = SamplingParams(max_tokens=new_tokens, stop=[])

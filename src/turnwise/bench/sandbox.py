@@ -53,7 +53,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 async def _session_command(sandbox: Sandbox, count: int) -> float:
-    """One command in a shell that is already up."""
+    """Time one command in a shell that is already running."""
     session = sandbox.open()
     try:
         await session.run("true")

@@ -1,9 +1,9 @@
 """Measure sampling over HTTP from a separate client process, against the same engine in process.
 
 Server, client and the in-process engine are three processes. The two sides take turns with the same prompts, so that
-noise disturbs both alike; the share is of the medians. On a machine that does other work too, the server waits for a
-core and the client's process for another: there `share_of_in_process_cpu`, which compares the processor time of the two
-engines' processes, says what HTTP costs.
+noise affects both equally. The share is the ratio of the medians. On a busy machine, server and client both wait for
+cores; there `share_of_in_process_cpu`, which compares the CPU time of the two engines' processes, shows the cost of
+HTTP.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _one_round(worker: EngineWorker, client: _Client, pid: int, args: argparse.N
 
 
 def _cpu_of(pid: int) -> float:
-    """Processor seconds of a process so far, all threads."""
+    """CPU seconds of a process so far, over all threads."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _round_of(sample: Callable[[list[int]], Awaitable[int]], args: argparse.Namespace, index: int) -> float:
-    """Seconds until every request is answered; whoever has an answer sends the next request."""
-    shape = (args.requests, args.waves, args.prompt_tokens)  # new prompts in every round: no side finds them cached
+    """Seconds until every request is answered. Each answer starts the next request."""
+    shape = (args.requests, args.waves, args.prompt_tokens)  # new prompts each round, so that none is cached
     prompts = np.random.default_rng(index).integers(100, args.vocab_size, shape).tolist()
 
     async def one_after_the_other(mine: list[list[int]]) -> None:
@@ -124,7 +124,7 @@ def _in_process(worker: EngineWorker, args: argparse.Namespace, index: int) -> f
 
 @contextlib.contextmanager
 def _server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """`turnwise serve` on a free port, with an empty data directory; its address and process id."""
+    """Run `turnwise serve` on a free port with an empty data directory. Yield its address and process id."""
     with tempfile.TemporaryDirectory() as data_dir:
         command = [sys.executable, "-m", "turnwise.cli", "serve", "--model", str(model_directory(args.model))]
         options = ["--port", "0", "--data-dir", data_dir, "--device", args.device, "--dtype", args.dtype]
@@ -146,7 +146,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 class _Client:
-    """The process that sends the requests; one line in starts a round, one line out is its seconds."""
+    """The process that sends the requests. A line to it starts a round; it answers with a line of seconds."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -176,14 +176,14 @@ def _client(args: argparse.Namespace, url: str) -> Iterator[_Client]:
 
 
 async def _serve_rounds(args: argparse.Namespace) -> None:
-    """The client's own process: a round for every number that arrives."""
+    """Run in the client's process: play one round for every number that arrives."""
     sampler = await (_SdkSampler if args.client == "tinker" else _HttpSampler).create(args)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(await _round_of(sampler.sample, args, int(line)), flush=True)
 
 
 class _HttpSampler:
-    """What the SDKs send for a sample, without what they do around it."""
+    """Sends the same requests as the SDKs, without their other work."""
 
     def __init__(self, http: Any, sampler_id: str, new_tokens: int) -> None:
         self._http = http

@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights, for speed alone."""
+"""Models of a known shape with random weights, for speed measurements only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {"qwen3-0.6b": _qwen3_0_6b}
 
 
 def random_model_directory(name: str) -> Path:
-    """The directory of a random model of that shape, made on first use."""
+    """The directory of a random model of that shape. It is made on first use."""
     if name not in SHAPES:
         raise ConfigError(f"no shape {name!r}; known: {', '.join(SHAPES)}")
     directory = home() / "shapes" / name

@@ -1,4 +1,4 @@
-"""A world whose env answers late, with the heavy tail that browsers, sandboxes and people have."""
+"""A world whose env answers late, with the long tail of delays that browsers, sandboxes and people have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WANTED = "a"
 
 @dataclass(frozen=True, slots=True)
 class SlowWorld:
-    """Every reply should hold a letter; every answer takes a log-normal time, drawn from the attempt's seed."""
+    """A reply should hold a given letter. Each answer takes a log-normal time, drawn from the attempt's seed."""
 
     name: str = "slow"
     max_turns: int = 3

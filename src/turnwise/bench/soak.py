@@ -1,7 +1,7 @@
 """Trains ahead for a long time and watches its memory: `python -m turnwise.bench.soak --minutes 120`.
 
-The run is a process of its own; its memory is read from its status. What comes out says how the second half of the run
-compares with the first, and whether every step has its row of metrics.
+The run is a separate process; its memory is read from its status. The result compares the second half of the run with
+the first, and says whether every step has its row of metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turnwise.watch.status import is_training, read_status
 
 WORLD = "turnwise.bench.slow_world:SlowWorld"
 WARM_SHARE = 0.2
-"""The first part of a run fills caches and is not compared."""
+"""Share of the run that is not compared, because caches fill up in it."""
 STOP_S = 120.0
 
 
@@ -51,7 +51,7 @@ def soak(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "train.tasks_per_step": 2,
         "train.max_empty_steps": 1_000_000,
         "rollout.group_size": 4,
-        "rollout.same_start": False,  # the seed draws the delays: every attempt has its own
+        "rollout.same_start": False,  # delays come from the seed, so every attempt has other ones
         "env.options.median_s": 0.02,
         "env.options.p99_s": 0.5,
         "eval.tasks": 0,

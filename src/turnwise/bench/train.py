@@ -1,6 +1,6 @@
 """Measure LoRA training, in tokens per second and peak memory, against peft with full logits.
 
-Each side runs in a process of its own, so that the peak memory is its own.
+Each side runs in its own process, so that peak memory is measured per side.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(args: argparse.Namespace, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [sequences, tokens + 1] and which targets are trained [sequences, tokens]: the last of each row."""
+    """Token ids [sequences, tokens + 1], and a mask of trained targets [sequences, tokens]: the last of each row."""
     ids = np.random.default_rng(0).integers(100, vocab_size, (args.sequences, args.tokens + 1))
     mask = np.zeros((args.sequences, args.tokens), dtype=bool)
     mask[:, args.tokens - max(1, round(args.tokens * args.trained)) :] = True
@@ -59,7 +59,7 @@ def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_of_ours(args: argparse.Namespace, engine: Engine) -> Callable[[], object]:
-    """The gradient of one batch."""
+    """Make a function that computes the gradient of one batch."""
     adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
     ids, mask = _load(args, engine.vocab_size)
     datums = [
@@ -89,7 +89,7 @@ def _run_peft(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_of_peft(args: argparse.Namespace) -> Callable[[], object]:
-    """The same gradient by peft, with full logits."""
+    """Make a function that computes the same gradient with peft and full logits."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM

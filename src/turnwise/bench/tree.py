@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_sharing(engine: Engine, datums: Sequence[Datum], args: argparse.Namespace) -> tuple[Timing, Timing]:
-    """A training step on the datums as rows of their own, and with their prefixes shared."""
+    """Time a training step on the datums as separate rows, and with shared prefixes."""
     adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0, train_unembed=False))
 
     def step() -> None:

@@ -2,7 +2,8 @@
 
 Methods, their arguments and their order are Tinker's. A method that computes returns an `ApiFuture`; its `_async`
 twin returns a `Submission`, or is a coroutine that gives the value (see `futures.py`, which says which and why). A
-client inherits from these classes, implements the plain methods, and gets the twins from here.
+client inherits from these classes, implements the plain methods, and gets the twins from here. Each client spells out
+Tinker's signatures again, so that editors and type checkers show them.
 """
 
 from __future__ import annotations

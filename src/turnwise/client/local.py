@@ -90,6 +90,7 @@ class ServiceClient:
 
     get_server_capabilities_async = in_thread(get_server_capabilities)
 
+    # Tinker's signatures, spelled out here and in the other service client for editors and type checkers.
     def create_lora_training_client(
         self,
         base_model: str,

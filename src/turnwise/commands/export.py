@@ -1,7 +1,7 @@
-"""`turnwise export`: what a run trained, as files that other programs load.
+"""`turnwise export`: write trained weights as files for other programs.
 
-A checkpoint's adapter is in PEFT's format already; with `--merged` it is added to the base model's weights, which any
-program that reads Hugging Face directories loads.
+A checkpoint's adapter is already in PEFT's format. With `--merged` it is added to the base model's weights; any program
+that reads Hugging Face directories can load the result.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> ExitCode:
-    """Write one policy to a new directory, complete or not at all, and say what it is and who reads it."""
+    """Write one policy to a new directory, complete or not at all, and print how to load it."""
     directory = Path(out).expanduser()
     if directory.exists():
-        raise ConfigError(f"{directory} is there already; name a directory that is not")
+        raise ConfigError(f"{directory} exists; name a new directory")
     policy = open_policy(target, None, step)
     if policy.files is None:
-        raise ConfigError(f"{target} is a model as it is, nothing was trained; name a run or a checkpoint")
+        raise ConfigError(f"{target} is an untrained base model; name a run or a checkpoint")
     if not policy.files.is_dir():
         raise CheckpointError(f"{policy.checkpoint} is not on this machine, so there are no files to export")
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`turnwise certify`, `replay` and `curve`: look back at what a run did. None loads the policy's model."""
+"""`turnwise certify`, `replay` and `curve`: inspect what a run did, without loading the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.assemble import make_eval_rollout, make_renderer
-from turnwise.training.objects import NO_OBJECTS, check_objects
+from turnwise.training.objects import NO_OBJECTS, check_played_objects
 from turnwise.training.setup import find_facts, find_model, make_service
 from turnwise.training.stored import altered
 from turnwise.watch.curve import runs_svg
@@ -64,12 +64,12 @@ def run_curve(targets: Sequence[str], out: str, title: str) -> ExitCode:
 
 
 def run_replay(target: str, attempt_id: int | None) -> ExitCode:
-    """Play one stored attempt again; exit code 1 when something comes out otherwise. Without an id, list some."""
+    """Play one stored attempt again; exit code 1 if something differs. Without an id, list the latest attempts."""
     with RunReader(target) as run:
         if attempt_id is None:
             _list_attempts(run)
             return ExitCode.OK
-        check_objects(run, NO_OBJECTS)
+        check_played_objects(run, NO_OBJECTS)
         stored = run.attempt(attempt_id)
         config = config_from_yaml(run.config_yaml, str(run.directory))
         task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))

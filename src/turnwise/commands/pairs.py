@@ -1,11 +1,11 @@
-"""`turnwise pairs`: dialogues to preference pairs in a Parquet file, played for it or taken from stored runs.
+"""`turnwise pairs`: write preference pairs to a Parquet file, from new dialogues or from stored runs.
 
-    dpo       of N attempts at a task with the same env seed, the best against the worst
-    refuel    of N continuations of one dialogue from a drawn turn on, one against another, by lot
+    dpo       of N attempts at a task with the same env seed, the best and the worst
+    refuel    of N continuations of one dialogue from a random turn on, random pairs
 
-A regression on the difference between the best and the worst of many would learn how many there were, so `refuel` draws
-who meets whom. Nothing is paired across env seeds, unless it is asked for: a difference in luck would pass for one in
-skill. What has nothing to teach is counted and left out: equal rewards, the same words, a side that no loss reads.
+The difference between the best and the worst grows with the number of attempts, and a regression would learn that, so
+`refuel` pairs at random. Attempts with different env seeds are paired only if you ask for it, because they also differ
+in luck. Pairs that teach nothing are counted and left out: equal rewards, the same words, a side that no loss reads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     kind: PairKind
     out: Path
@@ -69,7 +69,7 @@ class PairOptions:
 
 @dataclass(slots=True)
 class _Found:
-    """Pairs, and what came to nothing."""
+    """The pairs found, and the reasons for those left out."""
 
     pairs: list[StoredPair] = field(default_factory=list[StoredPair])
     dropped: Counter[str] = field(default_factory=Counter[str])
@@ -82,7 +82,7 @@ class _Found:
             return
         try:
             pairs = _candidates(group, kind)
-        except DataError:  # dialogues that do not begin alike, found by --across-seeds
+        except DataError:  # dialogues with different beginnings, from --across-seeds
             self.dropped["different starts"] += 1
             return
         self.dropped["constant"] += not pairs
@@ -105,7 +105,7 @@ def _candidates(group: TrajectoryGroup, kind: PairKind) -> list[PreferencePair]:
 
 
 def _why_useless(pair: PreferencePair, kind: PairKind) -> str | None:
-    """Why nothing can be learned from a pair; None: something can."""
+    """Why nothing can be learned from a pair, or None."""
     if is_constant_group([pair.chosen.total_reward, pair.rejected.total_reward]):
         return "constant"
     is_refuel = kind == "refuel"
@@ -224,12 +224,12 @@ def _stored_groups(
 
 
 def _to_group(trajectories: Sequence[Trajectory], kind: PairKind) -> tuple[TrajectoryGroup, str | None]:
-    """The group that stored attempts were, and why it is of no use, if it is not."""
+    """The group of stored attempts, and why it is useless, or None."""
     branch = trajectories[0].branch
     turn = 0 if branch is None else branch.turn
     group = TrajectoryGroup(
         task_id=trajectories[0].task_id, trajectories=tuple(trajectories), branch_turn=None if branch is None else turn
     )
-    if kind == "refuel" and (branch is None or not branch.reseeds_env):  # a start in common is no dialogue
+    if kind == "refuel" and (branch is None or not branch.reseeds_env):  # a common start alone is no shared dialogue
         return group, "not branched"
     return group, None

@@ -1,4 +1,4 @@
-"""`turnwise eval` and `turnwise sample`: measure a policy, or talk to it.
+"""`turnwise eval` and `turnwise sample`: measure a policy, or chat with it.
 
 A policy is named by a run directory (its best checkpoint, unless `--step` names another), a checkpoint (a directory or
 a `tinker://` path in the store), or a model.
@@ -26,7 +26,7 @@ from turnwise.watch.terminal import evaluation_line
 
 
 def open_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str] = ()) -> PolicySampler:
-    """The policy that a command names; which checkpoint of a run that is, is told on stderr."""
+    """Open the policy that a command names; print on stderr which checkpoint of a run it is."""
     policy = find_policy(target, WorldChoice.of(env), step, overrides, report=say)
     if policy.why:
         say(f"checkpoint: {policy.why}")
@@ -34,9 +34,11 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
 
 
 def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
-    """Play held-out tasks with one policy and print what came out."""
+    """Play held-out tasks with one policy and print the result."""
     if env is None and not is_run(Path(target)):
-        find_policy(target, step=step, overrides=overrides, report=say)  # a target that is nothing at all is told first
+        find_policy(
+            target, step=step, overrides=overrides, report=say
+        )  # an unknown target before a missing world
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
         row = policy.evaluate().row
@@ -79,7 +81,7 @@ def _replies(
 
 
 def _lines() -> Iterator[str]:
-    """What the user says; empty lines are passed over."""
+    """The user's lines, without empty ones."""
     while True:
         try:
             line = input("you> " if sys.stdin.isatty() else "")

@@ -1,4 +1,4 @@
-"""`turnwise status`, `turnwise stop` and `turnwise steer`: look at a run that is going on, end it, change it."""
+"""`turnwise status` shows what a run is doing, `turnwise stop` ends it, `turnwise steer` changes its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN_METRICS = (
 
 
 def run_status(path: str, *, as_json: bool, watch: bool) -> int:
-    """Print what a run is doing; with `watch`, again every second until it ends."""
+    """Print what a run is doing; with `watch`, repeat every second until it ends."""
     with RunReader(path) as run:
         while True:
             is_alive, status = is_training(run.directory), read_status(run.directory)
@@ -44,7 +44,7 @@ def run_status(path: str, *, as_json: bool, watch: bool) -> int:
 
 
 def status_lines(run: RunReader, status: Status | None, *, is_alive: bool) -> list[str]:
-    """The run as a person reads it."""
+    """The status in lines for a person."""
     rows = {"run": str(run.directory), "state": _state(run, status, is_alive=is_alive)}
     steps = [step for step, _ in run.metric("time/step_s")]
     if status is not None and is_alive:
@@ -53,7 +53,7 @@ def status_lines(run: RunReader, status: Status | None, *, is_alive: bool) -> li
         if status.pool:
             rows["pool"] = ", ".join(f"{count} {name}" for name, count in status.pool.items())
         if status.blocked_s > 1:
-            rows["blocked"] = f"the event loop has not come round for {status.blocked_s:.0f} s"
+            rows["blocked"] = f"the event loop has been blocked for {status.blocked_s:.0f} s"
         rows |= _waits(status)
     elif steps:
         rows["step"] = f"{steps[-1]} were done"
@@ -77,7 +77,10 @@ def run_stop(path: str, *, is_hard: bool) -> int:
     ends_s = time.monotonic() + STOP_WAIT_S
     while is_training(directory):
         if time.monotonic() > ends_s:
-            print(f"asked, and not stopped yet: turnwise status {directory} tells what it waits for; --now is harder")
+            print(
+                "the run was asked to stop but still works: "
+                f"turnwise status {directory} shows what it waits for; --now stops it at once"
+            )
             return 1
         time.sleep(0.1)
     print(f"stopped; go on with: turnwise train --resume {directory}")
@@ -85,13 +88,15 @@ def run_stop(path: str, *, is_hard: bool) -> int:
 
 
 def run_steer(path: str, texts: list[str]) -> int:
-    """Give a run that is going on another value for a setting."""
+    """Change a setting of a run that is training."""
     with RunReader(path) as run:
         config = config_from_yaml(run.config_yaml, str(run.directory))
     settings = read_settings(texts, config)
     if not settings:
         raise ConfigError(f"nothing to change; expected {' or '.join(f'{name}=VALUE' for name in SETTINGS)}")
-    directory = _training_directory(path, f"say it when it goes on: turnwise train --resume {path} {' '.join(texts)}")
+    directory = _training_directory(
+        path, f"give it when you resume the run: turnwise train --resume {path} {' '.join(texts)}"
+    )
     give_order(directory, settings=settings)
     print("asked: " + ", ".join(f"{name}={value:g}" for name, value in settings.items()) + ", from the next step on")
     return 0
@@ -100,7 +105,7 @@ def run_steer(path: str, texts: list[str]) -> int:
 def _training_directory(path: str, otherwise: str) -> Path:
     with RunReader(path) as run:
         if not is_training(run.directory):
-            raise ConfigError(f"nobody trains in {run.directory} at the moment; {otherwise}")
+            raise ConfigError(f"no process is training in {run.directory} now; {otherwise}")
         return run.directory
 
 

@@ -33,7 +33,7 @@ def run_train(name: str | None, overrides: Sequence[str], *, only_plan: bool, re
             raise
         return ExitCode.INTERRUPTED
     except StalledError as error:
-        if error.party in ENGINE_PARTIES:  # its thread would keep the process from ending
+        if error.party in ENGINE_PARTIES:  # its thread would keep the process alive
             end_process(error)
         raise
     if run.state == "stopped":
@@ -51,18 +51,18 @@ def _set_up(name: str | None, overrides: Sequence[str]) -> Setup:
 
 
 def _named_world(overrides: Sequence[str]) -> str | None:
-    """The world that `env=NAME` names, where no preset, file or world was given."""
+    """The world of `env=NAME`, if no preset, file or world was given."""
     pairs = [text.partition("=") for text in overrides]
     return next((value for key, _, value in reversed(pairs) if key in ("env", "env.name") and value), None)
 
 
 def end_process(error: StalledError) -> NoReturn:
-    """End this process without asking anybody: what does not answer would not let itself be closed either."""
+    """End this process at once: a party that does not answer cannot be closed either."""
     say(f"turnwise: {error}")
     sys.stdout.flush()
     os._exit(ExitCode.STALLED)
 
 
 def say(line: str) -> None:
-    """Tell a person on stderr: stdout is for results that a script may read."""
+    """Print a message on stderr; stdout is for results that a script may read."""
     print(line, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""`turnwise compare`: a grid of methods, worlds and seeds, run side by side, and what the runs say together."""
+"""`turnwise compare`: run a grid of methods, worlds and seeds, and compare the results."""

@@ -2,15 +2,15 @@
 
 Steps of different methods cost different amounts, and methods differ in how many of the sampled tokens they train on,
 so neither steps nor trained tokens compare them fairly. Every run of a world may sample the same number of tokens,
-those of a critic's pre-training included; what each trained on, and how long it took, is reported beside the result. A
-method that reads stored data samples nothing and runs for its `train.steps`.
+including those of a critic's pre-training. The trained tokens and the time of each run are reported beside the result.
+A method that reads stored data samples nothing and runs for its `train.steps`.
 
-Runs of one seed start from the same weights and meet the same tasks. Their warm-up is the same too, so it is done once
-per world and seed, and every method goes on from there.
+Runs of one seed start from the same weights and play the same tasks. Their warm-up is the same too, so it is done once
+per world and seed, and every method continues from there.
 
-Every run is a run directory of its own, made by the same code as `turnwise train`; a run that fails leaves the others
-alone, and the same command goes on where it was broken off. What a finished run came to is in a small file beside it:
-where that is there, the run is done, on another machine and without its directory too.
+Every run has its own run directory, made by the same code as `turnwise train`. A run that fails does not affect the
+others, and the same command continues an interrupted comparison. The result of a finished run is in a small file beside
+its directory. If that file exists, the run is done, also on another machine and without the directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turnwise.compare.table import markdown, table_lines, to_json
 from turnwise.compare.view import GridView
 from turnwise.config.config import Config
 from turnwise.config.critic import CriticConfig
-from turnwise.config.files import Tree, config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
+from turnwise.config.files import config_from_yaml, config_to_tree, config_to_yaml, tree_to_config
 from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.base import DataConfig
@@ -58,7 +58,7 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     grid = Grid.plan(request)
     for model in {(one.config.model.name, one.config.model.alias): one.config for one in grid.runs}.values():
         if not model.model.base_url:
-            find_model(model)  # made or fetched once, not by every run
+            find_model(model)  # the model is made or fetched once, not by every run
     request.directory.mkdir(parents=True, exist_ok=True)
     print(
         f"{len(grid.runs)} runs: {len(request.worlds)} worlds x {len(request.variants)} methods x {request.seeds} "
@@ -77,16 +77,16 @@ def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
     for line in failures:
         print(f"failed: {line}")
     if not is_whole:
-        print("stopped; the same command goes on from there")
+        print("stopped; run the same command to continue")
         return ExitCode.INTERRUPTED
     if not results:
-        raise ConfigError("no run came to its end; there is nothing to compare")
+        raise ConfigError("no run finished; there is nothing to compare")
     return ExitCode.FAILED if failures else ExitCode.OK
 
 
 @contextmanager
 def _ended_like_ctrl_c() -> Iterator[None]:
-    """A command that is told to end, by `timeout` say, saves its runs and tells what it has."""
+    """Treat SIGTERM (from `timeout`, for example) like Ctrl-C: save the runs and print the results so far."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -109,15 +109,15 @@ class GridRun:
     variant: Variant
     seed: int
     config: Config
-    """Before its bound on tokens is known."""
+    """The run's config, before its limit on tokens is known."""
     place: Path
     warmup_key: str
-    """Runs of one key, world and seed have the same warm-up."""
+    """Runs with the same key, world and seed share a warm-up."""
     job: GridJob | None = None
 
     @property
     def result_file(self) -> Path:
-        """What it came to; with it the run's directory is not needed any more."""
+        """The file with the result; with it the run's directory is not needed any more."""
         return self.place.with_name(f"{self.place.name}.json")
 
 
@@ -129,13 +129,13 @@ class Grid:
     runs: list[GridRun]
     jobs: list[GridJob] = field(default_factory=list)
     pilots: dict[str, GridRun] = field(default_factory=dict)
-    """By world without a bound: the run that finds it."""
+    """For each world without a limit on tokens: the run that finds the limit."""
     warmups: dict[str, Path] = field(default_factory=dict)
-    """Run directories by the job's name."""
+    """Run directories of the warm-ups, by job name."""
 
     @classmethod
     def plan(cls, request: CompareRequest) -> Grid:
-        """Every mistake is told before the first token."""
+        """Plan all runs. Every mistake is reported before the first token is sampled."""
         runs: list[GridRun] = []
         for seed in range(request.seeds):  # so that a grid that was broken off has whole seeds
             for world in request.worlds:
@@ -163,7 +163,7 @@ class Grid:
         return {**self.warmups, **{run.job.name: run.place for run in self.runs if run.job is not None}}
 
     def results(self) -> list[Result]:
-        """Of the runs that came to their end, in the order of worlds, methods and seeds."""
+        """The results of the finished runs, in the order of worlds, methods and seeds."""
         found: dict[tuple[str, str, int], Result] = {}
         for run in self.runs:
             self._store(run)
@@ -179,12 +179,12 @@ class Grid:
         ]
 
     def failures(self, *, is_whole: bool) -> list[str]:
-        """Runs that did not come to their end; of a grid that was broken off, those that nobody stopped."""
+        """Runs that failed; runs that were stopped with an interrupted grid do not count."""
         bad = ("failed", "stopped") if is_whole else ("failed",)
         return [f"{job.name}: {job.why or job.state} (log: {job.log})" for job in self.jobs if job.state in bad]
 
     def _add(self, run: GridRun) -> None:
-        """Its job, after that of its warm-up."""
+        """Add the run's job, after the job of its warm-up."""
         name = f"{run.world.slug}/{run.place.name}"
         pilot = self.pilots.get(run.world.slug)
         shared = self._warmup(run)
@@ -199,7 +199,7 @@ class Grid:
         self.jobs.append(run.job)
 
     def _warmup(self, run: GridRun) -> GridJob | None:
-        """The warm-up that this run shares with others of its world and seed, as a job that comes before."""
+        """The job of the warm-up that this run shares with others of its world and seed."""
         alike = [
             one for one in self.runs if (one.world, one.seed, one.warmup_key) == (run.world, run.seed, run.warmup_key)
         ]
@@ -221,7 +221,7 @@ class Grid:
         return job
 
     def _bound(self, run: GridRun) -> int:
-        """Tokens that the run may sample; 0: no bound, for it reads, or finds the bound for others."""
+        """Tokens that the run may sample; 0 means no limit: it reads stored data, or finds the limit for others."""
         pilot = self.pilots.get(run.world.slug)
         if not samples(run.config) or pilot is run:
             return 0
@@ -231,7 +231,7 @@ class Grid:
         return 0 if stored is None else stored[0].sampled_tokens
 
     def _store(self, run: GridRun) -> None:
-        """Write down what a run came to, once it came to its end."""
+        """Store the result of a run that finished."""
         if run.result_file.is_file() or not is_run(run.place) or not _is_finished(run.place):
             return
         with RunReader(run.place) as reader:
@@ -244,7 +244,7 @@ class Grid:
         self._store(run)
         stored = stored_result(run.result_file)
         if stored is not None:
-            _check_same(run.result_file, stored[1], config)
+            _check_same(run.result_file, json.dumps(stored[1]), config)
             return None
         if is_run(run.place):
             _check_same_run(run.place, config)
@@ -268,7 +268,7 @@ def _check_bounds(runs: Sequence[GridRun]) -> None:
 
 
 def _only_warmup(config: Config) -> Config:
-    """The same run without anything after its warm-up; no method, and so no critic, is needed for that."""
+    """The same run with only its warm-up, which needs no method and no critic."""
     plain = {"method": Grpo.Options(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
     rollout = {
@@ -283,11 +283,11 @@ def _only_warmup(config: Config) -> Config:
             "rollout": config.rollout.model_copy(update=rollout),
         }
     )
-    return tree_to_config(config_to_tree(stripped))  # what would be refused later is refused here
+    return tree_to_config(config_to_tree(stripped))  # refuse here what would be refused later
 
 
 def _warmup_key(config: Config) -> str:
-    """The same for runs that have the same weights after their warm-up, and the same evaluation of it."""
+    """A key that is equal for runs with the same weights after warm-up and the same evaluation of them."""
     tree = config_to_tree(config)
     kept = {name: tree[name] for name in ("model", "env", "engine", "rollout", "warmup", "eval")}
     train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
@@ -307,7 +307,7 @@ def _prepare_warmup(config: Config, place: Path) -> RunOrder | None:
 
 
 def _copy_run(warmed: Path, place: Path, config: Config) -> None:
-    """Complete or not at all: what was warmed up, to go on with another method."""
+    """Copy a warmed-up run, complete or not at all, so that another method can continue it."""
     unfinished = place.with_name(f".{place.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(warmed, unfinished, ignore=shutil.ignore_patterns(LOCK_FILE, STATUS_FILE))
@@ -323,7 +323,7 @@ def _at(config: Config, place: Path) -> Config:
 
 
 def _config_file(config: Config, place: Path) -> Path:
-    """The config as a file beside the run's directory: `turnwise train FILE` makes the same run."""
+    """Write the config to a file beside the run's directory: `turnwise train FILE` makes the same run."""
     place.parent.mkdir(parents=True, exist_ok=True)
     file = place.with_name(f"{place.name}.yaml")
     file.write_text(config_to_yaml(config), encoding="utf-8")
@@ -332,17 +332,22 @@ def _config_file(config: Config, place: Path) -> Path:
 
 def _check_same_run(place: Path, wanted: Config) -> None:
     with RunReader(place) as run:
-        _check_same(place, config_to_tree(config_from_yaml(run.config_yaml, str(place))), wanted)
+        _check_same(place, run.config_yaml, wanted)
 
 
-def _check_same(place: Path, stored: Tree, wanted: Config) -> None:
-    """A run of another comparison in the same place would be taken for this one's."""
-    tree = config_to_tree(wanted)
-    for section in stored.keys() - {"run"}:
-        for key, value in stored[section].items():
-            if tree[section][key] != value:
+def _check_same(place: Path, stored: str, wanted: Config) -> None:
+    """Refuse a run of another comparison in the same place.
+
+    Args:
+        stored: The config that was written down, as YAML; an older turnwise spelled some options otherwise.
+    """
+    tree, held = config_to_tree(wanted), config_to_tree(config_from_yaml(stored, str(place)))
+    for section in held.keys() - {"run"}:
+        for key, value in held[section].items():
+            own = tree[section].get(key)
+            if own != value:
                 raise ConfigError(
-                    f"{place} holds a run with {section}.{key}={value}, and this comparison has {tree[section][key]}; "
+                    f"{place} holds a run with {section}.{key}={value}, and this comparison has {own}; "
                     "choose another --out, or remove it"
                 )
 

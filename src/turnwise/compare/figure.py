@@ -26,7 +26,7 @@ GRID_COLOR, TEXT_COLOR, INK = "#d0d7de", "#57606a", "#1f2328"
 NUM_TICKS = 5
 NUM_MEAN_POINTS = 24
 SAMPLED, TRAINED = 0, 1
-"""Axes: which number of a curve's points is across."""
+"""Horizontal axes: the index of the number in a curve's points."""
 Points = list[tuple[float, float]]
 
 
@@ -96,8 +96,7 @@ def _measured(curve: Curve, axis: int) -> Points:
 
 
 def _mean_and_band(lines: Sequence[Points]) -> tuple[Points, Points, Points]:
-    """The mean of lines over the stretch that all of them cover, and where it lies with 95 % confidence; the latter is
-    empty for one line."""
+    """The mean of lines over the range that all of them cover, and its 95 % interval, which is empty for one line."""
     if not lines:
         return [], [], []
     grid = np.linspace(0, min(line[-1][0] for line in lines), NUM_MEAN_POINTS)

@@ -1,4 +1,4 @@
-"""What a comparison is asked: methods x worlds x seeds, and how many tokens each run may sample.
+"""The request of a comparison: methods x worlds x seeds, and how many tokens each run may sample.
 
     methods=grpo,grpo[credit=reward_to_go],ppo worlds=study_chain,study_luck[tokens=30000] seeds=10 jobs=8
 
@@ -22,12 +22,12 @@ from turnwise.training.setup import read_config
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
 EXAMPLE = "turnwise compare methods=grpo,ppo worlds=guess_number seeds=3"
 MANY_STEPS = 1_000_000
-"""More than any run needs: the bound on tokens ends it."""
+"""More steps than any run needs: the limit on tokens ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One method, with the options that set it apart."""
+    """One method with its own options."""
 
     label: str
     method: str
@@ -40,12 +40,12 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedWorld:
-    """A world, a preset or a config file, with the options that set it apart."""
+    """A world, a preset or a config file, with its own options."""
 
     label: str
     name: str
     tokens: int
-    """Sampled tokens per run; 0: those of the preset, or what the first run samples in its `train.steps`."""
+    """Sampled tokens per run; 0 takes the preset's limit, or what the first run samples in its `train.steps`."""
     overrides: tuple[str, ...]
 
     @property
@@ -61,20 +61,21 @@ class CompareRequest:
     worlds: tuple[ComparedWorld, ...]
     seeds: int
     jobs: int
-    """Runs at once."""
+    """Number of runs at the same time."""
     overrides: tuple[str, ...]
-    """For every run."""
+    """Options for every run."""
     directory: Path
 
     def config(self, world: ComparedWorld, variant: Variant, seed: int) -> Config:
-        """Of one run, before its bound on tokens is known."""
+        """The config of one run, before its limit on tokens is known."""
         return read_config(world.name, [*self._overrides(world, variant), f"train.seed={seed}", "run.dialogues=0"])
 
     def notes(self) -> list[str]:
-        """What a world's file says for one method and another does not read, and what the bound on tokens replaces."""
+        """Notes about options of a world's file that this method does not read, or that the limit on tokens
+        replaces."""
         given = {text.partition("=")[0] for text in self.overrides}
         replaced = [name for name in ("train.steps", "train.max_empty_steps") if name in given]
-        bound = [f"{name} is not read where tokens bound a run: it ends when they are sampled" for name in replaced]
+        bound = [f"{name} is not read, because the number of sampled tokens limits the run" for name in replaced]
         return bound + [
             f"{world.label}, {variant.label}: {note}"
             for world in self.worlds
@@ -87,18 +88,18 @@ class CompareRequest:
 
 
 def slug(label: str) -> str:
-    """A label as a name of a file."""
+    """A label as a file name."""
     return re.sub(r"[^A-Za-z0-9_.=-]+", "-", label).strip("-")
 
 
 def samples(config: Config) -> bool:
-    """The run draws tokens to learn from; one that reads dialogues or pairs would never come to a bound on them."""
+    """Whether the run samples tokens to learn from; a run that reads stored data would never reach a limit on them."""
     return not config.reads_stored
 
 
 def bounded(config: Config, tokens: int) -> Config:
-    """The config with a bound on sampled tokens in the place of one on steps. A run in which nothing is left to learn,
-    because everything succeeds or nothing does, goes on to its bound like the others."""
+    """The config with a limit on sampled tokens instead of steps. A run with nothing left to learn, because all
+    attempts or none succeed, continues to its limit like the others."""
     if not tokens or not samples(config):
         return config
     bound = {"steps": MANY_STEPS, "max_sampled_tokens": tokens, "max_empty_steps": MANY_STEPS}
@@ -115,9 +116,9 @@ def parse_request(arguments: Sequence[str], out: str | None = None) -> CompareRe
         else:
             rest.append(text)
     if own.get("env") and own.get("worlds"):
-        raise ConfigError("env and worlds are both given, and mean the same; leave one of them out")
+        raise ConfigError("env and worlds are both given and mean the same; leave one of them out")
     if out and own.get("dir"):
-        raise ConfigError("--out and dir= are both given, and mean the same; leave one of them out")
+        raise ConfigError("--out and dir= are both given and mean the same; leave one of them out")
     own["worlds"] = own.get("worlds") or own.get("env", "")
     for key, name in (("methods", "methods"), ("worlds", "worlds (or env)")):
         if not own.get(key):
@@ -145,7 +146,7 @@ def count(name: str, text: str, *, least: int) -> int:
 
 
 def _split(option: str, text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Split a text at commas outside of brackets."""
     items = [item.strip() for item in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text)]
     if text.count("[") != text.count("]") or not items:
         raise ConfigError(f"{option}={text} cannot be read; expected NAME,NAME or NAME[option=value;option=value],NAME")
@@ -153,7 +154,7 @@ def _split(option: str, text: str) -> list[str]:
 
 
 def _check_names(option: str, labels: Sequence[str]) -> None:
-    """Labels name directories: two that differ only in what a file's name cannot hold would share one."""
+    """Refuse two labels with the same file name: labels name directories."""
     slugs = [slug(label) for label in labels]
     for label, name in zip(labels, slugs, strict=True):
         if slugs.count(name) > 1:

@@ -1,14 +1,14 @@
-"""What the runs of a comparison came to: one result per run, and what they say together.
+"""The results of a comparison: one per run, and summaries over seeds.
 
-Methods are compared seed by seed: runs of one seed start from the same weights and meet the same tasks, so the
-difference holds less luck than the two numbers that it is of. Two measures are compared that way:
+Methods are compared seed by seed: runs of one seed start from the same weights and play the same tasks, so their
+difference depends less on luck than each number alone. Two measures are compared that way:
 
     final   held-out success at the last evaluation
-    area    mean held-out success over the sampled tokens: the area under the learning curve, as a share. It reads every
-            evaluation, so it holds less of one evaluation's luck, and it tells who learns sooner.
+    area    mean held-out success over the sampled tokens: the area under the learning curve, as a share. It uses
+            every evaluation, so it depends less on luck, and it shows which method learns sooner.
 
-A difference is told apart from 0 by Student's interval over the seeds; with several methods in a world, Holm's
-correction says which of them would be so if the methods were all alike.
+A difference counts if Student's 95 % interval over the seeds excludes 0. With several methods in a world, Holm's
+correction tells which differences would also count if all methods were compared at once.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Result:
     success: float
     success_low: float
     success_high: float
-    """Of this run alone, over its held-out tasks."""
+    """Upper end of this run's own 95 % interval, over its held-out tasks."""
     best_success: float
-    """The highest of its evaluations, which flatters: it picks the luckiest."""
+    """The highest of its evaluations. It is too high on average, because it picks the luckiest one."""
     area: float
     """Mean success over the sampled tokens."""
     reward: float
     start_success: float
-    """Before the first step of the method, after a warm-up if there was one."""
+    """Success before the method's first step (after the warm-up, if there was one)."""
     steps: int
     sampled_tokens: int
     trained_tokens: int
     duration_s: float
-    """Of the steps, evaluations not counted."""
+    """Seconds of all steps, without evaluations."""
     curve: tuple[tuple[int, int, float], ...]
     """(sampled tokens, trained tokens, held-out success) at every evaluation."""
     critic: tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...] = ()
@@ -61,14 +61,14 @@ class Result:
 
 
 def write_result(file: Path, result: Result, config: Tree) -> None:
-    """All that a comparison needs of a run, in a small file beside it: complete or not at all."""
+    """Write all that a comparison needs of a run to a small file beside it, complete or not at all."""
     unfinished = file.with_name(f".{file.name}")
     unfinished.write_text(json.dumps({"config": config, "result": asdict(result)}) + "\n", encoding="utf-8")
     unfinished.replace(file)
 
 
 def stored_result(file: Path) -> tuple[Result, Tree] | None:
-    """What `write_result` wrote: the result and the run's config; None where there is no such file."""
+    """Read the result and the run's config from `write_result`'s file; None if there is none."""
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -79,10 +79,10 @@ def stored_result(file: Path) -> tuple[Result, Tree] | None:
 
 
 def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 0) -> Result:
-    """What a finished run says of itself.
+    """Read the result of a finished run from its directory.
 
     Args:
-        bound: sampled tokens that it had; 0: those that it drew.
+        bound: its limit on sampled tokens; 0 takes the tokens that it sampled.
     """
     with RunReader(place) as run:
         rows = run.evaluations()
@@ -98,7 +98,7 @@ def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 
 
         curve = [(0, 0, before.success)]
         pretraining = num_drawn_tokens(run, 0)
-        if pretraining:  # the policy is still what it was
+        if pretraining:  # the policy has not changed since
             curve.append((pretraining, 0, before.success))
         curve += [
             (num_drawn_tokens(run, row.step), num_trained(row.step), row.success)
@@ -141,8 +141,7 @@ def _read_critic(run: RunReader) -> tuple[tuple[int, tuple[float, ...], tuple[fl
 def area_under(curve: Sequence[tuple[int, int, float]], tokens: int) -> float:
     """Mean success from nothing sampled to `tokens` sampled, straight lines between evaluations.
 
-    A run that ended before keeps its last success; what was sampled beyond is not counted. nan where nothing was
-    sampled.
+    A run that ended earlier keeps its last success; tokens beyond `tokens` do not count. nan if nothing was sampled.
 
     >>> area_under([(0, 0, 0.0), (100, 0, 1.0)], 200)
     0.75
@@ -158,19 +157,19 @@ def area_under(curve: Sequence[tuple[int, int, float]], tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How much more a method has than the first one, seed by seed."""
+    """The difference of a method to the first method, seed by seed."""
 
     interval: Interval
-    """Unbounded where there is one seed."""
+    """The mean difference with its interval, which is unbounded with one seed."""
     num_seeds: int
     p: float
-    """Of a difference at least as far from 0, were there none; nan where it cannot be told."""
+    """Probability of a difference at least this far from 0 if there is none in truth; nan if unknown."""
     p_holm: float = math.nan
-    """The same, corrected for the methods that the first one is compared with in this world."""
+    """`p` with Holm's correction for all methods that are compared with the first one in this world."""
 
     @property
     def is_told(self) -> bool:
-        """The 95 % interval excludes 0."""
+        """Whether the 95 % interval excludes 0."""
         return self.p < LEVEL
 
     @property
@@ -195,12 +194,12 @@ class Summary:
     trained_tokens: float
     duration_s: float
     more_success: Difference | None
-    """Against the first method of the world; None for that one itself."""
+    """Difference to the first method of the world; None for the first method itself."""
     more_area: Difference | None
 
 
 def summarize(results: Sequence[Result]) -> list[Summary]:
-    """ComparedWorld by world, method by method, in the order in which they come."""
+    """Summarize world by world and method by method, in their order."""
     found: list[Summary] = []
     for world in dict.fromkeys(result.world for result in results):
         inside = [result for result in results if result.world == world]
@@ -244,7 +243,7 @@ def _differences(inside: Sequence[Result], labels: Sequence[str], against: str, 
 
 
 def paired_difference(results: Sequence[Result], label: str, against: str, *, measure: str = "success") -> Difference:
-    """How much more, over the seeds that both methods have in one world."""
+    """The difference over the seeds that both methods have in one world."""
     by_seed = {(result.label, result.seed): float(getattr(result, measure)) for result in results}
     both = [seed for name, seed in by_seed if name == label and (against, seed) in by_seed]
     found = [by_seed[label, seed] - by_seed[against, seed] for seed in both]
@@ -257,13 +256,13 @@ def _p_of_no_difference(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    if error < 1e-12:  # counts of successes may differ by the same number for a few seeds; that is no certainty
+    if error < 1e-12:  # a few seeds may have the same difference by chance; that is no certainty
         return 1.0 if abs(mean) < 1e-12 else math.nan
     return student_p(mean / error, len(values) - 1)
 
 
 def student_p(t: float, freedom: int) -> float:
-    """Two-sided: the chance of a value at least as far from 0 as `t` (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """Two-sided probability of a value at least as far from 0 as `t` (Abramowitz and Stegun 26.7.3 and 26.7.4).
 
     >>> [round(student_p(t, freedom), 4) for t, freedom in ((2.2622, 9), (12.706, 1), (2.4469, 6))]
     [0.05, 0.05, 0.05]
@@ -279,7 +278,7 @@ def student_p(t: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each corrected for how many there are (Holm 1979); those that could not be told are not counted.
+    """Holm's correction (1979) of p-values for their number; nan values do not count.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -293,14 +292,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _success(own: Sequence[Result]) -> Interval:
-    """Between seeds; of a single seed, that of its held-out tasks."""
+    """The interval between seeds; for a single seed, the interval over its held-out tasks."""
     if len(own) == 1:
         return Interval(own[0].success, own[0].success_low, own[0].success_high)
     return _between_seeds([result.success for result in own])
 
 
 def _between_seeds(values: Sequence[float]) -> Interval:
-    """Inside [0, 1]; unbounded where one seed is all there is."""
+    """Student's interval between seeds, cut to [0, 1]; unbounded for one seed."""
     known = [value for value in values if math.isfinite(value)]
     found = mean_interval([[value] for value in known])
     return found if len(known) < 2 else Interval(found.value, max(found.low, 0.0), min(found.high, 1.0))

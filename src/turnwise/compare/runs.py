@@ -1,10 +1,10 @@
-"""The runs of a comparison, at most `jobs` at a time, each a process of its own.
+"""The runs of a comparison, at most `jobs` at a time, each in its own process.
 
     nursery   one process that has loaded the libraries and forks for every run (`compare_worker.py`)
-    job       one run: a directory, a log beside it, perhaps another run that has to be done before
+    job       one run: a directory, a log beside it, and other runs that must finish before
 
-Threads and the GPU's memory are split: with eight jobs on sixteen cores a run computes with two threads, and plans with
-an eighth of the card.
+Jobs share threads and GPU memory equally: with eight jobs on sixteen cores, a run uses two threads and an eighth of the
+GPU's memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from turnwise.runtime.exit_codes import ExitCode
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 NO_CUDA_AT_IMPORT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""A library that asks torch for a GPU while it is loaded would start CUDA, and no fork survives that."""
+"""Hides the GPU while libraries load: one that asks torch for a GPU would start CUDA, which breaks after a fork."""
 POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """How a run is begun: anew from a config, or from where its directory stands."""
+    """How to start a run: new from a config, or resumed from its directory."""
 
     config: Path | None = None
     resume: Path | None = None
@@ -43,24 +43,24 @@ class RunOrder:
 
 @dataclass(slots=True, kw_only=True)
 class GridJob:
-    """One run of the grid, and what became of it."""
+    """One run of the grid and its state."""
 
     name: str
     log: Path
     prepare: Callable[[], RunOrder | None]
-    """Called when its turn has come; None: it is done already."""
+    """Called before the run starts; returns None if it is already done."""
     finish: Callable[[], None] | None = None
-    """Called when the run came to its end."""
+    """Called when the run has finished."""
     needs: tuple[GridJob, ...] = ()
-    """Jobs that have to be done before."""
+    """Jobs that must be done before."""
     state: State = "waiting"
     why: str = ""
-    """Of a failure: what the log ends with."""
+    """The reason of a failure: the end of the log."""
     started_s: float = field(default=0.0)
 
 
 class GridProgress(Protocol):
-    """Told what happens to jobs."""
+    """Is called when a job starts or ends."""
 
     def changed(self, job: GridJob) -> None: ...
 
@@ -68,7 +68,7 @@ class GridProgress(Protocol):
 
 
 class Nursery:
-    """The process that forks runs; a context, at whose end no run is left."""
+    """The process that forks runs. It is a context manager; at its end, no run is left."""
 
     def __init__(self, *, jobs: int) -> None:
         threads = max(1, num_cores() // jobs)
@@ -80,7 +80,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # this process passes Ctrl-C on to the runs
         )
         self._ended = SimpleQueue[dict[str, Any] | None]()
         self._listener = threading.Thread(target=self._listen, name="turnwise-compare", daemon=True)
@@ -94,15 +94,15 @@ class Nursery:
         self._tell({"stop": how})
 
     def ended(self, timeout_s: float) -> tuple[str, int] | None:
-        """The name and the exit code of a run that ended; None: none did for so long."""
+        """Wait for a run to end; returns its name and exit code, or None after the timeout."""
         try:
             answer = self._ended.get(timeout=timeout_s)
         except Empty:
             return None
         if answer is None:
             raise TurnwiseError(
-                f"the process that makes the runs ended with code {self._process.wait()}; the same command goes on "
-                "where they stopped"
+                f"the process that makes the runs ended with code {self._process.wait()}; run the same "
+                "command to continue"
             )
         return answer["name"], answer["code"]
 
@@ -112,12 +112,12 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # runs that go on are told to stop, and waited for
+            self._process.stdin.close()  # tell the running runs to stop, and wait for them
         self._process.wait()
         self._listener.join()
 
     def _tell(self, order: dict[str, Any]) -> None:
-        """A nursery that died is told by `ended`, with its exit code."""
+        """Send a message. If the nursery has died, `ended` reports it with its exit code."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -132,10 +132,10 @@ class Nursery:
 
 
 def run_jobs(jobs: Sequence[GridJob], *, at_once: int, progress: GridProgress) -> bool:
-    """Run what is not done yet, in order; true: nobody stopped it.
+    """Run all jobs that are not done, in order; returns True if nobody stopped it.
 
-    A job whose needs are not met waits, and fails with them. Ctrl-C lets every run save what it has, a second one
-    stops them at once.
+    A job waits for the jobs that it needs and fails if they fail. The first Ctrl-C lets every run save its state, a
+    second one stops all runs at once.
     """
     if not _begin(jobs, at_once, progress, None):
         return True
@@ -150,13 +150,13 @@ def run_jobs(jobs: Sequence[GridJob], *, at_once: int, progress: GridProgress) -
 
 
 def _begin(jobs: Sequence[GridJob], at_once: int, progress: GridProgress, nursery: Nursery | None) -> bool:
-    """Begin what may begin; true while something is left. Without a nursery, find out what is done already."""
+    """Start the jobs that may start; True while jobs are left. Without a nursery, only find the jobs that are done."""
     for job in jobs:
         failed = [needed for needed in job.needs if needed.state in ("failed", "stopped")]
         if job.state != "waiting" or (not failed and any(needed.state != "done" for needed in job.needs)):
             continue
         if failed:
-            job.state, job.why = "failed", f"it needs {failed[0].name}, which did not come to its end"
+            job.state, job.why = "failed", f"it needs {failed[0].name}, which did not finish"
             progress.changed(job)
             continue
         if nursery is not None and sum(job.state == "running" for job in jobs) >= at_once:

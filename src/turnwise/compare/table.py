@@ -1,4 +1,4 @@
-"""A comparison in words: a table for the terminal, the same as Markdown for a page, and every number as JSON."""
+"""A comparison as a table for the terminal, as Markdown for a page, and as JSON with every number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADER = (
     *("reward", "sampled", "trained", "steps", "time"),
 )
 NUM_LEFT = 2
-"""Columns of text; the others are numbers."""
+"""Number of text columns at the left; the others are numbers."""
 
 
 def table_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -51,7 +51,7 @@ def table_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def table_lines(results: Sequence[Result]) -> list[str]:
-    """For a terminal."""
+    """The table for a terminal."""
     rows = [HEADER, *table_rows(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -59,7 +59,7 @@ def table_lines(results: Sequence[Result]) -> list[str]:
 
 
 def markdown(results: Sequence[Result], request: CompareRequest, command: str) -> str:
-    """For a page."""
+    """The comparison as a Markdown page."""
     names = [name[0].upper() + name[1:] for name in HEADER]
     rule = ["---"] * NUM_LEFT + ["---:"] * (len(HEADER) - NUM_LEFT)
     rows = [tuple(f"`{cell}`" if cell and at < NUM_LEFT else cell for at, cell in enumerate(row))
@@ -79,7 +79,7 @@ def markdown(results: Sequence[Result], request: CompareRequest, command: str) -
 
 
 def critic_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """What critics foresee of held-out attempts, before the policy's first step and at the end: means over seeds."""
+    """Errors of critics on held-out attempts before the policy's first step and at the end: means over seeds."""
     rows: list[tuple[str, ...]] = []
     for world, label in dict.fromkeys((result.world, result.label) for result in results if result.critic):
         own = [result.critic for result in results if (result.world, result.label) == (world, label)]
@@ -87,7 +87,7 @@ def critic_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             errors = np.array([critic[at][1] for critic in own])
             explained = np.array([critic[at][2] for critic in own])
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # a part that no seed could measure is nan
+                warnings.simplefilter("ignore", RuntimeWarning)  # nan if no seed measured this part
                 means = zip(np.nanmean(errors, axis=0), np.nanmean(explained, axis=0), strict=True)
                 cells = [f"{error:.3f} ({share:+.0%})" for error, share in means]
             rows.append((world, label, when, *cells))
@@ -109,7 +109,7 @@ def _num_runs(request: CompareRequest) -> int:
 
 
 def note(results: Sequence[Result]) -> str:
-    """What the numbers are."""
+    """The meaning of the numbers."""
     num_seeds = len({result.seed for result in results})
     labels = list(dict.fromkeys(result.label for result in results))
     kind = (
@@ -143,7 +143,7 @@ def _summary_tree(one: Summary) -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has neither nan nor infinity: both are null."""
+    """Replace nan and infinity by null, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -160,7 +160,7 @@ def _share(value: float) -> str:
 
 
 def _points(difference: Difference | None) -> str:
-    """In points of success: percent minus percent."""
+    """A difference in percentage points."""
     if difference is None:
         return ""
     interval = difference.interval

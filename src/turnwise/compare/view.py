@@ -1,4 +1,4 @@
-"""How far a comparison is: a panel in a terminal, lines everywhere else."""
+"""The progress of a comparison: a panel in a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from turnwise.watch.terminal import format_duration
 
 REDRAW_S = 2.0
 TOLD_EVERY_S = 60.0
-"""Without a terminal: how often a line says how far it is."""
+"""Seconds between progress lines without a terminal."""
 
 
 class GridView:
-    """Told by `run_jobs`; a context, which leaves the terminal as it was."""
+    """Shows what `run_jobs` reports. It is a context manager that restores the terminal."""
 
     def __init__(self, jobs: Sequence[GridJob], places: dict[str, Path]) -> None:
         """`places` are the run directories by the job's name."""

@@ -1,4 +1,4 @@
-"""The process that makes the runs of a comparison: it loads the libraries once, and forks for every run.
+"""The process that starts the runs of a comparison: it loads the libraries once and forks for every run.
 
 It reads one JSON object per line, and answers with one for every run that ended:
 
@@ -6,8 +6,8 @@ It reads one JSON object per line, and answers with one for every run that ended
     {"start": NAME, "resume": RUN, "log": FILE}
     {"stop": "gently"} or {"stop": "now"}: to all runs that go on
 
-A run that crashes takes nothing with it but itself. When nobody writes any more, the runs are told to stop as if by
-Ctrl-C, which saves them. Nothing here may start a thread or touch a GPU: a fork would not survive it.
+A crash of one run does not affect the others. When the input ends, the runs are stopped as by Ctrl-C, which saves them.
+Nothing here may start a thread or use a GPU: a forked process would break.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in LIBRARIES:
         importlib.import_module(name)
-    gc.freeze()  # what is loaded is shared with the runs for as long as nobody writes to it
+    gc.freeze()  # forked runs share the loaded memory as long as nobody writes to it
     running: dict[int, str] = {}
     unread, is_open = b"", True
     while is_open or running:
@@ -72,12 +72,12 @@ def _reap(running: dict[int, str], *, is_waiting: bool) -> None:
             answer = {"name": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
             try:
                 print(json.dumps(answer), flush=True)
-            except BrokenPipeError:  # nobody reads any more; the runs are saved all the same
+            except BrokenPipeError:  # the reader is gone; the runs are saved anyway
                 is_waiting = True
 
 
 def _be_the_run(order: dict[str, Any]) -> None:
-    """In the forked process: never returns."""
+    """Train in the forked process; never returns."""
     code = 1  # a bug
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,7 +94,7 @@ def _be_the_run(order: dict[str, Any]) -> None:
 
 
 def _train(order: dict[str, Any]) -> int:
-    """The run, with the exit codes of `turnwise train`; what it says goes into its log."""
+    """Train with the exit codes of `turnwise train`; output goes to the log."""
     from turnwise.errors import TurnwiseError
     from turnwise.runtime.exit_codes import ExitCode
     from turnwise.training.run import Run, train

@@ -1,1 +1,1 @@
-"""What a run can be told: the rooms' own sections put together, files, overrides, presets."""
+"""The config of a run: the sections of all packages together, files, overrides and presets."""

@@ -1,4 +1,4 @@
-"""Sections that do not fit together: options beside lag, groups, stored data, and a service that trains."""
+"""Checks of options from several sections: lag, groups, stored data, and a service that trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_stored(config: Config) -> None:
-    """Refuse what only attempts that are played for training have a use for."""
+    """Refuse options that only apply to attempts played for training, if the method reads stored data."""
     if not config.reads_stored:
         return
     unread = [
@@ -24,13 +24,14 @@ def check_stored(config: Config) -> None:
     if unread:
         what = "pairs" if config.data.pairs else "dialogues"
         raise ValueError(
-            f"{unread[0]} is not read by method={config.method.name} with stored {what}: nothing is played for "
-            "training that it could apply to; leave it out"
+            f"{unread[0]} is not read by method={config.method.name} with stored {what}: no attempt is "
+            "played for training; leave it out"
         )
 
 
 def unread_of_stored(config: Config) -> list[str]:
-    """What a preset, or a comparison, says for all methods, and stored data has no use for: told, not refused."""
+    """Options that stored data does not use. They are reported, not refused: presets and comparisons set them for
+    all."""
     if not config.reads_stored:
         return []
     changed = config.rollout.changed_options()
@@ -43,12 +44,12 @@ def unread_of_stored(config: Config) -> list[str]:
 
 
 def check_lag(config: Config) -> None:
-    """Refuse what only playing ahead has a use for, and what it has none for."""
+    """Refuse options that need lag if there is none, and options that lag makes useless."""
     lag = config.train.max_staleness
     if lag and config.reads_stored:
         raise ValueError(
             f"train.max_staleness={lag} is not read by method={config.method.name}, which reads stored data: "
-            "nothing is played that could lag; leave it out"
+            "no attempt is played that could lag; leave it out"
         )
     if not lag and config.rollout.kv_across_updates != "recompute":
         raise ValueError(
@@ -57,23 +58,23 @@ def check_lag(config: Config) -> None:
         )
     if lag and config.rollout.deterministic:
         raise ValueError(
-            f"rollout.deterministic is not read with train.max_staleness={lag}: what an update learns from then "
-            "depends on who is done first; leave one of them out"
+            f"rollout.deterministic is not read with train.max_staleness={lag}: an update then learns from "
+            "the attempts that finish first; leave one of them out"
         )
     if not lag and config.alarms.max_stale_share != type(config.alarms).model_fields["max_stale_share"].default:
         raise ValueError(
             f"alarms.max_stale_share={config.alarms.max_stale_share} is not read while train.max_staleness is 0: "
-            "nothing grows old; leave it out"
+            "no attempt is stale; leave it out"
         )
     if not lag and config.method.old_policy_source == "loglinear":
         raise ValueError(
             "method.old_policy_from=loglinear is not read while train.max_staleness is 0: it "
-            "goes by how many updates a token lags, and none does; leave it out"
+            "depends on how many updates a token lags, and none does; leave it out"
         )
 
 
 def check_groups(config: Config) -> None:
-    """Refuse how attempts at a task are played, or rewarded, where the method cannot use it."""
+    """Refuse options for groups and rewards that the method cannot use."""
     method, count = config.method, config.rollout.group_size
     asked = (
         ("rollout.same_start=false", not config.rollout.same_start, method.why_not_own_worlds()),
@@ -89,7 +90,7 @@ def check_groups(config: Config) -> None:
 
 
 def check_play(config: Config) -> None:
-    """Refuse what an evaluation may do and training may not, and engine options that determinism leaves unread."""
+    """Refuse rollout options that only evaluations may use, and engine options that `deterministic` makes useless."""
     rollout, engine = config.rollout, config.engine
     if rollout.temperature == 0:
         raise ValueError("rollout.temperature=0 is greedy, and all attempts of a group would be equal; expected > 0")
@@ -103,10 +104,10 @@ def check_play(config: Config) -> None:
 
 
 def check_service(config: Config) -> None:
-    """Refuse what a service elsewhere does not read."""
+    """Refuse options that a service elsewhere does not read."""
     if not config.model.base_url:
         return
-    # The dtype of a service is not known here; a run says it for the tolerance of its certificate.
+    # engine.dtype is allowed: the certificate's tolerance needs the service's dtype, which is not known here.
     unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
     if unread:

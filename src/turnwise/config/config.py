@@ -1,12 +1,12 @@
-"""What a run can be told: the sections of the rooms put together, and the checks that need more than one of them.
+"""The config of a run: the sections of all packages together, and the checks that need several sections.
 
     rollout:                            # a YAML file holds sections; what it leaves out has a default
       max_turns: 5
       temperature: 1.0
 
-The command line says the same as `rollout.max_turns=5` (`files.py` reads both). Each room declares its own section; no
-option is declared here. An option that no code would read in a given combination is refused, not ignored: silence
-would look like success. 0 means "chosen for you" where a description says so. This module imports without torch.
+On the command line this is `rollout.max_turns=5` (`files.py` reads both). Each package declares its own section; no
+option is declared here. An option that has no effect in a given combination is refused, not ignored, because the user
+would think that it works. 0 means "chosen for you" where a description says so. This module imports without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from turnwise.watch.alarms import AlarmConfig
 
 
 class Config(Section):
-    """Everything that `turnwise train` can be told.
+    """All options of `turnwise train`.
 
     >>> import turnwise as tw
     >>> tw.Config.model_validate({"env": {"name": "guess_number"}, "train": {"steps": 5}}).train.steps
@@ -84,18 +84,19 @@ class Config(Section):
 
     @property
     def reads_stored(self) -> bool:
-        """It learns from stored data: nothing is played for training."""
+        """Whether it learns from stored data and plays nothing for training."""
         return self.method.only_stored or bool(self.data.pairs)
 
     @property
     def method_in_use(self) -> MethodOptions:
-        """The method as it runs: where samplers lag and no loss was chosen, `importance_sampling` gives way to
-        `cispo`, whose weights on stale tokens are bounded (docs/async.md)."""
+        """The method as it runs. If samplers lag and no loss was chosen, `cispo` replaces `importance_sampling`,
+        because its weights on stale tokens are bounded (docs/async.md)."""
         return self.method.when_lagging() if self.train.max_staleness else self.method
 
     @property
     def engine_in_use(self) -> EngineConfig:
-        """The engine's section as it runs: seeded by the run, and with one sequence at a time where that is asked."""
+        """The engine's section as it runs: with the run's seed, and with one sequence at a time if it is
+        deterministic."""
         engine = self.engine
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
         if self.rollout.deterministic:
@@ -104,5 +105,5 @@ class Config(Section):
 
 
 def options_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """The options of a section. The section `method` has those of every shipped method, and a run has some of them."""
+    """The options of a section. For `method` these are the options of all shipped methods; a run has some of them."""
     return every_option() if section is MethodOptions else section.model_fields

@@ -1,4 +1,4 @@
-"""What the critic of a method that needs one can be told."""
+"""The section `critic`, for methods that need one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnwise.runtime.section import Section
 
 
 class CriticConfig(Section):
-    """The critic: a value head with an adapter of its own on the same base model."""
+    """The critic: a value head with its own adapter on the same base model."""
 
     rank: int = Field(default=0, ge=0, description="Rank of the critic's adapter; 0 takes model.rank.")
     learning_rate: float = Field(
@@ -47,7 +47,7 @@ class CriticConfig(Section):
     )
 
     def check(self, method: MethodOptions) -> None:
-        """Refuse what the method does not read."""
+        """Refuse options that the method does not read."""
         changed = [name for name, field in CriticConfig.model_fields.items() if getattr(self, name) != field.default]
         if changed and not method.needs_critic:
             readers = ", ".join(methods_that(lambda options: options.needs_critic))

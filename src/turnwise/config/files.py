@@ -1,9 +1,9 @@
-"""YAML files and `section.key=value` overrides to a `Config`, and back.
+"""Reads a `Config` from YAML files and `section.key=value` overrides, and writes it back.
 
     config = load_config("guess_number", ["model=tiny", "train.steps=5", "rollout.temperature=0.8"])
 
-A name is a shipped preset, a YAML file, or a world. What is wrong is said in one `ConfigError`, with the nearest valid
-name where one is unknown.
+A name is a shipped preset, a YAML file, or a world. One `ConfigError` reports all mistakes, with the nearest valid name
+for an unknown one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from turnwise.runtime.suggest import did_you_mean, nearest
 
 AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
-"""A config as YAML holds it: sections of keys, not yet checked."""
+"""A config as in YAML: sections of keys, not yet checked."""
 
 SHORTHANDS = ("model", "method", "env")
 """Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
@@ -46,7 +46,7 @@ SWITCHES = {
     "warmup.steps": ("batch_size", "learning_rate"),
     "critic.pretrain_steps": tuple(name for name in CriticConfig.model_fields if name.startswith("pretrain_")),
 }
-"""Options that turn something off when they are 0, and the options that nothing reads then."""
+"""Options that turn something off if they are 0, and the options that are then not read."""
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -63,8 +63,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def left_out(start: str | Config, overrides: Sequence[str]) -> list[str]:
-    """Sentences about what `load_config` and `override_config` drop from a file, because overrides choose another
-    method or loss."""
+    """Sentences about the options of a file that `load_config` and `override_config` drop, because overrides choose
+    another method or loss."""
     tree = read_tree(start) if isinstance(start, str) else config_to_tree(start)
     return _apply_all(tree, overrides, start if isinstance(start, str) else "this run's config")
 
@@ -77,7 +77,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def read_tree(name: str) -> Tree:
-    """What a preset, a YAML file or a world says, before defaults and checks."""
+    """The content of a preset, a YAML file or a world, before defaults and checks."""
     if name in preset_names():
         return parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}")
     path = Path(name).expanduser()
@@ -109,7 +109,7 @@ def parse_yaml(text: str, source: str) -> Tree:
 
 
 def tree_to_config(tree: Tree) -> Config:
-    """Check everything. Raises NotImplementedError for a pair of rollout options that no backend supports."""
+    """Make a checked config. Raises NotImplementedError for a pair of rollout options that no backend supports."""
     try:
         return Config.model_validate(tree)
     except ValidationError as cause:
@@ -128,7 +128,7 @@ def config_to_yaml(config: Config) -> str:
 
 
 def config_from_yaml(text: str, source: str) -> Config:
-    """The config that a run wrote down. Options that came later than the run get the value that the run had."""
+    """The config that a run stored. Options that are newer than the run get the value that the run had."""
     tree = parse_yaml(text, source)
     _fill_in(tree)
     _turn_off(tree, None)
@@ -137,7 +137,7 @@ def config_from_yaml(text: str, source: str) -> Config:
 
 
 def _fill_in(tree: Tree) -> None:
-    """Set options that came later than the run to what the run did."""
+    """Set options that are newer than the run to what the run did."""
     rollout, train, method = (tree.setdefault(name, {}) for name in ("rollout", "train", "method"))
     if "same_start" in rollout or "group_size" not in rollout:
         return
@@ -148,7 +148,7 @@ def _fill_in(tree: Tree) -> None:
     if name == "refuel" and not is_stored:
         rollout["group_size"] = 2
     train.setdefault("eps", 1e-12)
-    if is_stored:  # these were taken and not read
+    if is_stored:  # older versions accepted these and did not read them
         for section in ("reward", "alarms"):
             tree.pop(section, None)
         train.pop("max_empty_steps", None)
@@ -156,20 +156,20 @@ def _fill_in(tree: Tree) -> None:
 
 
 def build_section(kind: type[AnySection], given: Mapping[str, Any], overrides: Sequence[str]) -> AnySection:
-    """A section that stands alone, such as a service's, from values by dotted name and `key=value` overrides.
+    """Build a single section, such as a service's, from values by dotted name and `key=value` overrides.
 
-    An override that says something else than `given` is refused: both were written by the same user.
+    An override that contradicts `given` is refused, because the user wrote both.
     """
     known, values = list(option_paths(kind)), dict(given)
     for text in overrides:
         key, separator, value = (part.strip() for part in text.partition("="))
         if not separator:
-            raise ConfigError(f"{text!r} is no option; expected key=value, for example {known[-1]}=...")
+            raise ConfigError(f"{text!r} is not an option; expected key=value, for example {known[-1]}=...")
         if key not in known:
             raise ConfigError(f"{key} is not an option{did_you_mean(key, known)}; there are {', '.join(known)}")
         read = _read_value(key, value)
         if values.setdefault(key, read) != read:
-            raise ConfigError(f"{key}={read}, and a flag says {values[key]}; expected one of them")
+            raise ConfigError(f"{key}={read} contradicts a flag that sets {values[key]}; give one of them")
     tree: Tree = {}
     for key, value in values.items():
         _apply(tree, key.split("."), value)
@@ -187,7 +187,7 @@ def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
 
 
 def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
-    """Put the overrides on top. Returns sentences about what was dropped from the file because nothing reads it now."""
+    """Apply the overrides. Returns sentences about options of the file that were dropped because nothing reads them."""
     given: Tree = {}
     written: dict[str, str] = {}
     for text in overrides:
@@ -206,10 +206,10 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
 
 
 def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
-    """Take out of a file what it says for a method, a loss or a correction that is not the one in use.
+    """Drop a file's options for a method, a loss or a correction that is not in use.
 
-    A file's section `method` is written for its method: another one begins with its own defaults. What the command
-    line itself says is never left behind, nor is a key that is no option: that is told as a mistake.
+    A file's section `method` is written for its own method; another method starts with its own defaults. Options on the
+    command line are never dropped. A key that is no option is not dropped either, but reported as a mistake.
     """
     if not isinstance(tree.get("method"), dict):
         return []
@@ -234,15 +234,15 @@ def _forget(method: Tree, options: Sequence[str], owner: str, source: str) -> li
         for key, value in gone.items()
         if value is not None and (key not in fields or value != fields[key].get_default(call_default_factory=True))
     ]
-    return [f"left out, because {source} says it for {owner}: {', '.join(said)}"] if said else []
+    return [f"left out, because {source} sets it for {owner}: {', '.join(said)}"] if said else []
 
 
 def _parse(text: str) -> tuple[str, Any]:
-    """`section.key=value` to the option, as it is spelled here, and the value."""
+    """Split `section.key=value` into the option and its value; short forms become full names."""
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise ConfigError(f"{text!r} is no override; expected section.key=value, for example train.steps=20")
+        raise ConfigError(f"{text!r} is not an override; expected section.key=value, for example train.steps=20")
     if key in SHORTHANDS:
         key = f"{key}.name"
     key = SHORT_KEYS.get(key, key)
@@ -255,7 +255,7 @@ def _parse(text: str) -> tuple[str, Any]:
 
 
 def _read_value(key: str, text: str) -> Any:
-    """The value of an override, read as YAML; a leading `@`, which YAML reserves, is the name of a file."""
+    """Read the value of an override as YAML. A leading `@`, which YAML reserves, marks the name of a file."""
     if text.startswith("@"):
         return text
     try:
@@ -277,7 +277,7 @@ def _apply(tree: Tree, path: Sequence[str], value: Any) -> None:
 
 
 def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
-    """Drop the options of something that is turned off, by an override or (`given` is None) by the file itself."""
+    """Drop the options of a part that is turned off by an override or, if `given` is None, by the file itself."""
     for switch, options in SWITCHES.items():
         section, _, key = switch.partition(".")
         if not isinstance(tree.get(section), dict):
@@ -288,7 +288,7 @@ def _turn_off(tree: Tree, given: Mapping[str, Any] | None) -> None:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """A sentence about a mistake; for an unknown option it names the one that was probably meant."""
+    """A sentence about a mistake; for an unknown option it suggests the nearest one."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
         return explain(error)
@@ -297,7 +297,7 @@ def _explain(error: Mapping[str, Any]) -> str:
 
 
 def _nearest(path: str) -> str:
-    """The end of a sentence about an unknown option: the valid one that was probably meant."""
+    """The end of a sentence about an unknown option: the nearest valid one."""
     known = list(option_paths())
     leaf = path.rpartition(".")[2]
     by_leaf = {option.rpartition(".")[2]: option for option in known}

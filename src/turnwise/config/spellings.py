@@ -1,7 +1,7 @@
 """Other spellings of options: SkyRL's, and options that this project had in another section.
 
 A spelling in this table means the same as the option it stands for, in a YAML file, on the command line and in Python.
-Nothing else in the code knows it. Where one source says both, they must agree.
+No other code knows it. If a config contains both, they must agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPELLINGS: Mapping[str, str] = {
     "model.dtype": "engine.dtype",
     "train.micro_batch_tokens": "engine.micro_batch_tokens",
 }
-"""Spelling to option. SkyRL's section `generator` is `rollout` for every option that is not listed."""
+"""The option of each spelling. SkyRL's section `generator` means `rollout` for every option that is not listed."""
 ONLY_OFF: Mapping[str, tuple[float, ...]] = {
     "generator.sampling_params.top_p": (1,),
     "generator.sampling_params.top_k": (-1, 0),
@@ -34,7 +34,7 @@ Tree = dict[str, Any]
 
 
 def canonical_option(path: str) -> str:
-    """The option that a dotted path stands for; a path in no table is returned as it came.
+    """The option that a dotted path stands for; other paths are returned unchanged.
 
     >>> canonical_option("generator.n_samples_per_prompt"), canonical_option("generator.max_turns")
     ('rollout.group_size', 'rollout.max_turns')
@@ -52,14 +52,14 @@ def check_only_off(path: str, value: Any) -> bool:
     if value not in ONLY_OFF[path]:
         name = path.rpartition(".")[2]
         raise ConfigError(
-            f"{path}={value} would draw from a cut distribution, whose logprobs the loss does not have; leave {name} "
-            "out, and use rollout.temperature to sharpen"
+            f"{path}={value} would sample from a truncated distribution, whose logprobs the loss does not know; "
+            f"leave {name} out, and use rollout.temperature to sharpen"
         )
     return True
 
 
 def check_agreement(path: str, other: str, values: tuple[Any, Any]) -> None:
-    """Refuse two spellings of one option that say different things."""
+    """Refuse two spellings of one option with different values."""
     if path != other and values[0] != values[1]:
         raise ConfigError(
             f"{path}={values[0]} and {other}={values[1]} are two spellings of {canonical_option(path)}; "
@@ -68,7 +68,7 @@ def check_agreement(path: str, other: str, values: tuple[Any, Any]) -> None:
 
 
 def to_canonical(tree: Mapping[str, Any]) -> Tree:
-    """A config as YAML holds it, with every spelling replaced by its option."""
+    """A config as in YAML, with every spelling replaced by its option."""
     result: Tree = {name: value for name, value in tree.items() if name != SKYRL_SECTION}
     for path, value in _other_spellings(tree):
         if check_only_off(path, value):
@@ -86,7 +86,7 @@ def to_canonical(tree: Mapping[str, Any]) -> Tree:
 
 
 def _other_spellings(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in the tree that has another name here."""
+    """(path, value) of everything in the tree that is another spelling."""
     for path in SPELLINGS:
         section, _, key = path.partition(".")
         held = tree.get(section)

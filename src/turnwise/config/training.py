@@ -1,7 +1,7 @@
 """The sections that the training loop reads: `train`, `eval`, `warmup` and `run`.
 
-The loop is given the whole config, so its own sections stand here, and `turnwise.training` imports `turnwise.config`,
-never the other way.
+The loop receives the whole config, so its own sections are here: `turnwise.training` imports `turnwise.config`, never
+the other way round.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ class Gae:
         return length_adaptive_lambda(num_tokens, self.alpha) if self.policy_lambda is None else self.policy_lambda
 
 
+# These three functions share their first parameters: `Gae` chooses one of them by its level.
 def token_gae(
     rewards_K: Sequence[float] | FloatArray,
     values: Sequence[FloatArray],

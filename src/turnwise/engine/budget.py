@@ -19,15 +19,15 @@ from turnwise.models.facts import ModelSizes
 GIB = 1 << 30
 MAX_KV_TOKENS = 1 << 21
 MIN_PASS_TOKENS, MAX_PASS_TOKENS = 256, 32768
-"""Of a device with memory of its own: longer passes are no faster, and shorter ones leave the card idle."""
+"""Bounds for a GPU: longer passes are not faster, and shorter ones leave the card idle."""
 SHARING_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
 USUAL_RANK = 64
-"""What passes are sized for before any adapter is there."""
+"""The rank that is assumed before the first adapter exists."""
 STREAMS = 6
 """Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
 MERGED_SHARE = 0.25
-"""The merged copy may take this share of what the weights leave; where it would be more, adapters stay beside them."""
+"""The merged copy may take this share of the memory beside the weights; if it needs more, adapters are not merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class PassLimit:
     """Most tokens of one training pass."""
 
     alone: int
-    """Where no datum shares its beginning with another."""
+    """Limit if no datum shares its beginning with another."""
     sharing: int
-    """Where one more datum adds what it does not share."""
+    """Limit if datums share beginnings, so that each adds only its own tokens."""
 
     @classmethod
     def of(cls, tokens: int) -> PassLimit:
@@ -54,11 +54,11 @@ class MemorySplit:
     kv_tokens: int
     kv_bytes: int
     training_bytes: int
-    """For what a pass keeps; a longer one computes its activations twice instead (`body.FusedBody`)."""
+    """Bytes for the activations that a pass keeps; a longer pass computes them twice instead (`body.FusedBody`)."""
     limit: PassLimit
 
     def line(self) -> str:
-        """As a person reads it."""
+        """One line for a person."""
         merged = f"merged weights {format_bytes(self.merged_bytes)}" if self.may_merge else "no merged weights"
         return (
             f"{merged}, KV cache {format_bytes(self.kv_bytes)} ({self.kv_tokens:,} tokens), training "
@@ -93,7 +93,7 @@ def split_memory(
 
 
 def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
-    """What may be planned with: of a GPU what is free within its share, of a CPU half of its memory."""
+    """Bytes to plan with: on a GPU the free part of this process's share, on a CPU half of the machine's memory."""
     if device.facts.has_own_memory:
         return max(0.0, device.free_bytes - (1 - config.gpu_memory_utilization) * device.total_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
@@ -120,7 +120,7 @@ def training_pass_bytes(
 
 
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
-    """All layers, what lies outside them, and the gradients inside one layer."""
+    """Bytes per token: all layers, the tensors outside them, and the gradients inside one layer."""
     kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, device.facts)
     return kept + STREAMS * sizes.hidden_size * device.dtype_bytes + _in_layer_bytes(sizes, device)
 
@@ -131,7 +131,7 @@ def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
 
 
 def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:
-    """Logits of a chunk and the adapter's part of them, beside what is left of the chunk before."""
+    """Bytes of a chunk's logits and the adapter's part of them, plus the rest of the chunk before."""
     size, is_fused = device.dtype_bytes, device.facts.fuses_softmax
     cast = size if size < FLOAT32_BYTES else 0
     own = size if is_fused else FLOAT32_BYTES + cast

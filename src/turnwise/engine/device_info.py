@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GPU_SHARE_VARIABLE = "TURNWISE_GPU_SHARE"
-"""Share of a GPU that belongs to this process, where several that know of each other use one side by side."""
+"""Environment variable: this process's share of the GPU, if several processes share one by agreement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,10 @@ def find_device(config: EngineConfig) -> DeviceInfo:
 
 
 def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, int]:
-    """What is free, and what there is, of this process's share of the GPU.
+    """Free and total bytes of this process's share of the GPU.
 
-    Others take theirs while this one starts, so what is free now says little: it may take its share less what it holds.
+    Other processes take their shares while this one starts, so the GPU's free memory says little. What is free is the
+    share minus what this process already holds.
     """
     text = os.environ.get(GPU_SHARE_VARIABLE, "1")
     try:

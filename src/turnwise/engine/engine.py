@@ -56,7 +56,7 @@ class Engine:
         self.max_context_length = self.model.max_context_length
         self.base_policy = base_policy()
         self.memory = self._split_memory()
-        """What the sampler and the trainer may take beside the weights."""
+        """Memory that the sampler and the trainer may use beside the weights."""
         if self.model.fused is not None:
             self.model.fused.most_kept_bytes = self.memory.training_bytes
         self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
@@ -64,27 +64,27 @@ class Engine:
         self._references: dict[str, Policy] = {}
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
-        """A new adapter: a policy in training."""
+        """Create an adapter: a policy in training."""
         return LoraAdapter(lora, target_shapes(self.model.linears, lora), self.device)
 
     def create_critic(self, lora: LoraConfig) -> CriticAdapter:
-        """A new adapter with a value head; `forward` and `forward_backward` give it the loss `value`."""
+        """Create an adapter with a value head; its only loss is `value`."""
         return create_critic(self.model, lora)
 
     def create_saved(self, directory: Path, lora: LoraConfig) -> Trainable:
-        """A new trainable of the kind that `directory` holds; `load_adapter` fills it."""
+        """Create a trainable of the same kind as the one in `directory`; `load_adapter` fills it."""
         return self.create_critic(lora) if adapter_files.is_critic(directory) else self.create_adapter(lora)
 
     def drop_adapter(self, adapter: Trainable) -> None:
-        """Free an adapter's tensors; its published policies live on."""
+        """Free an adapter's tensors; its published policies stay usable."""
         adapter.free()
 
     def forward(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """The objective's numbers (logprobs of targets, or values), and the loss they give; no gradient.
+        """Compute the objective's numbers (logprobs of targets, or values) and their loss, without a gradient.
 
-        `cross_entropy` with a `kl_reference` asks that reference in place of the adapter.
+        With `cross_entropy` and a `kl_reference`, the numbers are the reference's, not the adapter's.
         """
         loss, (job,) = self._jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
         if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
@@ -116,14 +116,14 @@ class Engine:
         loss_fn: str | LossFunction,
         loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
-        """Batches of several adapters in shared passes; each adapter gets its own gradient."""
+        """Run the batches of several adapters in shared passes; each adapter gets its own gradient."""
         loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         reference = self._reference_for(loss, jobs, loss_fn_config)
         before = [adapter.grad.clone() for adapter, _ in batches]
         try:
             return (yield from self.trainer.forward_backward(jobs, loss, reference))
         except BaseException:
-            # A pass that failed must leave no half gradient behind.
+            # After a failed pass, no partial gradient may stay.
             for (adapter, _), grad in zip(batches, before, strict=True):
                 adapter.grad.copy_(grad)
             raise
@@ -131,7 +131,8 @@ class Engine:
     def forward_backward_custom(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: CustomLoss
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """The caller's own loss over logprobs, one tensor per datum; its gradient is carried through the model."""
+        """Run the caller's own loss over logprobs, one tensor per datum, and propagate its gradient through the
+        model."""
         if adapter.objective is not TOKEN_LOGPROBS:
             raise ConfigError(f"this client trains a critic: a custom loss reads logprobs; {CRITIC_HINT}")
         columns = TOKEN_LOGPROBS.read_datums(datums, CROSS_ENTROPY, self.model, is_learning=False)
@@ -160,13 +161,13 @@ class Engine:
         return adamw_step(adapter, params)
 
     def publish(self, adapter: Trainable) -> Policy:
-        """A frozen copy of the adapter for sampling, under a version of its own."""
+        """Make a frozen copy of the adapter for sampling, with its own version."""
         policy = adapter.publish(self.dtype)
         self.sampler.get_ready(policy)
         return policy
 
     def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
-        """Make ready, before the first request, what sampling from `policy` would capture when it needs it."""
+        """Capture the graphs for sampling from `policy` before the first request needs them."""
         return (yield from self.sampler.warm_up(policy, min(max_context, self.max_context_length)))
 
     def save_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
@@ -188,7 +189,7 @@ class Engine:
         return Policy(lora, shapes, flat, self.dtype)
 
     def wait(self) -> None:
-        """Return when the device has done what was launched."""
+        """Wait until the device has finished all launched work."""
         self.model.ops.transfer.wait()
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class Engine:
         *,
         is_learning: bool,
     ) -> tuple[PassLoss, list[TrainingJob]]:
-        """The loss and the checked batches; passes are shared by trainables of one objective."""
+        """The loss and the checked batches. All trainables must have the same objective, because they share passes."""
         objective = batches[0][0].objective
         if any(adapter.objective is not objective for adapter, _ in batches):
             raise ConfigError("policies and critics cannot share passes; send their batches one by one")
@@ -216,7 +217,7 @@ class Engine:
         return loss, jobs
 
     def _reference_for(self, loss: PassLoss, jobs: Sequence[TrainingJob], config: LossSettings) -> Policy | None:
-        """The policy that a KL term is measured against; None where the loss or the datums need none."""
+        """The reference policy of a KL term; None if the loss needs none or the datums bring its logprobs."""
         if not loss.needs_reference or all(d.has_reference for job in jobs for d in job.datums):
             return None
         return self._reference(config)

@@ -1,4 +1,4 @@
-"""Keep the memory that tensors free, and the garbage collector away from what lives as long as the process.
+"""Keep freed memory for the next tensors, and keep the garbage collector away from imported modules.
 
 glibc gives large blocks back to the kernel as soon as they are freed, and every new tensor then pays for its pages
 again: on a CPU that costs more than most elementwise operations themselves (measured: 12x for an RMS norm of 512 x
@@ -20,7 +20,7 @@ KEEP_BYTES = 1 << 30
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tell glibc, once per process; other C libraries are left alone. Returns whether it took effect."""
+    """Set glibc's thresholds, once per process; does nothing with other C libraries. Returns whether it took effect."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -29,9 +29,9 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def spare_imports_from_collection() -> None:
-    """Once per process: later collections no longer walk the hundreds of thousands of objects of imported modules.
+    """Exclude the hundreds of thousands of objects of imported modules from garbage collection; once per process.
 
-    One such walk takes tens of milliseconds, in which a card that waits for its next step is idle. Objects that exist
+    One walk over them takes tens of milliseconds, and the GPU is idle during that time. Objects that exist
     already are still freed when nothing refers to them; only cycles among them are not found any more.
     """
     gc.collect()

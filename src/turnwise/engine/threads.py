@@ -1,8 +1,8 @@
 """How many threads an engine on the CPU uses, and why. Imports without torch, so that a plan can say it.
 
-torch starts one thread for each core that the process may run on, and does not look at a cgroup's quota: a container
-that is paid for two CPUs of a machine with 64 would run 64 threads, be stopped by the kernel for most of each period,
-and wait for the stopped ones at every barrier.
+torch starts one thread for each core that the process may run on and ignores a cgroup's quota. In a container with a
+quota of two CPUs on a machine with 64, torch would run 64 threads. The kernel would stop them for most of each period,
+and every barrier would wait for the stopped ones.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 USERS_CHOICES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""The first that is set decides, in torch too."""
+"""Environment variables; the first one that is set decides, as in torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """What a process may use of the machine's processor."""
+    """The processor cores that a process may use."""
 
     num_online: int
     """Logical CPUs of the machine."""
     num_allowed: int
-    """Those of them that this process may run on, by its affinity."""
+    """Logical CPUs that this process may run on, by its affinity."""
     num_physical: int
     """The cores that the allowed CPUs belong to; two hyperthreads share one."""
     quota: float | None = None
-    """CPUs' worth of time that its cgroups give it; None: no limit."""
+    """CPU time per second that its cgroups allow, in CPUs; None means no limit."""
 
     def line(self) -> str:
         shared = f" (on {self.num_physical} cores)" if self.num_physical < self.num_allowed else ""
@@ -38,30 +38,30 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """A number of threads and what decided it."""
+    """A number of threads and the reason for it."""
 
     count: int
     why: str
 
 
 def choose_threads(cores: Cores, environment: Mapping[str, str]) -> Threads:
-    """One thread for each core that may be used and is paid for; the user may ask for fewer, or for all the cores."""
+    """One thread for each core that affinity and quota allow; the user may ask for fewer, or for all cores."""
     for name in USERS_CHOICES:
-        wanted = environment.get(name, "").partition(",")[0].strip()  # OMP_NUM_THREADS=4,2 is for nested teams
+        wanted = environment.get(name, "").partition(",")[0].strip()  # in OMP_NUM_THREADS=4,2 the 2 is for nested teams
         if wanted.isdigit() and int(wanted) > 0:
             return Threads(min(int(wanted), cores.num_physical), f"{name}={wanted} ({cores.line()})")
-    # Rounded up: of a quota of 1.5, two threads get 1.5 and one would get 1.
+    # Round up: with a quota of 1.5, two threads use 1.5 CPUs and one thread only 1.
     paid = cores.num_physical if cores.quota is None else math.ceil(cores.quota)
     return Threads(max(1, min(cores.num_physical, paid)), cores.line())
 
 
 def find_threads() -> Threads:
-    """The choice for this process."""
+    """The number of threads for this process."""
     return choose_threads(find_cores(), os.environ)
 
 
 def use_allowed_threads() -> None:
-    """Keep torch from using more threads than `find_threads` says; fewer, it was told to use by somebody."""
+    """Limit torch to the threads of `find_threads`; keep a smaller number, because somebody asked for it."""
     import torch
 
     count = find_threads().count
@@ -72,7 +72,7 @@ def use_allowed_threads() -> None:
 def find_cores(root: Path = Path("/")) -> Cores:
     """What the kernel says; `root` is where /proc and /sys are."""
     num_online = os.cpu_count() or 1
-    # Affinity is Linux's; elsewhere every CPU is allowed.
+    # Only Linux has affinity; elsewhere every CPU is allowed.
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_online)
     cores = {_core_of(root, cpu) for cpu in allowed}
     return Cores(
@@ -90,11 +90,11 @@ def _core_of(root: Path, cpu: int) -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """CPUs' worth of time that each of the process's cgroups, and each one around it, allows; versions 1 and 2."""
+    """The quotas, in CPUs, of the process's cgroups and their parents; for cgroup versions 1 and 2."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         controllers, _, group = line.partition(":")[2].partition(":")
         mounts = ("",) if not controllers else ("cpu", "cpu,cpuacct") if "cpu" in controllers.split(",") else ()
-        # In a container the path may be the host's, which is not there, while the mount itself is the container's.
+        # In a container the path may be the host's and not exist; the mount itself is then the container's cgroup.
         path = Path(group.lstrip("/"))
         for mount in mounts:
             for folder in {root / "sys/fs/cgroup" / mount / one for one in (path, *path.parents)}:

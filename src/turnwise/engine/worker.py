@@ -1,12 +1,12 @@
 """The one thread that owns an engine, and with it the device.
 
 Everything above the engine posts its work here and gets a `concurrent.futures.Future` back. Training operations are
-queued by client: each client's own run in the order they came, clients take turns. Sampling requests share the device
-with whatever operation is running: after each micro-batch the sampler steps for as long as the micro-batch took (once
-at least), so neither waits for the other to finish.
+queued by client: each client's operations run in the order they came, and clients take turns. Sampling shares the
+device with the running operation: after each micro-batch the sampler runs for as long as the micro-batch took (at least
+one step), so neither waits for the other to finish.
 
-Callers meet the thread in one place only, its inbox; every other field belongs to the thread. A request is settled
-exactly once: with its result, with its own error, or with `EngineStoppedError` when the worker is closed or dies.
+Callers share only the inbox with the thread; every other field belongs to the thread. A request is settled exactly
+once: with its result, with its own error, or with `EngineStoppedError` when the worker is closed or dies.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""An operation cut between its micro-batches; what it returns is its result."""
+"""An operation that yields between its micro-batches and returns its result."""
 
 EXIT_JOIN_S = 10.0
-"""How long the interpreter's exit waits for a micro-batch that is still running."""
+"""Seconds that the interpreter waits at exit for a micro-batch that is still running."""
 
 _log = logging.getLogger(__name__)
 
 
 class _WorkerFuture(Future[T]):
-    """A future that refuses to be waited for by the only thread that could settle it."""
+    """A future that refuses to be waited for on the worker's own thread, which would wait forever."""
 
     def __init__(self, thread: threading.Thread) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class _Sample:
     policy: Policy
     future: Future[Any]
     pick: Callable[[SampleResponse], Any]
-    """What of the response the future gets."""
+    """The part of the response that the future gets."""
     on_token: OnToken | None = None
     request_id: int | None = None
-    """The sampler's name for it, once it was handed over."""
+    """The sampler's id for this request, after it was handed over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class _Close:
 class EngineWorker:
     """Runs training operations and sampling requests on an engine of its own.
 
-    Loading happens on the worker's thread, and the constructor waits for it and raises what it raised.
+    The worker's thread loads the engine. The constructor waits for it and raises its error.
     """
 
     def __init__(self, load: Callable[[], Engine], *, name: str) -> None:
@@ -108,14 +108,14 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._main, args=(load, loaded), name=f"engine {name}", daemon=True)
         self._thread.start()
         self.engine = self._wait_for(loaded)
-        """For its constants (`arch`, `vocab_size`, ...); anything that computes goes through `run`."""
+        """Use it for constants (`arch`, `vocab_size`, ...); call `run` for anything that computes."""
         atexit.register(self._close_at_exit)
 
     def _wait_for(self, loaded: Future[Engine]) -> Engine:
         try:
             return loaded.result()
         except BaseException:
-            self._inbox.put(_Close())  # an interrupted caller leaves nobody to close it later
+            self._inbox.put(_Close())  # if the caller is interrupted, nobody will close the worker later
             raise
 
     @property
@@ -123,7 +123,7 @@ class EngineWorker:
         return self._stopped is not None
 
     def run(self, queue_id: str, work: Callable[[Engine], T]) -> Future[T]:
-        """Queue an operation that is done in one go."""
+        """Queue an operation that runs without a break."""
 
         def begin(engine: Engine) -> Steps[T]:
             yield from ()
@@ -165,7 +165,7 @@ class EngineWorker:
         self._post(sample)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop, fail whatever still waits with `EngineStoppedError`, close the engine and join the thread."""
+        """Stop: fail all waiting requests with `EngineStoppedError`, close the engine and join the thread."""
         atexit.unregister(self._close_at_exit)
         self._inbox.put(_Close())
         if threading.current_thread() is not self._thread:
@@ -214,7 +214,7 @@ class EngineWorker:
             self._sample_for(engine, spent_s)
 
     def _admit(self, engine: Engine, *, block: bool) -> None:
-        """Take in what arrived; with `block`, wait for the first message."""
+        """Read the inbox; with `block`, wait for the first message."""
         try:
             while not self._is_closing:
                 self._take(engine, self._inbox.get(block=block))
@@ -260,7 +260,7 @@ class EngineWorker:
                 sample.future.set_result(sample.pick(outcome))
 
     def _train_one_step(self, engine: Engine) -> float:
-        """Advance the running operation, or begin the next, by one micro-batch; return the seconds it took."""
+        """Run one micro-batch of the running operation, or of the next one; return the seconds it took."""
         started_s = time.perf_counter()
         operation = self._running[0] if self._running else self._next_operation()
         if operation is None:
@@ -281,7 +281,7 @@ class EngineWorker:
         return time.perf_counter() - started_s
 
     def _next_operation(self) -> _Operation | None:
-        """The next client's oldest operation that nobody cancelled; that client goes to the end of the line."""
+        """The next client's oldest operation that was not cancelled; the client goes to the end of the queue."""
         while self._queues:
             queue_id, waiting = self._queues.popitem(last=False)
             operation = waiting.popleft()
@@ -292,7 +292,7 @@ class EngineWorker:
         return None
 
     def _sample_for(self, engine: Engine, duration_s: float) -> None:
-        """Step the sampler once, and on for `duration_s` while it has work; new requests join between steps."""
+        """Run the sampler for `duration_s` (at least one step) while it has work; new requests join between steps."""
         until_s = time.perf_counter() + duration_s
         while engine.sampler.has_work and not self._is_closing:
             engine.sampler.step()
@@ -301,7 +301,7 @@ class EngineWorker:
                 return
 
     def _stop(self, error: Callable[[], EngineStoppedError]) -> Steps[Any] | None:
-        """Fail everything that waits, and what is still to come; return the operation that was cut short."""
+        """Fail everything that waits or is still to come; return the operation that was interrupted."""
         self._stopped = error
         running, self._running = self._running, None
         if running is not None:
@@ -340,7 +340,7 @@ def _fail(future: Future[Any], error: BaseException) -> None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Empty the frames behind an error: whoever keeps it must not keep the tensors that were computed there."""
+    """Clear the frames of an error's traceback, so that whoever keeps the error does not keep tensors alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

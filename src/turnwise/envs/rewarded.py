@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
-from turnwise.errors import ConfigError
+from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
+from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message
 
 Reward = float | Mapping[str, float]
@@ -37,6 +38,18 @@ class RewardedWorld(WorldWrapper):
     def __post_init__(self) -> None:
         if not callable(self.reward):
             raise ConfigError(f"reward={self.reward!r}; expected a function of (task, messages) that returns a number")
+        try:
+            signature = inspect.signature(self.reward)
+        except (TypeError, ValueError):  # a function written in C may have no signature that Python can read
+            return
+        try:
+            signature.bind("task", "messages")
+        except TypeError as cause:
+            name = getattr(self.reward, "__name__", type(self.reward).__name__)
+            raise ConfigError(
+                f"reward {name}{signature} cannot be called with (task, messages): {cause}; expected a function of "
+                "(task, messages) that returns a number"
+            ) from None
 
     def make_env(self, task: Task, seed: int) -> Env:
         return RewardedEnv(as_env(self.inner.make_env(task, seed)), task, self.reward)
@@ -54,8 +67,20 @@ class RewardedEnv(EnvWrapper):
         step = await self._play(reply)
         if not step.is_over:
             return dataclasses.replace(step, reward=0.0)
-        reward = self._reward(self._task, tuple(self._dialogue))
-        return dataclasses.replace(step, reward=await reward if inspect.isawaitable(reward) else reward)
+        name = getattr(self._reward, "__name__", type(self._reward).__name__)
+        try:
+            reward = self._reward(self._task, tuple(self._dialogue))
+            reward = await reward if inspect.isawaitable(reward) else reward
+        except AttemptFailed:
+            raise
+        except (Exception, SystemExit) as cause:
+            raise AttemptFailed(Party.REWARD, f"{name}: {describe_error(cause)}") from cause
+        try:
+            return dataclasses.replace(step, reward=reward)
+        except DataError as cause:
+            raise AttemptFailed(
+                Party.REWARD, f"{name} returned {reward!r:.60}; expected a finite number, or named parts of them"
+            ) from cause
 
     def _wrap_fork(self, inner: Env) -> RewardedEnv:
         fork = RewardedEnv(inner, self._task, self._reward)

@@ -40,14 +40,33 @@ LOOK_S, QUICK = 0.02, 4
 
 def as_env(env: object) -> Env:
     """Return `env` itself if its three methods are coroutines, else a wrapper that runs the plain ones in a thread."""
-    missing = [name for name in ENV_METHODS if not callable(getattr(env, name, None))]
-    if missing:
-        hint = "; a class with step(response, ground_truth) goes through turnwise.envs.adapters.base_environment"
-        raise ConfigError(
-            f"{type(env).__name__} has no {missing[0]}(); an env has start(), step(reply) and close()"
-            + (hint if callable(getattr(env, "reset", None)) else "")
-        )
+    check_env_methods(env)
     return cast(Env, env) if has_coroutines(env) else ThreadedEnv(env)
+
+
+def missing_methods(env: object) -> list[str]:
+    """The methods of an env that an object or a class does not have; one inherited from `Env` is only declared."""
+    found = {name: getattr(env, name, None) for name in ENV_METHODS}
+    declared = {name: getattr(Env, name) for name in ENV_METHODS}
+    return [
+        name
+        for name, method in found.items()
+        if not callable(method) or getattr(method, "__func__", method) is declared[name]
+    ]
+
+
+def check_env_methods(env: object) -> None:
+    """Refuse an object, or a class, that lacks a method of an env."""
+    missing = missing_methods(env)
+    if not missing:
+        return
+    name = env.__name__ if isinstance(env, type) else type(env).__name__
+    first = "step(reply)" if missing[0] == "step" else f"{missing[0]}()"
+    hint = "; a class with step(response, ground_truth) goes through turnwise.envs.adapters.base_environment"
+    raise ConfigError(
+        f"{name} has no {first}; an env has start(), step(reply) and close()"
+        + (hint if callable(getattr(env, "reset", None)) else "")
+    )
 
 
 def has_coroutines(env: object) -> bool:

@@ -28,6 +28,7 @@ from turnwise.envs.schema import Json, Signature, match_arguments, read_signatur
 from turnwise.envs.sync import call_in_thread
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
 from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.raised_at import describe_error
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message, ToolCall
 
@@ -237,10 +238,10 @@ class Toolbox:
         except (*_POLICY_FAULTS, AttemptFailed):
             raise
         except TimeoutError as cause:
-            late = f"no answer within {spec.timeout_s:g} s" if deadline.expired() else repr(cause)
+            late = f"no answer within {spec.timeout_s:g} s" if deadline.expired() else describe_error(cause)
             raise AttemptFailed(Party.TOOL, f"{spec.name}: {late}") from cause
         except Exception as cause:
-            raise AttemptFailed(Party.TOOL, f"{spec.name}: {cause!r}") from cause
+            raise AttemptFailed(Party.TOOL, f"{spec.name}: {describe_error(cause)}") from cause
         return _result_to_text(spec.name, result)
 
 

@@ -20,7 +20,7 @@ from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnviron
 from turnwise.envs.base import Env, Split, Task, World
 from turnwise.envs.schema import Parameter, annotation_to_schema, match_arguments, read_signature
 from turnwise.envs.splits import random_for
-from turnwise.envs.sync import ENV_METHODS, as_env
+from turnwise.envs.sync import as_env, check_env_methods, missing_methods
 from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message
 
@@ -74,7 +74,13 @@ def is_world(value: object) -> bool:
 
 
 def is_env(value: object) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ENV_METHODS)
+    return not missing_methods(value)
+
+
+def _is_meant_as_env(target: type) -> bool:
+    """A class that plays, and is no world: it has `start` or `step`."""
+    plays = any(callable(getattr(target, name, None)) for name in ("start", "step"))
+    return plays and not is_world(target)
 
 
 def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: str = "") -> World:
@@ -96,6 +102,8 @@ def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: st
     if inspect.isclass(target) and is_env(target) and not is_world(target):
         checked = check_options(label, world_parameters(target), given)
         return EnvClassWorld(function, checked)
+    if inspect.isclass(target) and _is_meant_as_env(target):
+        check_env_methods(target)
     return _checked(function(**check_options(label, world_parameters(target), given)), label)
 
 
@@ -156,5 +164,13 @@ def _base_environment_world(env_class: type[BaseEnvironment], given: dict[str, A
 def _checked(value: object, label: str) -> World:
     if is_world(value):
         return cast(World, value)
-    kind = "an env" if is_env(value) else type(value).__name__
-    raise ConfigError(f"{label} gives {kind}; expected a world with tasks(split, count, seed) and make_env(task, seed)")
+    if is_env(value):
+        name = type(value).__name__
+        raise ConfigError(
+            f"{label} gives an env, an object of {name}; pass the class {name} itself, because every attempt makes an "
+            "env of its own; or pass a world with tasks(split, count, seed) and make_env(task, seed)"
+        )
+    raise ConfigError(
+        f"{label} gives {type(value).__name__}; expected a world with tasks(split, count, seed) and "
+        "make_env(task, seed)"
+    )

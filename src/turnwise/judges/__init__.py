@@ -1,10 +1,10 @@
-"""Judges: a model scores a finished attempt by a rubric, in a reward channel of its own.
+"""Judges: a model scores a finished attempt by a rubric, as a separate part of the reward.
 
 rubric.py     what the judge is asked, and how its answer is read
-models.py     who is asked: an OpenAI-compatible address, a sampler of ours, or a model by its name
-cache.py      answers that were given before
-judge.py      asks within limits; says what happens when no score comes
-world.py      any world, with a judge after its own reward
+models.py     the model that is asked: an OpenAI-compatible address, a sampler of ours, or a model by name
+cache.py      stores answers
+judge.py      asks within limits, and decides what happens without a score
+world.py      adds a judge to any world
 
 judged_world = judged(get_world("search"), judge)
 turnwise train turnwise.judges:judged_by_model env.options.world=search env.options.model=... (docs/judges.md)

@@ -1,4 +1,4 @@
-"""Answers that were given before, by the hash of who was asked what: in memory, or in an SQLite file that stays."""
+"""Stores a judge's answers by the hash of model and prompt: in memory, or in an SQLite file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUSY_S = 10.0
 
 
 class AnswerCache(Protocol):
-    """Shared by attempts, and by threads."""
+    """A store of answers. Attempts and threads share it."""
 
     def get(self, key: str) -> str | None: ...
 
@@ -28,13 +28,13 @@ class AnswerCache(Protocol):
 
 
 def make_key(model: str, prompt: Sequence[Message]) -> str:
-    """Names a model and a prompt; any change in either is another key."""
+    """Make a key of a model and a prompt. Any change in either gives another key."""
     parts = [model, *([message.role, message.content] for message in prompt)]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 
 class MemoryCache:
-    """The latest answers of this process."""
+    """Keeps the latest answers of this process."""
 
     def __init__(self, max_answers: int = 10_000) -> None:
         if max_answers < 0:
@@ -58,7 +58,7 @@ class MemoryCache:
 
 
 class FileCache:
-    """An SQLite file; runs that follow each other, or run side by side, share it."""
+    """Keeps answers in an SQLite file, which several runs can share, also at the same time."""
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path).expanduser()

@@ -1,10 +1,11 @@
-"""Asks a model for a score, within limits, and says what happens when none comes.
+"""Asks a model for a score, within limits, and decides what happens if there is none.
 
-One question goes through these gates, in order: the cache; the same question under way for another attempt (its answer
-is shared); the rate limit; the limit of questions at once; then up to `max_tries` requests. All of it has one deadline.
-An answer without a readable score counts as a try that failed. Only answers with a score are kept.
+A question takes these steps, in order: look in the cache; share the answer if another attempt is asking the same
+question; wait for the rate limit; wait for the limit of questions at the same time; send up to `max_tries` requests.
+All of it has one deadline. An answer without a readable score counts as a failed try. Only answers with a score are
+stored.
 
-When no score comes, the fallback decides, and nothing else does:
+Without a score, the fallback decides:
 
     fail    the attempt is recorded with the judge to blame, and never scored
     value   a fixed score is counted
@@ -32,22 +33,22 @@ from turnwise.trajectory import Message
 Fallback = Literal["fail", "value", "skip"]
 
 BACK_OFF_S = 0.5
-"""Before try n + 1, where the other side names no time: n times this."""
+"""Wait n times this before try n + 1, unless the server names a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeLimits:
-    """How a judge may be asked."""
+    """Limits on asking a judge, and what to do without a score."""
 
     deadline_s: float = 45.0
-    """For one score, waiting and all tries included; less than the rollout's deadline for a step."""
+    """Time limit of one score, with waiting and all tries. Keep it below the rollout's deadline for a step."""
     max_tries: int = 3
     max_concurrency: int = 8
     requests_per_minute: float = 0.0
     """0 sets no limit."""
     fallback: Fallback = "fail"
     fallback_value: float | None = None
-    """The score, 0 to 1, that `value` counts."""
+    """The score, 0 to 1, for the fallback `value`."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.deadline_s) and self.deadline_s > 0):
@@ -61,7 +62,7 @@ class JudgeLimits:
             raise ConfigError(f"fallback={self.fallback!r}; expected fail, value or skip")
         if (self.fallback == "value") != (self.fallback_value is not None):
             raise ConfigError(
-                f"fallback={self.fallback} with fallback_value={self.fallback_value}; `value` needs one, others none"
+                f"fallback={self.fallback} with fallback_value={self.fallback_value}; only `value` needs one"
             )
         if self.fallback_value is not None and not 0 <= self.fallback_value <= 1:
             raise ConfigError(f"fallback_value={self.fallback_value}; expected 0 to 1")
@@ -69,26 +70,26 @@ class JudgeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a judge says of one attempt."""
+    """A judge's result for one attempt."""
 
     score: float | None
-    """0 to 1; None when the channel is skipped."""
+    """The score, 0 to 1. None if the fallback skips the judge."""
     answer: str = ""
-    """The judge's own words."""
+    """The judge's answer as text."""
     problem: str = ""
-    """Why the fallback had to step in; empty when the score is the judge's."""
+    """Why the fallback was used. Empty if the judge gave the score."""
 
 
 @dataclass(slots=True)
 class _LoopState:
-    """What belongs to one event loop."""
+    """The state that belongs to one event loop."""
 
     slots: asyncio.Semaphore
     under_way: dict[str, asyncio.Task[str]] = field(default_factory=dict[str, "asyncio.Task[str]"])
 
 
 class Judge:
-    """A model, a rubric and limits. Attempts share one; it works in any event loop."""
+    """A model with a rubric and limits. Attempts share a judge; it works in any event loop."""
 
     def __init__(
         self, model: JudgeModel, rubric: Rubric, *, cache: AnswerCache | None = None, limits: JudgeLimits | None = None
@@ -104,7 +105,7 @@ class Judge:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """scores, cache_hits, shared, requests, failed_requests, fallbacks: since the judge was made."""
+        """Counts since the judge was made: scores, cache_hits, shared, requests, failed_requests, fallbacks."""
         return self._counts
 
     async def score(self, dialogue: Sequence[Message], reference: str = "") -> Verdict:
@@ -137,11 +138,11 @@ class Judge:
             task.add_done_callback(lambda done: _forget(state, key, done))
         else:
             self._counts["shared"] += 1
-        # Shielded: whoever asked first may leave, and others still wait. The task ends by its own deadline.
+        # Shield the task: the first asker may be cancelled while others still wait. The task has its own deadline.
         return await asyncio.shield(task)
 
     async def _ask(self, state: _LoopState, key: str, prompt: Sequence[Message]) -> str:
-        """Try until an answer with a score comes; whoever waits for it gets an answer or a `JudgeFailedError`."""
+        """Try until there is an answer with a score. All who wait get the answer, or a `JudgeFailedError`."""
         deadline = asyncio.timeout(self.limits.deadline_s)
         try:
             async with deadline:
@@ -188,11 +189,11 @@ class Judge:
 def _forget(state: _LoopState, key: str, task: asyncio.Task[str]) -> None:
     state.under_way.pop(key, None)
     if not task.cancelled():
-        task.exception()  # somebody looked: those who waited may all have left
+        task.exception()  # read the exception: if all who waited were cancelled, asyncio would warn
 
 
 class _Pace:
-    """Spreads requests evenly: each takes the next free moment, whatever loop or thread it comes from."""
+    """Spreads requests evenly over time, across all event loops and threads."""
 
     def __init__(self, requests_per_minute: float) -> None:
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0

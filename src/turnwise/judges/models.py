@@ -62,7 +62,7 @@ class AddressModel:
     temperature: float = 0.0
     max_tokens: int = 512
     timeout_s: float = 30.0
-    """For one request."""
+    """Time limit of one request."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
@@ -113,12 +113,12 @@ class AddressModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerModel:
-    """A model or adapter of ours, through its sampling client; no address and no copy of the weights."""
+    """A model or adapter of ours, asked through its sampling client, without a server or a copy of the weights."""
 
     sampler: SamplingClient = field(repr=False)
     renderer: Renderer = field(repr=False)
     name: str
-    """Names the weights: another version needs another name, or answers of the old one are taken for its own."""
+    """The name of the weights. Other weights need another name, or the cache would give them the old answers."""
     temperature: float = 0.0
     max_tokens: int = 256
     seed: int = 0
@@ -137,13 +137,13 @@ class SamplerModel:
         try:
             prompt_ids = ModelInput.from_ints(self.renderer.start(prompt))
             response = await self.sampler.sample_async(prompt_ids, num_samples=1, sampling_params=params)
-        except TurnwiseError as cause:  # a prompt that does not fit, an engine that was closed
+        except TurnwiseError as cause:  # for example a prompt that is too long, or a closed engine
             raise JudgeFailedError(str(cause)) from cause
         return self.renderer.parse(response.sequences[0].tokens).content
 
 
 class SamplerSource(Protocol):
-    """Makes sampling clients; a service does."""
+    """Makes sampling clients, as a service does."""
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
@@ -151,9 +151,9 @@ class SamplerSource(Protocol):
 
 
 class EmbeddedModel:
-    """A model or an adapter by name, in whatever service the run uses: known when it is attached, and loaded then.
+    """A model or an adapter by name. `attach` loads it with the service that the run uses.
 
-    Of the policy's own base model there is no second copy of the weights.
+    If it has the policy's base model, the base weights are shared, not copied.
     """
 
     def __init__(self, model: str, *, temperature: float = 0.0, max_tokens: int = 512) -> None:
@@ -167,7 +167,7 @@ class EmbeddedModel:
         folder = Path(model).expanduser()
         files = [file.stat().st_mtime_ns for file in folder.iterdir()] if folder.is_dir() else []
         self.name = json.dumps([model, max(files, default=0), temperature, max_tokens])
-        """The files' age is in it: a folder that was trained into again holds another judge."""
+        """It includes the age of the files, because a folder that was trained again holds another judge."""
         self._model = str(folder) if folder.is_dir() else model
         self._is_checkpoint = "://" in model or (folder / "adapter_config.json").is_file()
         self._temperature = temperature
@@ -175,7 +175,7 @@ class EmbeddedModel:
         self._asked: SamplerModel | None = None
 
     def attach(self, service: SamplerSource) -> None:
-        """Load the model; whoever makes the clients of a run calls it, before the run begins."""
+        """Load the model. The code that makes the clients of a run calls it before the run begins."""
         if self._is_checkpoint:
             sampler = service.create_sampling_client(model_path=self._model)
         else:
@@ -205,7 +205,7 @@ def _read_content(text: str) -> str:
 
 
 def _read_wait(header: str | None) -> float | None:
-    """Retry-After: seconds, or a date."""
+    """Read the header Retry-After, which holds seconds or a date."""
     if header is None:
         return None
     if header.strip().isdigit():
@@ -229,5 +229,5 @@ def _httpx() -> Any:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Made once: reading the certificates takes a while."""
+    """Make the TLS context once, because reading the certificates is slow."""
     return ssl.create_default_context()

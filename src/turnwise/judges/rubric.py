@@ -1,8 +1,8 @@
-"""What a judge is asked, and how its answer is read.
+"""Writes the prompt for a judge, and reads its answer.
 
-The judge gets the rubric as the system message and the attempt as one user message between two marks, told to treat it
-as text to score and not as instructions. It may think aloud; the last line of the form `Score: 7` counts. A score
-outside the scale, or none, is no verdict: it is never rounded into one.
+The judge gets the rubric as the system message and the attempt as one user message between two marks. It is told to
+treat the attempt as text to score, not as instructions. It may write its reasons first; the last line of the form
+`Score: 7` counts. A missing score, or one outside the scale, counts as no score; it is never clipped to the scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rubric:
     lowest: float = 0.0
     highest: float = 10.0
     max_chars: int = 20_000
-    """Of the attempt; from a longer one the middle is left out."""
+    """Longest text of an attempt. The middle of a longer one is left out."""
 
     def __post_init__(self) -> None:
         if not self.criteria.strip():
@@ -38,7 +38,7 @@ class Rubric:
             raise ConfigError(f"max_chars={self.max_chars}; expected at least 100")
 
     def ask(self, dialogue: Sequence[Message], reference: str = "") -> list[Message]:
-        """The judge's prompt for a finished attempt; `reference` is what a right answer says, where that is known."""
+        """Write the judge's prompt for a finished attempt. `reference` is the right answer, if it is known."""
         scale = f"{self.lowest:g} (worst) to {self.highest:g} (best)"
         rules = (
             "You score what an assistant did in a conversation.\n"
@@ -52,7 +52,7 @@ class Rubric:
         return [Message(role="system", content=rules), Message(role="user", content="\n".join(parts))]
 
     def read(self, answer: str) -> float | None:
-        """The score as a share of the scale, 0 to 1; None when there is none on the scale."""
+        """Read the score as a share of the scale, 0 to 1. None if there is no score on the scale."""
         found = _SCORE.findall(answer)
         if not found:
             return None
@@ -61,7 +61,7 @@ class Rubric:
 
 
 def _tell(dialogue: Sequence[Message]) -> str:
-    """The conversation as text; a message cannot close the marks around it."""
+    """Write the conversation as text. A message cannot close the marks around it."""
     lines = [f"[{message.role}] {message.content}" for message in dialogue]
     return "\n".join(lines).replace("===", "= = =")
 

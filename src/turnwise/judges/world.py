@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.registry import get_world
+from turnwise.envs.rewarded import RewardedWorld
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
 from turnwise.errors import ConfigError
@@ -177,6 +178,7 @@ def attach_judge(world: World, service: SamplerSource) -> None:
 
 
 def _embedded_model(world: World) -> EmbeddedModel | None:
+    world = world.inner if isinstance(world, RewardedWorld) else world
     model = world.judge.model if isinstance(world, JudgedWorld) else None
     return model if isinstance(model, EmbeddedModel) else None
 

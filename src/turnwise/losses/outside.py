@@ -31,6 +31,7 @@ LossFunction = Callable[..., Any]
 _PASSED: dict[str, LossFunction] = {}
 """Functions that were passed as objects, by the name that stands for them in a config."""
 _DECLARATION = "__turnwise_loss__"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def declare_loss(
@@ -89,7 +90,13 @@ def outside_info(function: LossFunction) -> LossInfo:
     """The function as a row of the table: its options are its keyword-only arguments."""
     name = import_path(function)
     fields: dict[str, Any] = {}
-    for option in list(inspect.signature(function).parameters.values())[2:]:
+    signature = inspect.signature(function)
+    if sum(one.kind in _POSITIONAL for one in list(signature.parameters.values())[:2]) < 2:
+        raise ConfigError(
+            f"loss {name}{signature} cannot be called with (logprobs, columns); expected a function of (logprobs, "
+            "columns, *, options...) that returns the loss of each token"
+        )
+    for option in list(signature.parameters.values())[2:]:
         if option.kind is not option.KEYWORD_ONLY or option.default is option.empty:
             raise ConfigError(
                 f"loss {name}: argument {option.name} is not an option; expected (logprobs, columns, *, "

@@ -1,5 +1,5 @@
-"""What the loop asks of a method: where its data comes from, which groups to keep, what each turn deserves, and which
-loss reads it. What a method can be told stands in `options.py`.
+"""What the loop asks a method: where its data comes from, which groups to keep, the credit of each turn, and the loss.
+The options of methods are in `options.py`.
 
     kept = method.keep(groups)
     lessons = method.lessons(kept.groups)
@@ -20,6 +20,7 @@ from pydantic import Field
 from turnwise.credit.datums import TurnAdvantage, trained_mask, trajectory_to_datums
 from turnwise.credit.values import TrajectoryValues, Values
 from turnwise.credit.weights import Weighting, share_of, weigh
+from turnwise.errors import ConfigError
 from turnwise.rollout.sources import PLAY_GROUPS, PlayBranches, PlayGroups, ReadDialogues, ReadPairs, Source
 from turnwise.runtime.section import Section
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -161,17 +162,17 @@ class MethodSetup:
 
 
 Credited = tuple[Trajectory, Sequence[TurnAdvantage]]
-"""A trajectory and what each of its turns deserves."""
+"""A trajectory and the advantage of each of its turns."""
 
 
 GroupAdvantages = Callable[[TrajectoryGroup], Sequence[NDArray[np.float64]]]
-"""A group to [K] per attempt: one number per turn."""
+"""A function from a group to [K] per attempt: one number per turn."""
 
 
 def make_lessons(
     credited: Sequence[Sequence[Credited]], weighting: Weighting, *, is_split: bool = False
 ) -> list[Lesson]:
-    """Lessons of one optimizer step, from trajectories by group."""
+    """Make the lessons of one optimizer step from trajectories by group."""
     flat = [(index, *one) for index, group in enumerate(credited) for one in group]
     batch = [trajectory_to_datums(trajectory, advantages, is_split=is_split) for _, trajectory, advantages in flat]
     weighted = weigh(batch, weighting, [share_of(trajectory, index) for index, trajectory, _ in flat])
@@ -186,6 +187,21 @@ def keep_by(why: Callable[[TrajectoryGroup], str | None], groups: Sequence[Traje
     reasons = tuple(why(group) for group in groups)
     kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
     return Kept(groups=kept, reasons=reasons)
+
+
+def checked_kept(kept: object, method: object, num_groups: int) -> Kept:
+    """What a method's `keep` returned; a method from outside may return something else."""
+    if not isinstance(kept, Kept):
+        raise ConfigError(
+            f"{type(method).__name__}.keep(groups) returned {type(kept).__name__}; expected Kept(groups=(...), "
+            "reasons=(...)) with one reason per group, None for those that are kept (turnwise.methods.base.keep_by)"
+        )
+    if len(kept.reasons) != num_groups:
+        raise ConfigError(
+            f"{type(method).__name__}.keep(groups) gave {len(kept.reasons)} reasons for {num_groups} groups; expected "
+            "one per group, None for those that are kept (turnwise.methods.base.keep_by)"
+        )
+    return kept
 
 
 def why_unusable(group: TrajectoryGroup, *, min_size: int = 2) -> str | None:
@@ -225,8 +241,8 @@ def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData])
 def with_old_share(lessons: Sequence[Lesson], version: int) -> list[Lesson]:
     """The same lessons with the old policy estimated from versions, which saves the forward pass.
 
-    Its logprob is taken to lie on the line from the sampler's to the trainer's. The weights of `version` are the old
-    ones and the step makes the next, so a token that lags n updates has it n / (n + 1) of the way (arXiv:2512.06547).
+    The old logprob is assumed to lie between the sampler's and the trainer's. The old weights have `version` and the
+    step makes the next one, so for a token that lags n updates it lies n / (n + 1) of the way (arXiv:2512.06547).
     """
     return [replace(lesson, datums=_with_share(lesson, version)) for lesson in lessons]
 
@@ -246,7 +262,7 @@ def _with_share(lesson: Lesson, version: int) -> tuple[Datum, ...]:
 
 
 def credit_groups(groups: Sequence[TrajectoryGroup], advantages: GroupAdvantages) -> list[list[Credited]]:
-    """Every trajectory with what its turns deserve, by group."""
+    """Every trajectory with the advantages of its turns, by group."""
     return [
         [(trajectory, own_K.tolist()) for trajectory, own_K in zip(group.trajectories, advantages(group), strict=True)]
         for group in groups

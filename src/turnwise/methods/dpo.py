@@ -1,11 +1,11 @@
-"""DPO over whole dialogues: of several attempts at a task, the best against the worst (arXiv:2305.18290, 2404.12358).
+"""DPO over whole dialogues: prefer the best of several attempts at a task to the worst (arXiv:2305.18290, 2404.12358).
 
     Delta = sum over the policy's tokens of the better one of w log(p / ref), minus the same of the worse one
     L     = -log sigmoid(beta Delta), its mean over the pairs of a step
 
-What the world said is in neither sum. w = 1, or DMPO's weight of the turn (`turn_weights: dmpo`, arXiv:2406.14868).
+The sums do not include the world's words. w = 1, or DMPO's weight of the turn (`turn_weights: dmpo`, arXiv:2406.14868).
 `reward_offset` asks for a margin in proportion to the difference in reward. The reference is the policy that sampled,
-or the base model. All attempts at a task start in the same world, so a pair differs by what the policy said alone.
+or the base model. All attempts at a task start in the same world, so a pair differs only by what the policy said.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PairsToLessons:
     """Makes the two lessons of each pair."""
 
     dmpo_gamma: float | None = None
-    """None: all turns count alike."""
+    """None gives all turns the same weight."""
     uses_sampler: bool = True
-    """The policy that sampled is the reference; else the base model is."""
+    """Whether the reference is the policy that sampled; otherwise it is the base model."""
 
     def __call__(self, pairs: Sequence[PreferencePair]) -> list[Lesson]:
         lessons: list[Lesson] = []
@@ -128,7 +128,7 @@ def _why_dropped(group: TrajectoryGroup) -> str | None:
         return unusable
     try:
         pair = best_and_worst(group)
-    except DataError:  # an env that begins otherwise with the same seed
+    except DataError:  # the env begins differently with the same seed
         return "different_starts"
     if pair is None:
         return "constant"

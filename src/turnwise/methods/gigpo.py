@@ -2,12 +2,12 @@
 
     A_jk = (R_j - mean of the group) + omega * (G_jk - mean over the turns of the group from the same state)
 
-G_jk are the discounted rewards from turn k on. The env names its states (`state_key()`), with everything that matters
-for what comes next, and nothing that never repeats: the chat history would make every state its own. A state that came
-once adds nothing. The baseline of whole attempts counts each attempt once, however many turns it has.
+G_jk is the discounted reward from turn k on. The env names its states (`state_key()`). The name must contain everything
+that matters for the future, but not the chat history, with which no state would ever repeat. A state that occurs once
+adds nothing. The baseline of whole attempts counts each attempt once, however many turns it has.
 
-R_j is not discounted, G_jk is. So potentials (`reward.potential`) are taken with gamma in G_jk and without in R_j; both
-comparisons then lose them: Phi of the state that all of the compared turns, or attempts, began in.
+R_j is not discounted, G_jk is. So potentials (`reward.potential`) have the discount in G_jk and none in R_j. Both
+comparisons then cancel them: what is left is Phi of the state in which all compared turns, or attempts, began.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Gigpo:
     gamma: float = 0.95
     omega: float = 1.0
     potential_weight: float = 0.0
-    """What potentials count in the rewards, discounted by `gamma`; 0: the rewards hold none."""
+    """Weight of the potentials in the rewards, which are discounted by `gamma`; 0 if the rewards contain none."""
     source: PlayGroups = PLAY_GROUPS
     needs_values: bool = False
 

@@ -3,9 +3,9 @@
     trajectory      A_j  = R_j - mean(R)                       every turn of attempt j gets it
     reward_to_go    A_jk = G_jk - mean over i of G_ik          G_jk: rewards from turn k on; 0 once attempt i is over
 
-The mean at turn k counts every attempt of the group, those that are over too. A mean over the ones still running would
-make taking another turn cost something by itself. `advantage` may also divide by the group's deviation or its mean, or
-leave the attempt itself out of the mean. With one optimizer step per batch the loss is on-policy: its ratio is 1 but
+The mean at turn k counts every attempt of the group, also those that are over. If it counted only the running ones,
+taking another turn would cost something by itself. `advantage` may also divide by the group's deviation or its mean, or
+leave the attempt itself out of the mean. With one optimizer step per batch the loss is on-policy: its ratio is 1 except
 for rounding, and `importance_sampling` is REINFORCE.
 """
 
@@ -116,7 +116,7 @@ class Grpo:
     per_turn: bool = False
     gamma: float = 1.0
     is_split: bool = False
-    """One datum per turn, for a loss that takes one ratio per datum."""
+    """Whether each turn has its own datum, for a loss with one ratio per datum."""
     source: PlayGroups = PLAY_GROUPS
     needs_values: bool = False
 

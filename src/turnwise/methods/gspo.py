@@ -39,7 +39,7 @@ class Gspo(Grpo):
         default_loss = "gspo"
 
         def build(self, setup: MethodSetup) -> Gspo:
-            return Gspo(
+            return Gspo(  # as in grpo, and spelled out: each method's file shows all that the method uses
                 loss_fn=self.loss,
                 loss_config=self.loss_config,
                 compare=self.compare,

@@ -20,7 +20,7 @@ def with_kl_penalty(
     """The lessons of one optimizer step with KL(policy || reference) in their advantages (`credit.kl`).
 
     Args:
-        reference: what the reference gives each target, one tensor per datum; the datums keep it as `ref_logprobs`.
+        reference: the reference's logprob of each target, one tensor per datum; datums keep it as `ref_logprobs`.
     """
     rest = iter(reference)
     known = [[next(rest) for _ in lesson.datums] for lesson in lessons]
@@ -39,7 +39,7 @@ def _log_ratio(datum: Datum, reference: TensorData) -> NDArray[np.float64]:
 
 
 def _penalised(lesson: Lesson, reference: Sequence[TensorData], change_S: NDArray[np.float64]) -> Lesson:
-    """A lesson's datums hold its trained tokens in the order of its turns."""
+    """Add the penalty to one lesson. Its datums hold the trained tokens in the order of its turns."""
     datums: list[Datum] = []
     rest = change_S
     for datum, ref in zip(lesson.datums, reference, strict=True):

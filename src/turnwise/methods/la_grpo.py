@@ -1,13 +1,13 @@
-"""LA-GRPO: local advantages. One dialogue to turn h, several continuations, and only turn h is trained.
+"""LA-GRPO: local advantages. Play one dialogue up to turn h, then several continuations, and train only turn h.
 
     A_j = R_j - mean(R) over the continuations of one dialogue       the turns of attempt j that are trained get it
 
-Whatever happened before turn h is the same for the whole group and cancels, so the advantage is that of turn h alone;
-training the shared turns would add exactly nothing, since advantages add up to 0. The price is that one turn of many
-is trained. `trained_turns: from_branch` trains turn h and all after it. `divide_by_probability` weighs a group by
-1 / P(h), which makes the gradient in expectation the sum over all turns; a dialogue that ended before turn h is then
-passed over, because its P(h) belongs to a turn that is not there. It still counts in the normaliser: of dialogues with
-T turns, H at most, T / H come to their turn, so each of those weighs (1 / P(h)) T / H = T and not H.
+Everything before turn h is the same for the whole group and cancels, so the advantage belongs to turn h alone. Training
+the shared turns would add exactly nothing, because the advantages sum to 0. The price is that only one turn of many is
+trained. `trained_turns: from_branch` trains turn h and all later ones. `divide_by_probability` weights a group by
+1 / P(h), so that the expected gradient is the sum over all turns. A dialogue that ends before turn h is then skipped,
+because it has no turn h, but it still counts in the normaliser: of dialogues with T of at most H turns, T / H reach
+their turn h, so each of those has weight (1 / P(h)) T / H = T and not H.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LaGrpo:
         ]
 
     def trained_part(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group with only the turns in the loss that this method trains."""
+        """The group with only the turns in the loss that this method trains; other turns are masked."""
         first = branch_turn(group)
         last = None if self.trains_later_turns else first
         return replace(group, trajectories=tuple(train_turns(t, first, last) for t in group.trajectories))

@@ -1,4 +1,4 @@
-"""From what a config or a caller calls a method to its options, and back.
+"""Finds the options of a method by name, class or object.
 
     read_method({"name": "gigpo", "omega": 0.5})       # the section `method` of a config
     as_method_options("my_module:MyMethod")            # from Python: a name, a class, options, or a built method
@@ -23,9 +23,10 @@ from turnwise.losses.table import LOSSES, Settings, losses_that_read
 from turnwise.methods.base import AnyMethod, DataConfig, MethodSetup
 from turnwise.methods.options import DECLARED, FreeLoss, MethodOptions, PolicyTerms, unknown_name
 from turnwise.methods.registry import METHODS
-from turnwise.rollout.sources import PlayBranches, ReadDialogues, ReadPairs
+from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.runtime.import_path import import_path, is_importable, load_attribute
 from turnwise.runtime.section import explain
+from turnwise.runtime.suggest import nearest
 
 SHIPPED: Mapping[str, type[MethodOptions]] = {
     method.Options.model_fields["name"].default: method.Options for method in METHODS
@@ -33,7 +34,7 @@ SHIPPED: Mapping[str, type[MethodOptions]] = {
 """The options of every shipped method, by the method's name."""
 DEFAULT_METHOD = "grpo"
 _OBJECT = "object:"
-"""Begins the name of a method that was passed as an object."""
+"""Prefix of the name of a method that was passed as an object."""
 
 
 def find_options(name: str) -> type[MethodOptions]:
@@ -66,7 +67,9 @@ def read_method(given: Any) -> MethodOptions:
     if name in _PASSED:
         unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
         if unread:
-            raise ConfigError(f"{unread[0]} beside a method that is built; give the options to its constructor")
+            raise ConfigError(
+                f"{unread[0]} is given beside a method that is built; give it to the method's constructor"
+            )
         return _PASSED[name]
     options = find_options(name)
     kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
@@ -77,8 +80,8 @@ def read_method(given: Any) -> MethodOptions:
 
 
 def read_stored_method(given: Any) -> MethodOptions | Any:
-    """The section `method` of a run on disk. A method that cannot be found here is kept as it was written down: the run
-    can be looked at, and going on with it says what is missing."""
+    """The section `method` of a run on disk. If the method cannot be found here, its stored options are kept: you can
+    inspect the run, and resuming it tells what is missing."""
     name = str(given.get("name") or "") if isinstance(given, Mapping) else ""
     if not is_outside(name) or name in _PASSED:
         return given
@@ -110,14 +113,33 @@ def as_method_options(method: object, **options: Any) -> MethodOptions:
             return _options_of(method, import_path(method)).model_validate(options)
     except ValidationError as cause:
         raise ConfigError("; ".join(f"method.{explain(error)}" for error in cause.errors())) from None
-    if not hasattr(method, "lessons") or not hasattr(method, "source"):
+    if not hasattr(method, "lessons") and not hasattr(method, "source"):
         raise ConfigError(
             f"method={method!r}; expected a name, `module:Class`, a class with Options, its options, or a method: an "
             "object with source, loss_fn, loss_config, keep(groups) and lessons(groups)"
         )
     if options:
-        raise ConfigError(f"{min(options)} beside a method that is built; give the options to its constructor")
+        raise ConfigError(f"{min(options)} is given beside a method that is built; give it to the method's constructor")
+    check_method(method)
     return PassedMethod.remember(method)
+
+
+def check_method(method: object, maker: str = "") -> None:
+    """Refuse an object that lacks something that the loop asks of a method.
+
+    Args:
+        maker: What made it, for the message: `MyMethod.Options.build(setup)`.
+    """
+    needed = ["source", "loss_fn", "loss_config", "lessons"]
+    if isinstance(getattr(method, "source", None), PlayGroups | PlayBranches):
+        needed.append("keep")
+    missing = [name for name in needed if not hasattr(method, name)]
+    if missing:
+        said = f"{maker} returned {type(method).__name__}, which" if maker else f"method {type(method).__name__}"
+        raise ConfigError(
+            f"{said} has no {' and no '.join(missing)}; a method has source, loss_fn, loss_config, keep(groups) and "
+            "lessons(groups) (docs/algorithms/README.md, your own method)"
+        )
 
 
 class MissingMethod(MethodOptions):
@@ -168,7 +190,7 @@ class PassedMethod(MethodOptions):
 
     @property
     def learns_from_one(self) -> bool:
-        """Its `keep` decides."""
+        """The method's `keep` decides."""
         return True
 
     @property
@@ -205,7 +227,7 @@ def every_option() -> Mapping[str, FieldInfo]:
 
 
 def methods_that(has: Callable[[type[MethodOptions]], bool]) -> tuple[str, ...]:
-    """The names of the shipped methods of which something is true."""
+    """The names of the shipped methods for which `has` is true."""
     return tuple(name for name, options in SHIPPED.items() if has(options))
 
 
@@ -218,7 +240,7 @@ def check_data(data: DataConfig, method: MethodOptions) -> None:
 
 
 def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-    """Of a section `method` in a file: each choice, what it chooses, and the options that are meant for that choice.
+    """The choices in a file's section `method`: each with its value and the options that belong to that value.
 
     A clip of `ppo` means nothing to `cispo`; the bounds of one correction mean nothing to another.
     """
@@ -236,7 +258,12 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
 def _options_of(found: Any, name: str) -> type[MethodOptions]:
     options = found if isinstance(found, type) and issubclass(found, MethodOptions) else getattr(found, "Options", None)
-    if not isinstance(options, type) or not issubclass(options, MethodOptions):
+    if isinstance(options, type) and not issubclass(options, MethodOptions):
+        raise ConfigError(
+            f"method {name}: its Options does not inherit from MethodOptions; write `class Options(FreeLoss)`, or "
+            "another of turnwise.methods.options (docs/algorithms/README.md, your own method)"
+        )
+    if options is None or not isinstance(options, type):
         raise ConfigError(
             f"method {name} has no Options; expected a class with `class Options(FreeLoss)` inside, whose build(setup) "
             "makes the method (docs/algorithms/README.md, your own method)"
@@ -245,13 +272,13 @@ def _options_of(found: Any, name: str) -> type[MethodOptions]:
 
 
 def _is_at_rest(option: str, value: Any) -> bool:
-    """An option that says nothing: null, or a term of losses over policies at its default."""
+    """Whether an option has no effect: null, or a term of losses over policies at its default."""
     term = PolicyTerms.model_fields.get(option)
     return value in (None, {}) or (option != "name" and term is not None and value == term.default)
 
 
 def _refuse_unread(options: type[MethodOptions], name: str, option: str) -> None:
-    """Refuse an option of another method or loss; what is no option at all is told by the model itself."""
+    """Refuse an option of another method or loss. Pydantic reports a name that is no option at all."""
     loss = options.default_loss
     if option in PolicyTerms.model_fields:
         raise ConfigError(f"{option} is not read by {loss}, the loss of method={name}; leave it out")
@@ -261,3 +288,6 @@ def _refuse_unread(options: type[MethodOptions], name: str, option: str) -> None
     methods = methods_that(lambda shipped: option in shipped.model_fields)
     if methods:
         raise ConfigError(f"{option} is not read by method={name}, only by {', '.join(methods)}; leave it out")
+    near = nearest(option, options.model_fields, cutoff=0.6)
+    if not options.is_shipped() and near is not None:  # what a shipped method reads, the config suggests itself
+        raise ConfigError(f"method.{option} is not an option of {name}; did you mean method.{near}?")

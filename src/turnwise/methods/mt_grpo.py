@@ -1,4 +1,4 @@
-"""MT-GRPO: outcome and turn rewards normalised apart, each inside the group (arXiv:2505.11821).
+"""MT-GRPO: normalise outcomes and turn rewards separately, each inside the group (arXiv:2505.11821).
 
     A_last = A_outcome        A_k = A_outcome + c * A_turn_k
 
@@ -36,10 +36,10 @@ from turnwise.trajectory import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtGrpo:
-    """Outcome and turn advantages, added up."""
+    """The sum of outcome and turn advantages."""
 
     class Options(FreeLoss, Weighed):
-        """MT-GRPO: normalise outcomes and rewards of turns apart."""
+        """MT-GRPO: normalise outcomes and rewards of turns separately."""
 
         name: str = "mt_grpo"
         turn_coef: float = Field(default=1.0, ge=0, description="Weight of the turn's own reward.")

@@ -1,4 +1,4 @@
-"""What methods can be told, and what they tell about themselves: the base of every section `method`.
+"""The options of methods, and what methods declare about themselves: the base of every section `method`.
 
 A method declares a class `Options` in its own file. Its fields are the options; its class attributes and methods say
 what the method needs of the rest of a run; `build` makes the method:
@@ -34,7 +34,7 @@ from turnwise.runtime.suggest import nearest
 
 Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_mean", "prompt_mean"]
 LAGGING_LOSS = "cispo"
-"""What takes the place of plain importance sampling where attempts are older than the weights."""
+"""The loss that replaces plain importance sampling if attempts are older than the weights."""
 DECLARED: dict[str, type[MethodOptions]] = {}
 """Every class of options that this process has defined, by import path."""
 
@@ -48,20 +48,20 @@ class AdvantageKl:
 
 
 class MethodOptions(Section):
-    """What makes a gradient out of attempts."""
+    """The method: how attempts become a gradient."""
 
     name: str = Field(default="", description="The method; docs/algorithms explains each. `module:Class` is your own.")
 
     default_loss: ClassVar[str] = "importance_sampling"
-    """The loss by name; the only one, unless the method lets it be chosen (`FreeLoss`)."""
+    """Name of the loss. With `FreeLoss` it is the default; otherwise it is the only one."""
     needs_critic: ClassVar[bool] = False
-    """It learns from a critic's values; then `make_gae` says what the critic is taught."""
+    """Whether it learns from a critic's values; then `make_gae` computes the critic's targets."""
     branches: ClassVar[bool] = False
-    """It continues one dialogue several times."""
+    """Whether it continues one dialogue several times."""
     data_options: ClassVar[tuple[str, ...]] = ()
     """The options of the section `data` that it reads."""
     only_stored: ClassVar[bool] = False
-    """It samples nothing: it learns from stored data alone."""
+    """Whether it learns only from stored data and samples nothing."""
 
     def build(self, setup: MethodSetup) -> AnyMethod:
         """The method with these options."""
@@ -73,12 +73,12 @@ class MethodOptions(Section):
 
     @property
     def loss(self) -> str:
-        """The loss by name, chosen or the method's own."""
+        """Name of the loss: the chosen one or the method's own."""
         return self.default_loss
 
     @property
     def loss_config(self) -> Settings:
-        """What `forward_backward` is given beside the loss's name; options at rest are left to the loss."""
+        """The loss's settings for `forward_backward`, without options that are at their defaults."""
         given: dict[str, float | str] = {}
         for name in self._options_of_loss():
             value = getattr(self, name)
@@ -91,7 +91,7 @@ class MethodOptions(Section):
 
     @property
     def discount(self) -> float:
-        """The discount per turn that returns are credited with; potentials are shaped with the same one."""
+        """The discount per turn of returns; potentials use the same one."""
         return float(getattr(self, "gamma", 1.0))
 
     @property
@@ -105,20 +105,20 @@ class MethodOptions(Section):
 
     @property
     def learns_from_one(self) -> bool:
-        """A single attempt at a task is enough; else attempts at a task are compared with each other."""
+        """Whether a single attempt at a task is enough; otherwise attempts at a task are compared."""
         return False
 
     @property
     def judges_success(self) -> bool:
-        """It asks whether an attempt succeeded, and looks at rewards only where the world does not say."""
+        """Whether it uses the world's verdict (success) and looks at rewards only if there is none."""
         return False
 
     def when_lagging(self) -> Self:
-        """The same method where samplers lag behind the weights."""
+        """The method to use if samplers lag behind the weights."""
         return self
 
     def why_not_own_worlds(self) -> str | None:
-        """Why the attempts at a task have to start in the same world."""
+        """Why the attempts at a task must start in the same world; None if they need not."""
         if self.branches:
             return "continues one dialogue several times, and a dialogue has one world"
         if self.only_stored:
@@ -126,19 +126,19 @@ class MethodOptions(Section):
         return None
 
     def why_not_group_size(self, num_attempts: int) -> str | None:  # noqa: ARG002
-        """Why a task cannot have that many attempts."""
+        """Why a task cannot have that many attempts; None if it can."""
         return None
 
     def why_not_potential(self) -> str | None:
         """Why potentials (`reward.potential`) would change what the method aims at.
 
-        They add up to -phi(s_0) over an attempt, and from turn k on to -phi(s_k): the same for everything that is
-        compared, in a method that compares returns. A method that does something else with rewards says so here.
+        Potentials sum to -phi(s_0) over an attempt, and from turn k on to -phi(s_k). In a method that compares returns,
+        that is the same for everything that is compared. A method that uses rewards differently says so here.
         """
         return None
 
     def why_discount_unread(self) -> str | None:
-        """Why nothing but potentials reads the discount, with these options."""
+        """Why only potentials use the discount with these options; None if returns use it too."""
         return None
 
     @classmethod
@@ -158,7 +158,7 @@ class MethodOptions(Section):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, given: Any) -> Any:
-        """A null takes the method's own default: a run writes down every option, some of them as null."""
+        """Replace null by the method's default: a run stores every option, some of them as null."""
         if not isinstance(given, dict):
             return given
         kept = {key: value for key, value in given.items() if value is not None}
@@ -175,7 +175,7 @@ class MethodOptions(Section):
 
 
 class Weighed(MethodOptions):
-    """A method that lets tokens, turns or attempts weigh alike."""
+    """A method with a choice of what counts the same: tokens, turns or attempts."""
 
     normalisation: Normalisation = Field(
         default="token_mean",
@@ -189,7 +189,7 @@ class Weighed(MethodOptions):
 
 
 class PolicyTerms(PolicyOptions, MethodOptions):
-    """What every method can be told whose loss compares policies."""
+    """Options of every method whose loss compares policies."""
 
     kl_place: Literal["advantages", "loss"] = Field(
         default="advantages",
@@ -320,7 +320,7 @@ class FreeLoss(OwnLossOptions):
     )
 
     loss_defaults: ClassVar[dict[str, Settings]] = {}
-    """Where the method's defaults of a loss differ from the loss's own, by loss."""
+    """The method's own defaults of a loss where they differ from the loss's, by loss."""
 
     @property
     def loss(self) -> str:

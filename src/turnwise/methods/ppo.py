@@ -37,7 +37,7 @@ from turnwise.methods.options import FreeLoss, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
 PPO_LOSS: Settings = {"clip_high_threshold": 1.28, "dual_clip": 3.0}
-"""Where this method's loss differs from the loss `ppo` by itself: clip-higher, and the dual clip."""
+"""This method's settings of the loss `ppo` that differ from the loss's defaults: clip-higher, and the dual clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Ppo:
         found = [self.gae.credit(one, known) for one, known in zip(trajectories, values, strict=True)]
         advantages = [credit.advantages for credit in found]
         if not any(turn_S.any() for attempt in advantages for turn_S in attempt):
-            return []  # everything went exactly as the critic said it would
+            return []  # everything went exactly as the critic predicted
         if self.is_whitened:
             advantages = whiten(advantages, [[turn.is_trained for turn in one.turns] for one in trajectories])
         rest = iter(zip(trajectories, advantages, strict=True))

@@ -4,9 +4,9 @@
     L     = (Delta / eta - (R - R'))^2                                 its mean over the pairs of a step
 
 p_t is the policy that sampled; its logprobs came with the tokens. At the optimum Delta = eta (R - R'), a natural policy
-gradient step, whatever constant both rewards share. Only turn h is trained. N continuations of one dialogue are N / 2
-pairs, each attempt in one of them, formed before anybody looks at rewards. Pairs that said the same at turn h, or got
-the same reward, tell nothing and are dropped.
+gradient step; a constant in both rewards does not matter. Only turn h is trained. N continuations of one dialogue form
+N / 2 pairs with each attempt in one of them; the pairing does not look at rewards. Pairs that said the same at turn h,
+or got the same reward, teach nothing and are dropped.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""REINFORCE with a batch as its baseline: two methods that differ in what they normalise over.
+"""REINFORCE with the batch as its baseline: two methods that differ in what they normalise over.
 
     rebn          A_jk = (G_jk - mean) / std    over all turns of the batch (return batch normalisation, GEM,
                                                 arXiv:2510.01051); G_jk: discounted rewards from turn k on
     reinforce_pp  the same without a discount, over all trained tokens of the batch (REINFORCE++, arXiv:2501.03262)
 
 Rewards of different tasks are compared with each other, so a group may be one attempt, and a task that always succeeds
-still teaches. `group_baseline` takes the group's mean off each turn's return first. Returns cross what the env says in
-between: an early turn is credited with what comes later. The batch is that of one optimizer step.
+still teaches. `group_baseline` first subtracts the group's mean from each turn's return. Returns include the rewards of
+later turns. The batch is that of one optimizer step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reinforce:
     loss_fn: str
     loss_config: Mapping[str, float | str]
     counts_tokens: bool
-    """Every trained token counts in mean and deviation; else every turn."""
+    """Whether mean and deviation count every trained token; otherwise they count every turn."""
     weigh: Weighting = token_mean
     gamma: float = 1.0
     group_baseline: bool = False
@@ -53,7 +53,7 @@ class Reinforce:
         reasons = [why_unusable(group, min_size=2 if self.group_baseline else 1) for group in groups]
         usable = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
         if usable and not any(a.any() for own in self.advantages(usable) for a in own):
-            reasons = [reason or "constant" for reason in reasons]  # the whole batch was worth the same
+            reasons = [reason or "constant" for reason in reasons]  # all returns of the batch are the same
         kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
         return Kept(groups=kept, reasons=tuple(reasons))
 

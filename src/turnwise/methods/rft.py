@@ -2,8 +2,8 @@
 
     L = - sum over the sampled tokens of successful attempts of weight * log p
 
-The same as REINFORCE with advantages 1 and 0 and no baseline: nothing is unlearned, and a task that always succeeds
-still weighs as much as a hard one. The ids that were sampled are the ids that are trained.
+This equals REINFORCE with advantages 1 and 0 and no baseline: nothing is unlearned, and a task that always succeeds
+still counts as much as a hard one. The ids that were sampled are the ids that are trained.
 """
 
 from __future__ import annotations

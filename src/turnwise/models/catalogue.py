@@ -32,7 +32,7 @@ class CatalogEntry:
 
     description: str
     revision: str
-    """A stored copy with another revision is out of date and made again."""
+    """The model's revision. A stored copy with another revision is out of date and is made again."""
     provenance: Mapping[str, str]
     build: Callable[[Path, Report], None]
     """Writes the model into an empty directory."""

@@ -1,4 +1,4 @@
-"""A GGUF file in, an ordinary Hugging Face directory out: float32 safetensors, config, tokenizer, chat template."""
+"""Converts a GGUF file to a Hugging Face directory: float32 safetensors, config, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def _load(gguf: Path) -> tuple[Any, Any]:
 
 
 def _drop_file_title(config: Any) -> None:
-    """GGUF's `general.name` lands where Hugging Face keeps the place a model came from."""
+    """Remove GGUF's `general.name` from the config, where Hugging Face keeps the model's origin."""
     config._name_or_path = ""
     if hasattr(config, "_model_name_or_path"):
         del config._model_name_or_path
 
 
 def _set_special_tokens(tokenizer: Any, fields: GGUFReader) -> None:
-    """As the file has them: some releases of transformers guess instead, and then no reply would ever end."""
+    """Set the special tokens of the file. Some releases of transformers guess them, and then no reply would end."""
     for name, gguf_name in SPECIAL_TOKENS.items():
         token_id = _read(fields, f"tokenizer.ggml.{gguf_name}_token_id")
         if token_id is not None:
@@ -82,7 +82,7 @@ def _set_special_tokens(tokenizer: Any, fields: GGUFReader) -> None:
 
 
 def _make_byte_level(tokenizer: Any) -> None:
-    """GPT-2's scheme and nothing else: some releases of transformers add steps of Llama's, or tidy what is decoded."""
+    """Use GPT-2's scheme only. Some releases of transformers add steps of Llama's, or change the decoded text."""
     tokenizer.clean_up_tokenization_spaces = False
     backend = tokenizer.backend_tokenizer
     backend.normalizer = None
@@ -100,7 +100,7 @@ def _read(fields: GGUFReader, key: str) -> Any:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no hints from transformers; all settings are put back.
+    """Silence transformers' progress bars and hints in the block, then restore all settings.
 
     stderr is held back too: one of the bars (dequantising) obeys no setting. What fails still raises.
     """

@@ -1,8 +1,8 @@
-"""Which models can be played and trained here, told from a config.json alone: no weight is read, no torch is loaded.
+"""Decides from a config.json which models can be played and trained here, without reading weights or loading torch.
 
 A plan, a run, a server and a chat ask the same function. A family is on the list when its logprobs were compared with
 transformers' own, alone, packed beside a longer dialogue, and decoded (`tests/numerics/test_families.py` does that for
-each). Others are refused: a model that packing or our KV cache makes wrong says nothing about it.
+each). Others are refused, because wrong results from packing or our KV cache would go unnoticed.
 
 To add a family: one entry in `FAMILIES`, or `add_family(...)` from outside the package. An entry with `describe` says
 what a decoder block is; the model then runs the fused body if its kernels support every part. Without `describe` it
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def add_family(family: Family) -> None:
-    """Let models of one more `model_type` in; whoever adds it has compared it with transformers."""
+    """Allow models of one more `model_type`. Compare its results with transformers' before you add it."""
     if family.model_type in FAMILIES:
         raise ConfigError(f"there is a family {family.model_type!r} already; choose another model_type")
     FAMILIES[family.model_type] = family

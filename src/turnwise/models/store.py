@@ -1,4 +1,4 @@
-"""Names to model directories: what a caller calls a model, found on disk, made, converted or downloaded.
+"""Turns a model's name into its directory: finds it on disk, makes it, converts it or downloads it.
 
 `resolve_model` finds and never replaces: a model comes under the name that was asked for, or under an alias that the
 caller spelled out and that is written on the result. `fetch_model` is the only way in for models that have to be
@@ -82,7 +82,7 @@ class ModelRow:
 
 
 def parse_alias(text: str) -> tuple[str, str]:
-    """`"A=B"` as `("A", "B")`: whoever asks for A gets B."""
+    """Parse `"A=B"` as `("A", "B")`: a request for A gets B."""
     name, separator, target = (part.strip() for part in text.partition("="))
     if not (name and separator and target):
         raise ConfigError(f"alias {text!r}; expected NAME=MODEL, for example Qwen/Qwen3-0.6B=smollm2")

@@ -3,7 +3,7 @@
 The same bytes come out on every machine: weights from numpy's frozen legacy generator, a byte-level BPE trained on the
 text below, and JSON written here, not by a library that signs it with its version. No torch is needed to build it.
 Whoever changes them raises `tiny`'s revision in `turnwise.models.catalogue`, so that stored copies are made again.
-It knows nothing, but it can be taught: the first logits are nearly uniform, the layers inside are at unit scale.
+It knows nothing, but it can learn: its first logits are nearly uniform, and its inner layers have unit scale.
 """
 
 from __future__ import annotations

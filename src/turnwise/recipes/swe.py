@@ -48,7 +48,8 @@ def main():
         attempts = run.attempts(phase="train", step=step)
         print(f"round {step:2}  {sum(bool(row.is_success) for row in attempts)} of {len(attempts)} attempts fixed it")
     last = run.evaluations[-1]
-    print(f"held out  {round(last.success * last.num_attempts)} of {last.num_attempts} repos fixed")
+    attempts = run.attempts(phase="eval", step=last.step)
+    print(f"held out  {sum(bool(row.is_success) for row in attempts)} of {len(attempts)} repos fixed")
 
 
 if __name__ == "__main__":

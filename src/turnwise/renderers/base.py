@@ -1,13 +1,12 @@
-"""The seam between conversations and token ids.
+"""The interface between conversations and token ids.
 
     prompt_ids = renderer.start(messages)
     reply = renderer.parse(sampled_ids)
     prompt_ids = renderer.extend(prompt_ids, sampled_ids, observation, history=messages).ids
 
-The next prompt is the last prompt, then the sampled ids as they are, then what the format puts between them and the
-next reply: no sampled id is ever decoded and encoded again. A format that cannot do that (its template rewrites what
-was said before) renders the prompt anew and says so with `is_append_only=False`; the trajectory then splits into
-several datums.
+The next prompt is the last prompt, then the sampled ids unchanged, then the tokens that the format puts before the next
+reply. No sampled id is ever decoded and encoded again. A format whose template rewrites earlier messages cannot do
+that: it renders the whole prompt again and sets `is_append_only=False`; the trajectory then becomes several datums.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Extension:
 
     ids: list[int]
     is_append_only: bool
-    """True: `ids` starts with the last prompt and the sampled ids."""
+    """Whether `ids` starts with the last prompt and the sampled ids."""
 
 
 class Renderer(Protocol):
@@ -33,11 +32,11 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a reply; the first is the format's own end of turn."""
+        """Ids that end a reply. The first one is the format's own end of turn."""
         ...
 
     def start(self, messages: Sequence[Message]) -> list[int]:
-        """The first prompt: these messages and the opening of the model's reply."""
+        """Render the first prompt: these messages and the start of the model's reply."""
         ...
 
     def extend(
@@ -48,20 +47,20 @@ class Renderer(Protocol):
         *,
         history: Sequence[Message] = (),
     ) -> Extension:
-        """The prompt after a reply was sampled and the env answered.
+        """Render the next prompt, after a reply was sampled and the env answered.
 
         Every renderer repeats this signature: a type checker compares it with the protocol.
 
         Args:
-            history: every message that `prompt_ids` stands for, oldest first. Only formats that may have to render
-                the prompt anew read it.
+            history: Every message in `prompt_ids`, oldest first. Only formats that may have to render the whole
+                prompt again read it.
         """
         ...
 
     def parse(self, sampled_ids: Sequence[int]) -> Message:
-        """The reply as a message; a stop id at its end is left out, anything else in it becomes text."""
+        """Turn a reply into a message. A stop id at its end is left out; all other ids become text."""
         ...
 
     def encode_reply(self, reply: Message) -> list[int]:
-        """The ids, end of turn included, that the model would have to sample to say this."""
+        """The ids that the model would have to sample to say this, with the end of turn."""
         ...

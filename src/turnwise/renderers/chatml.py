@@ -1,4 +1,4 @@
-r"""ChatML, as `tiny`, SmolLM2 and Qwen2 speak it.
+r"""ChatML, the chat format of `tiny`, SmolLM2 and Qwen2.
 
     <|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n     4<|im_end|>
     ---------------------------- prompt --------------------------------- --sampled--
@@ -6,10 +6,9 @@ r"""ChatML, as `tiny`, SmolLM2 and Qwen2 speak it.
 `role\ncontent` is encoded in one piece, as the template does, because a tokenizer may join the two; the control tokens
 around it are put in as ids. Roles are system, user, assistant and tool; a tool's name is not shown.
 
-SmolLM2's and Qwen2's templates open a conversation that has no system message with one of their own. So does this
-renderer, with the same words: it learns them from the tokenizer's template. A world that wants no such sentence starts
-with a system message. At construction, what comes out is compared with the tokenizer's own template on probe
-conversations; a tokenizer that has no template is taken at its word.
+If a conversation has no system message, SmolLM2's and Qwen2's templates add their own. This renderer adds the same one,
+which it reads from the tokenizer's template. A world that does not want it starts with a system message. The
+constructor compares this renderer with the tokenizer's template on test conversations, if the tokenizer has one.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ THINKING_PROBE = (_USER, Message(role="assistant", content="<think>\nEasy.\n</th
 class ChatML:
     """The renderer of ChatML tokenizers.
 
-    With `strip_thinking`, replies in the past lose what stands before `</think>`, as in Qwen3's format: a prompt after
-    such a reply is rendered anew.
+    With `strip_thinking`, earlier replies lose the text before `</think>`, as in Qwen3's format. The prompt after such
+    a reply is rendered again as a whole.
     """
 
     def __init__(self, tokenizer: Any, *, strip_thinking: bool = False) -> None:
@@ -61,7 +60,7 @@ class ChatML:
         self._stop_ids = stop_ids_of(tokenizer, self._end_id)
         self._strips_thinking = strip_thinking
         self.default_system: str | None = None
-        """The system message that the tokenizer's template puts where there is none."""
+        """The system message that the tokenizer's template adds if there is none."""
         if tokenizer.chat_template is not None:
             self.default_system = _default_system(tokenizer)
             self._check_against(tokenizer)
@@ -85,7 +84,7 @@ class ChatML:
         *,
         history: Sequence[Message] = (),
     ) -> Extension:
-        """A reply without an end of turn gets one, as part of what the world says: the model did not sample it."""
+        """Add a missing end of turn after the reply. It counts as observed, because the model did not sample it."""
         if self._strips_thinking:
             reply = self.parse(sampled_ids)
             if has_thinking(reply.content):
@@ -104,7 +103,7 @@ class ChatML:
         return [*self._encoding.text_to_ids(reply_text(reply)), self._end_id]
 
     def encode_text(self, text: str) -> list[int]:
-        """Text as it stands, with no control tokens in it."""
+        """Encode plain text, in which nothing is a control token."""
         return self._encoding.text_to_ids(text)
 
     def _messages_to_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -136,7 +135,7 @@ class ChatML:
 
 
 def _default_system(tokenizer: Any) -> str | None:
-    """What the template says before a first user message, where it says it as a system message."""
+    """The system message that the template adds before a first user message. None if it adds none."""
     text = _template_text(tokenizer, (Message(role="user", content="hello"),))
     opening = f"{START_TOKEN}system\n"
     before = text.partition(f"{END_TOKEN}\n{START_TOKEN}user\n")[0]

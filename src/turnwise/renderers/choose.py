@@ -1,4 +1,4 @@
-"""Which renderer a tokenizer gets."""
+"""Chooses the renderer of a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RendererName = Literal["auto", "chatml", "template"]
 def get_renderer(
     tokenizer: Any, *, multi_turn: bool = True, name: RendererName | str = "auto", strip_thinking: bool = False
 ) -> Renderer:
-    """The renderer for `tokenizer`; `auto` is ChatML where the tokenizer's template is that, else the template.
+    """Make the renderer for `tokenizer`. `auto` uses ChatML if the tokenizer's template is ChatML, else the template.
 
     Args:
-        multi_turn: one message per turn; False keeps all turns in one assistant message.
-        strip_thinking: ChatML only: replies in the past lose their thinking, as in Qwen3's format.
+        multi_turn: Write one message per turn. False keeps all turns in one assistant message.
+        strip_thinking: Remove the thinking from earlier replies, as in Qwen3's format. For ChatML only.
     """
     inner = _get_inner(tokenizer, name, strip_thinking)
     if multi_turn:

@@ -1,4 +1,4 @@
-"""A written dialogue as the turns a model would have had to play: for warm-ups and for scripted samplers."""
+"""Turns a written dialogue into the turns that a model would have had to play, for warm-ups and scripted samplers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class DialogueTurn:
 
     prompt_ids: tuple[int, ...]
     reply_ids: tuple[int, ...]
-    """The end of turn included."""
+    """The reply's ids, with the end of turn."""
 
 
 def dialogue_to_turns(renderer: Renderer, messages: Sequence[Message]) -> list[DialogueTurn]:
-    """Each assistant message with the prompt that leads to it, exactly as a rollout would have built it.
+    """Return each assistant message with its prompt, exactly as a rollout would have built it.
 
-    Messages after the last reply are left out: nothing is learned from them.
+    Messages after the last reply are left out, because a model learns nothing from them.
     """
     turns: list[DialogueTurn] = []
-    said: list[Message] = []  # since the last reply
+    said: list[Message] = []  # messages since the last reply
     history: list[Message] = []
     for message in messages:
         if message.role != "assistant":

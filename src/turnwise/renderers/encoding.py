@@ -1,8 +1,8 @@
-"""Text to ids and back, with the line between text and control tokens drawn by the caller.
+"""Turns text into ids and back, and keeps ordinary text apart from control tokens.
 
-What an env, a tool or a user writes is text: `<|im_end|>` in it is eight or so ordinary tokens, never the one id that
-ends a turn. Only the format itself writes control tokens. A vocabulary without a token for some byte loses it, as the
-tokenizer itself does (SmolLM2 has none for a few control characters and for 0xF1 and up).
+What an env, a tool or a user writes is text: `<|im_end|>` in it becomes about eight ordinary tokens, never the id that
+ends a turn. Only the chat format writes control tokens. If the vocabulary has no token for a byte, the byte is lost, as
+in the tokenizer itself (SmolLM2 has none for a few control characters and for 0xF1 and up).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THINKING_END = "</think>"
 
 
 class TextEncoding:
-    """A tokenizer's text encoding, on a copy of its own: nobody else's settings reach it."""
+    """A tokenizer's text encoding. It works on a copy, so that nobody else can change its settings."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -35,7 +35,7 @@ class TextEncoding:
         self._marked.encode_special_tokens = False
         special = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         self.control_ids: dict[str, int] = {content: id_ for id_, content in special.items()}
-        """Control tokens by their text."""
+        """The ids of control tokens, by their text."""
         self._control_pattern = _any_of(self.control_ids)
 
     def control_id(self, token: str) -> int:
@@ -53,15 +53,15 @@ class TextEncoding:
             raise DataError(f"text that cannot be encoded: {text[:80]!r} ({cause})") from cause
 
     def marked_to_ids(self, text: str) -> list[int]:
-        """Encode a rendered template, in which control tokens are meant."""
+        """Encode the output of a template, in which control tokens become their ids."""
         return self._marked.encode(text, add_special_tokens=False).ids
 
     def ids_to_text(self, ids: Sequence[int]) -> str:
-        """Decode every id, control tokens as their text; bytes that are not UTF-8 become U+FFFD."""
+        """Decode every id. Control tokens become their text; bytes that are not UTF-8 become U+FFFD."""
         return self._marked.decode(list(ids), skip_special_tokens=False)
 
     def split_at_control(self, text: str) -> list[str]:
-        """Alternately text (maybe empty) and control token."""
+        """Split into text (maybe empty) and control tokens, in turn."""
         return self._control_pattern.split(text) if self.control_ids else [text]
 
 
@@ -71,13 +71,13 @@ def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def stop_ids_of(tokenizer: Any, end_id: int) -> tuple[int, ...]:
-    """The format's end of turn, then the tokenizer's end of sequence where that is another id."""
+    """The format's end of turn, then the tokenizer's end of sequence if that is another id."""
     eos_id = tokenizer.eos_token_id
     return (end_id,) if eos_id is None or eos_id == end_id else (end_id, int(eos_id))
 
 
 def text_to_reply(text: str) -> Message:
-    """The assistant's message: its content is the whole text, and `tool_calls` are the calls written in it."""
+    """Make the assistant's message. Its content is the whole text, and `tool_calls` are the calls in it."""
     return Message(role="assistant", content=text, tool_calls=parse_tool_calls(text).calls)
 
 
@@ -86,12 +86,12 @@ def has_thinking(text: str) -> bool:
 
 
 def without_thinking(text: str) -> str:
-    """What Qwen3's template keeps of an earlier reply: what follows the last `</think>`."""
+    """The text after the last `</think>`, which is what Qwen3's template keeps of an earlier reply."""
     return text.rpartition(THINKING_END)[2].lstrip("\n") if has_thinking(text) else text
 
 
 def reply_text(reply: Message) -> str:
-    """What the model has to say for this message to come out of `text_to_reply`."""
+    """The text that the model must say so that `text_to_reply` gives this message."""
     if reply.role != "assistant":
         raise DataError(f"a message of {reply.role}; only an assistant's message is a reply")
     if reply.tool_calls and not parse_tool_calls(reply.content).calls:

@@ -8,10 +8,9 @@ r"""All turns of an attempt in one assistant message (`use_conversation_multi_tu
 Only the first prompt is written in the chat format. What the env says later is encoded as plain text, each message on
 lines of its own, whatever its role, and put straight after the sampled ids; no header opens a new message.
 
-The end of turn, by ids: an end-of-turn id that the model sampled stays where it is, in the prompt as in the record. It
-is part of what was sampled and trained; a prompt without it would not extend the last one. One that the model did not
-sample (it stopped at a stop string, or was cut) is not added, so nothing closes the message. This is append-only and
-exact for every reply.
+If the model sampled an end-of-turn id, the id stays in the prompt: it was sampled and trained, and without it the
+prompt would not extend the last one. If the model did not sample it (it stopped at a stop string, or was cut), it is
+not added, so nothing closes the message. This is append-only and exact for every reply.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class TextRenderer(Renderer, Protocol):
 
 
 class SingleMessage:
-    """Starts as another renderer does; goes on inside the reply that it opened."""
+    """Starts like another renderer, then continues inside the reply that it opened."""
 
     def __init__(self, inner: TextRenderer) -> None:
         self._inner = inner
@@ -49,7 +48,7 @@ class SingleMessage:
         sampled_ids: Sequence[int],
         observation: Sequence[Message],
         *,
-        history: Sequence[Message] = (),  # noqa: ARG002 - nothing is ever rendered anew
+        history: Sequence[Message] = (),  # noqa: ARG002 - nothing is rendered again
     ) -> Extension:
         if not observation:
             raise DataError("nothing was said after the reply; the next reply needs something to go on")

@@ -1,15 +1,15 @@
-"""Any tokenizer with a chat template.
+"""The renderer of any tokenizer with a chat template.
 
-The first prompt is the template's own. After a reply, the ids that come next are found by difference: the template
-renders a fixed base conversation with the observation at its end, and what it writes after the base's reply is what it
-writes after any reply. So the sampled ids stay as they are. (White space that a template would trim from a reply in
-the past stays too, as it was sampled.)
+The template writes the first prompt. After a reply, the next ids are found by difference: the template renders a fixed
+base conversation with the observation at its end, and what it writes after the base's reply is what it writes after any
+reply. So the sampled ids stay as they are. (A template may trim white space from earlier replies; here it stays as it
+was sampled.)
 
-Some templates rewrite what was said: they drop thinking from earlier replies, or open a reply with words that they
-leave out later. Probes find that at construction. Such prompts are rendered anew, and say so; a template that only
-drops thinking still appends where there is none to drop.
+Some templates rewrite earlier messages: they drop thinking from earlier replies, or open a reply with words that they
+leave out later. The constructor detects this with test conversations. Such prompts are rendered again as a whole, with
+`is_append_only=False`. A template that only drops thinking still appends after replies without thinking.
 
-Messages go in by role, content and a tool's name. The text of a reply is all there is of its tool calls.
+The template gets role, content and a tool's name. It does not get a reply's tool calls, which are part of its text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """A template's output. Text that only looks like a control token stands between two `mark`s, by number."""
+    """A template's output. Text that only looks like a control token is replaced by its number between two `mark`s."""
 
     text: str
     mark: str
@@ -42,10 +42,10 @@ class _Rendered:
 
 
 class TemplateRenderer:
-    """The renderer of whatever the tokenizer's chat template says.
+    """Renders with the tokenizer's own chat template.
 
     Args:
-        template_kwargs: passed on to the template, such as `{"enable_thinking": False}`.
+        template_kwargs: Arguments for the template, such as `{"enable_thinking": False}`.
     """
 
     def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, object] | None = None) -> None:
@@ -68,7 +68,7 @@ class TemplateRenderer:
 
     @property
     def is_append_only(self) -> bool:
-        """Whatever is said, the next prompt extends the last."""
+        """Whether every next prompt extends the last one, whatever the reply is."""
         return self._keeps_thinking
 
     def start(self, messages: Sequence[Message]) -> list[int]:
@@ -87,7 +87,7 @@ class TemplateRenderer:
         *,
         history: Sequence[Message] = (),
     ) -> Extension:
-        """A reply without an end of turn gets one, as part of what the world says: the model did not sample it."""
+        """Add a missing end of turn after the reply. It counts as observed, because the model did not sample it."""
         reply = self.parse(sampled_ids)
         if self._is_rewritten(history, reply, observation):
             if not history:
@@ -108,7 +108,7 @@ class TemplateRenderer:
         return [*self._to_ids(_Rendered(text, mark, mark in text)), self._stop_ids[0]]
 
     def encode_text(self, text: str) -> list[int]:
-        """Text as it stands, with no control tokens in it."""
+        """Encode plain text, in which nothing is a control token."""
         return self._encoding.text_to_ids(text)
 
     def _is_rewritten(self, history: Sequence[Message], reply: Message, observation: Sequence[Message]) -> bool:
@@ -123,7 +123,7 @@ class TemplateRenderer:
         return not self._render([*history, reply, *observation]).text.startswith(before)
 
     def _ids_after_reply(self, observation: Sequence[Message]) -> list[int]:
-        """The end of turn and everything that follows it, up to where the next reply begins."""
+        """The ids of the end of turn and of everything after it, up to the next reply."""
         base = [_QUESTION, Message(role="assistant", content=_BASE_REPLY)]
         rendered = self._render([*base, *observation])
         # The observation may quote the base's reply; the template wrote the reply before it.
@@ -151,7 +151,7 @@ class TemplateRenderer:
         return _Rendered(text, mark, mark in text)
 
     def _escape(self, message: Message, mark: str) -> str:
-        """Hide control tokens in what somebody wrote. Thinking tokens in a reply were sampled, and are meant."""
+        """Hide control tokens in a message's text. Thinking tokens in a reply were sampled, so they stay."""
         is_reply = message.role == "assistant"
         content = message.content
         for number, control in enumerate(self._controls):
@@ -182,7 +182,7 @@ class TemplateRenderer:
         return re.sub(f"{mark}([0-9]+){mark}", lambda match: self._controls[int(match[1])], text)
 
     def _find_end_token(self) -> str | None:
-        """The control token that the template writes after a reply; None when it closes a reply in another way."""
+        """The control token that the template writes after a reply. None if it ends a reply in another way."""
         base = [_QUESTION, Message(role="assistant", content=_BASE_REPLY), _AGAIN]
         after = self._render(base).text.partition(_BASE_REPLY)[2]
         before, *rest = self._encoding.split_at_control(after)
@@ -196,7 +196,7 @@ class TemplateRenderer:
         return (int(self._tokenizer.eos_token_id),)
 
     def _keeps(self, reply: str) -> bool:
-        """Whether this reply stands in the next prompt as it was said."""
+        """Whether the next prompt holds this reply unchanged."""
         before = self._render([_QUESTION]).text + reply
         after = self._render([_QUESTION, Message(role="assistant", content=reply), _AGAIN]).text
         return after.startswith(before) and after[len(before) :].lstrip().startswith(self._end_token or "")

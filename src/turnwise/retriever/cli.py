@@ -113,7 +113,7 @@ def _serve(options: argparse.Namespace, cache: Path | None) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything is indexed: an address that is taken is known at once."""
+    """Bind the address before indexing, so that an address in use is reported at once."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}; expected 0 to 65535")
     try:

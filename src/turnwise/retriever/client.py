@@ -1,7 +1,7 @@
-"""The other end of /retrieve, for an agent's searches.
+"""The client of a retriever server, for an agent's searches.
 
-A server that is busy, broken or away is tried again a few times, within one deadline. After that the tool is to blame:
-`AttemptFailed`, so that the attempt is recorded and never scored.
+If a server is busy, broken or not reachable, the client tries again a few times, within one deadline. After that it
+raises `AttemptFailed`, which blames the tool, so that the attempt is recorded but not scored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.retriever.corpus import Document, Hit
 
 MAX_ANSWER_BYTES = 8 << 20
 BACK_OFF_S = 0.2
-"""Before try n + 1: n times this."""
+"""Wait n times this before try n + 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RetrieverClient:
     url: str
     """`http://host:port`, with or without /retrieve."""
     deadline_s: float = 10.0
-    """For one search, all tries together."""
+    """Time limit of one search, with all tries."""
     max_tries: int = 3
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class RetrieverClient:
         return base if base.endswith("/retrieve") else f"{base}/retrieve"
 
     async def search(self, query: str, topk: int) -> list[Hit]:
-        """At most `topk` passages, best first."""
+        """Find at most `topk` passages, best first."""
         request = {"query": query, "topk": topk, "return_scores": True}
         problem = "it was not reached"
         deadline = asyncio.timeout(self.deadline_s)
@@ -59,7 +59,7 @@ class RetrieverClient:
                         return _read_hits(text, topk)
                     problem = f"status {status}: {text[:200]}" if status else text
                     if status and status != 429 and status < 500:
-                        break  # asking again would be refused again
+                        break  # a second try would be refused too
                     if number < self.max_tries:
                         await asyncio.sleep(number * BACK_OFF_S)
         except TimeoutError as cause:
@@ -69,10 +69,10 @@ class RetrieverClient:
         raise AttemptFailed(Party.TOOL, f"retriever: {problem}")
 
     async def _post(self, request: dict[str, Any]) -> tuple[int, str]:
-        """Status and text of one answer; status 0 when there was none."""
+        """Send one request. Return status and text of the answer; status 0 if there was no answer."""
         httpx = _httpx()
         try:
-            # Proxies of the environment are for the world outside; this address was named by hand.
+            # Ignore the proxies of the environment, because the user named this address.
             async with (
                 httpx.AsyncClient(timeout=self.deadline_s, verify=_tls(), trust_env=False) as client,
                 client.stream("POST", self.address, json=request) as response,
@@ -115,5 +115,5 @@ def _httpx() -> Any:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Made once: reading the certificates takes longer than a search."""
+    """Make the TLS context once, because reading the certificates takes longer than a search."""
     return ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""Passages, and files of them: one JSON object per line, `{"id": ..., "contents": ...}`.
+"""Passages, and the files that hold them: one JSON object per line, `{"id": ..., "contents": ...}`.
 
 `contents` may begin with a line that holds the title, as in the Wikipedia dumps that search agents are trained on. Rows
 with `title` and `text` in place of `contents` are read too.
@@ -27,7 +27,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A passage that was found; a higher score is a better one, on the scale of its index."""
+    """A passage that was found. A higher score is better; the scale depends on the index."""
 
     document: Document
     score: float
@@ -39,7 +39,7 @@ class Corpus:
 
     documents: Sequence[Document]
     checksum: str
-    """Of ids and contents, in order; the same passages have the same one, whatever the file looks like."""
+    """Checksum of ids and contents, in order. It does not depend on the format of the file."""
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Corpus:
@@ -53,7 +53,7 @@ class Corpus:
 
 
 def read_corpus(path: Path | str) -> Corpus:
-    """Every passage of a JSON-lines file; a row that cannot be used is named by its line."""
+    """Read every passage of a JSON-lines file. An error names the line of a bad row."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise ConfigError(f"there is no corpus file {path}; expected JSON lines with id and contents")
@@ -64,7 +64,7 @@ def read_corpus(path: Path | str) -> Corpus:
                 continue
             document = _read_line(line, f"{path}, line {number}", default_id=str(number - 1))
             if document.id in documents:
-                raise ConfigError(f"{path}, line {number}: id {document.id!r} was there before; ids are unique")
+                raise ConfigError(f"{path}, line {number}: id {document.id!r} was used before; ids must be unique")
             documents[document.id] = document
     if not documents:
         raise ConfigError(f"{path} holds no passages; expected JSON lines with id and contents")
@@ -72,7 +72,7 @@ def read_corpus(path: Path | str) -> Corpus:
 
 
 def write_corpus(path: Path | str, documents: Iterable[Document]) -> int:
-    """Write passages as JSON lines; how many."""
+    """Write passages as JSON lines. Return their number."""
     lines = [json.dumps({"id": document.id, "contents": document.contents}) for document in documents]
     Path(path).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)

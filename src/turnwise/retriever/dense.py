@@ -1,4 +1,4 @@
-"""Nearest vectors: passages that mean something near to the query come first, by cosine, exactly (no approximation)."""
+"""Finds the passages whose vectors are nearest to the query's vector, by exact cosine similarity."""
 
 from __future__ import annotations
 

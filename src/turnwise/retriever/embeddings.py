@@ -1,4 +1,4 @@
-"""Text to vectors, with no download: the model comes inside its package.
+"""Turns text into vectors. It downloads nothing: the model is part of an installed package.
 
 `wordllama` (MIT) holds a table of 32,000 sub-words x 256 numbers, trained for similarity; a text is the mean of its
 sub-words. It reads thousands of passages a second on one core. There is no attention in it: word order is lost, and a
@@ -25,19 +25,19 @@ Vectors = npt.NDArray[np.float32]
 
 INSTALL = "pip install 'turnwise[retriever]'"
 MAX_CHARS = 20_000
-"""What of a text is read."""
+"""Longest part of a text that is read."""
 
 
 class Embedder(Protocol):
-    """Vectors of unit length, so that the inner product is the cosine."""
+    """Makes vectors of unit length, so that the inner product is the cosine."""
 
     @property
     def name(self) -> str:
-        """Names the weights; an index made with others is not used."""
+        """The name of the weights. A stored index with another name is not used."""
         ...
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """[N, D]; a text of no known token is the zero vector."""
+        """Return [N, D]. A text without a known token gives the zero vector."""
         ...
 
 

@@ -3,8 +3,8 @@
     Anna Belford is a baker who was born in Norhaven in 1874.
     Norhaven is a town in Selmark. It lies on the river Wenna.
 
-Everything is drawn from one seed. First names and surnames are shared between people, as in life: a search for half a
-name finds the wrong person too.
+Everything is drawn from one seed. People share first names and surnames, as in life, so a search for half a name finds
+the wrong person too.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Person:
     name: str
     job: str
     town: Town
-    """Of birth."""
+    """Town of birth."""
     year: int
-    """Of birth."""
+    """Year of birth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fiction:
-    """The facts, and the passages that tell them: first the people's, then the towns', in the same order."""
+    """The facts, and the passages that tell them: first those of the people, then those of the towns."""
 
     people: Sequence[Person]
     towns: Sequence[Town]
@@ -73,7 +73,7 @@ class Fiction:
 
 
 def draw_fiction(seed: int, *, num_people: int = 240, num_towns: int = 40) -> Fiction:
-    """The same arguments give the same people, towns and passages on every machine."""
+    """Draw a corpus. The same arguments give the same people, towns and passages on every machine."""
     _check_count("num_people", num_people, len(FIRST_NAMES) * len(_ROOTS) * len(_SURNAME_ENDS) // 2)
     _check_count("num_towns", num_towns, len(_ROOTS) * len(_TOWN_ENDS))
     rng = random.Random(f"fiction:{seed}")

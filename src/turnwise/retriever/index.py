@@ -1,10 +1,10 @@
-"""An index over a corpus, by kind, kept on disk under a checksum.
+"""Builds an index of a corpus, and stores it on disk under a checksum.
 
 `hybrid` fuses the two rankings: a passage scores 1 / (60 + rank) in each, added up (reciprocal rank fusion).
 
-A kept index lies in `CACHE/KIND-CHECKSUM/`, named by the passages and the weights that it was made from. Its manifest
-holds the checksum of every file; a folder that does not match is made again. It is written beside its place and
-renamed, so what is there is whole.
+A stored index is in `CACHE/KIND-CHECKSUM/`; the checksum covers the passages and the weights. Its manifest holds the
+checksum of every file; a folder that does not match is built again. It is written to a temporary folder and renamed, so
+a stored index is always complete.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ IndexKind = Literal["bm25", "dense", "hybrid"]
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 
 FORMAT = 1
-"""Raised when the files of a kept index change."""
+"""Version of the stored files. Increase it when they change."""
 FUSION_OFFSET = 60
 FUSION_DEPTH = 100
-"""How far down the two rankings are read."""
+"""Number of passages of each ranking that are fused."""
 
 _MANIFEST = "manifest.json"
 
@@ -51,7 +51,7 @@ class CorpusIndex:
         self._parts = parts
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """At most `topk` passages, best first; none when nothing in the query is known."""
+        """Find at most `topk` passages, best first. Empty if no word of the query is known."""
         if len(self._parts) == 1:
             ranked = self._parts[0].search(query, topk)
         else:
@@ -66,7 +66,7 @@ class CorpusIndex:
 
 
 def fuse(rankings: Sequence[Ranked]) -> Ranked:
-    """Reciprocal rank fusion; equal sums in the order of the corpus."""
+    """Fuse rankings by reciprocal rank. Equal sums keep the order of the corpus."""
     totals: defaultdict[int, float] = defaultdict(float)
     for ranking in rankings:
         for rank, (place, _) in enumerate(ranking, start=1):
@@ -86,10 +86,10 @@ def build_index(corpus: Corpus, kind: IndexKind, embedder: Embedder | None = Non
 def open_index(
     corpus: Corpus, kind: IndexKind, *, cache: Path | None = None, embedder: Embedder | None = None
 ) -> tuple[CorpusIndex, bool]:
-    """The index of a corpus, from `cache` where it is there and whole; True when it was.
+    """Load a corpus's index from `cache`, or build it. Return the index, and whether it was loaded.
 
     Args:
-        cache: The folder of kept indexes; None keeps none.
+        cache: The folder of stored indexes. None stores nothing.
     """
     if kind not in INDEX_KINDS:
         raise ConfigError(f"index {kind!r}; expected {', '.join(INDEX_KINDS)}")
@@ -127,11 +127,11 @@ def _keep(index: CorpusIndex, place: Path) -> None:
         manifest = {name: _checksum(fresh / name) for name in _files(fresh)}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         if place.exists():
-            shutil.rmtree(place)  # it was there and not whole
+            shutil.rmtree(place)  # it exists but is not complete
         try:
             fresh.replace(place)
         except OSError:
-            if not _is_whole(place):  # else another process was faster, with the same files
+            if not _is_whole(place):  # otherwise another process wrote the same files first
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -16,11 +16,11 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.embeddings import INSTALL
 
 Ranked = list[tuple[int, float]]
-"""Places in the corpus with their scores, best first."""
+"""Positions in the corpus with their scores, best first."""
 
 
 class Bm25Index:
-    """Lucene's variant of BM25 over lower-cased words; English stop words do not count."""
+    """Lucene's variant of BM25 over lower-case words, without English stop words."""
 
     kind = "bm25"
 
@@ -44,7 +44,7 @@ class Bm25Index:
         self._model.save(str(folder), show_progress=False)
 
     def search(self, query: str, topk: int) -> Ranked:
-        """Passages that share a word with the query; equal scores in the order of the corpus."""
+        """Find passages that share a word with the query. Equal scores keep the order of the corpus."""
         (words,) = _bm25s().tokenize([query], stopwords="en", return_ids=False, show_progress=False)
         if not words:
             return []
@@ -52,7 +52,7 @@ class Bm25Index:
 
 
 def best(scores_N: npt.NDArray[np.float32], topk: int, *, above: float) -> Ranked:
-    """The `topk` highest scores, ties by place, so that the same query gets the same answer everywhere."""
+    """The `topk` highest scores. Ties keep the order of the corpus, so that results are the same on every machine."""
     count = min(topk, len(scores_N))
     lowest = np.partition(scores_N, -count)[-count]
     candidates = np.flatnonzero((scores_N >= lowest) & (scores_N > above))

@@ -7,8 +7,8 @@
 `query` is one text or a list; `queries`, a list, means the same. `result` has one list per query, best passage first.
 Without `return_scores` the passages stand alone: {"result": [[{"id": ..., "contents": ...}]]}.
 
-Every request is bounded: its bytes, its queries, their length, `topk`, and its time. What is refused is answered with a
-sentence under `detail`; no answer names a file of this machine.
+Every request has limits: its bytes, its queries, their length, `topk`, and its time. A refused request is answered with
+a sentence under `detail`. No answer names a file of this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Json = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     default_topk: int = 10
     max_topk: int = 100
@@ -43,7 +43,7 @@ class ServerLimits:
     max_query_chars: int = 2000
     max_body_bytes: int = 1 << 20
     deadline_s: float = 20.0
-    """From the first byte to the answer."""
+    """Time limit from the first byte to the answer."""
     num_threads: int = 4
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class ServerLimits:
 
 
 class RetrieveRequest(BaseModel):
-    """The body of /retrieve; keys that other clients send besides are passed over."""
+    """The body of /retrieve. Unknown keys, which other clients send, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -68,7 +68,7 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(index: CorpusIndex, limits: ServerLimits | None = None) -> FastAPI:
-    """The application; it owns its threads from start-up to shutdown."""
+    """Make the application. It owns its threads from start-up to shutdown."""
     limits = limits or ServerLimits()
     pool = ThreadPoolExecutor(limits.num_threads, thread_name_prefix="turnwise-retriever")
 
@@ -114,7 +114,7 @@ def _read_queries(request: RetrieveRequest, limits: ServerLimits) -> list[str]:
 
 
 async def _search(pool: ThreadPoolExecutor, index: CorpusIndex, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-    """Search in a thread; a request that was given up stops after the query it is at."""
+    """Search in a thread. A cancelled request stops after its current query."""
     is_given_up = threading.Event()
 
     def search_all() -> list[list[Hit]]:
@@ -132,14 +132,14 @@ def _hit_to_json(hit: Hit, with_score: bool) -> Json:
 
 
 async def _explain_refusal(_: Request, error: Exception) -> JSONResponse:
-    """Where in the body, and what about it; the body itself is not sent back."""
+    """Say where in the body the mistake is. The body itself is not sent back."""
     assert isinstance(error, RequestValidationError)
     problems = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()[:5]]
     return JSONResponse({"detail": "; ".join(problems)}, status_code=422)
 
 
 class Bounded:
-    """ASGI middleware: a body that is too large gets 413, a request that takes too long gets 504."""
+    """ASGI middleware that answers 413 to a body that is too large, and 504 to a request that takes too long."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: ServerLimits) -> None:
         self._app = app
@@ -161,12 +161,12 @@ class Bounded:
                 await self._app(scope, self._bounded(scope, receive), note_and_send)
         except TimeoutError:
             if has_begun:
-                raise  # half an answer is out: only closing the connection is left
+                raise  # a part of the answer was sent; all we can do is close the connection
             late = JSONResponse({"detail": f"no answer within {self._limits.deadline_s:g} s"}, status_code=504)
             await late(scope, receive, send)
 
     def _bounded(self, scope: Json, receive: Callable[[], Awaitable[Json]]) -> Callable[[], Awaitable[Json]]:
-        """`receive` that counts; a length that is announced is believed when it is too large."""
+        """Wrap `receive` to count bytes. If the announced length is too large, refuse at once."""
         too_large = f"the body is too large; at most {self._limits.max_body_bytes} bytes"
         num_bytes = 0
         announced = dict(scope["headers"]).get(b"content-length", b"0")

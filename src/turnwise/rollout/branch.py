@@ -43,7 +43,7 @@ from turnwise.rollout.play import (
 )
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.sources import PlayBranches
-from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, TrajectoryGroup
+from turnwise.trajectory import Branch, EndReason, Message, Trajectory, TrajectoryGroup
 
 CHECKED_TURNS = 3
 """Number of turns at which `check_can_branch` compares a copy."""
@@ -81,6 +81,7 @@ class BranchRollout(Rollout):
         plan: PlayBranches,
         quarantine: Quarantine | None = None,
     ) -> None:
+        # The signature of `Rollout`, plus the plan.
         config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
         super().__init__(world, sampler, renderer, config, quarantine=quarantine)
         self._plan = plan
@@ -136,7 +137,7 @@ class BranchRollout(Rollout):
             is_ready = True
             return trunk
         except AttemptFailed as error:
-            failure = Failure(party=error.party, detail=error.detail)
+            failure = self.stats.to_failure(error)
             trajectory = player.to_trajectory(EndReason.FAILED, failure)
             self.stats.add_try(trajectory)
             self.quarantine.record_try(failure)

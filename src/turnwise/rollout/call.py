@@ -1,12 +1,12 @@
 """Calls that leave our code: to an env, a tool, a sampler or a renderer, each with a deadline.
 
-Whatever goes wrong in such a call leaves as `AttemptFailed` with the party's name on it; a passed deadline does too.
-Nothing else in the rollout catches errors that it does not know.
+If such a call fails or misses its deadline, it raises `AttemptFailed` with the name of the party to blame. No other
+code in the rollout catches unknown errors.
 
 `EnvCalls` is one env, from making it to closing it, and checks every answer. Plain methods run in one thread that
 belongs to this env. Where `start`, `step` and `close` are coroutines, the small methods beside them run in the event
-loop. A call that does not come back in time leaves its thread behind: it is counted, and the thread ends when the call
-does. `close` then runs in another thread.
+loop. A call that misses its deadline keeps its thread busy. That thread is counted and abandoned; it ends when the call
+ends. `close` then runs in another thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from turnwise.envs.sync import ENV_METHODS, CallThread, Making, has_coroutines
 from turnwise.errors import AttemptFailed, Party
 from turnwise.rollout.limits import Clock, RolloutLimits
 from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message, Role
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def call_now(party: Party, what: str, work: Callable[[], T]) -> T:
     except AttemptFailed:
         raise  # a party further in was already blamed
     except (Exception, SystemExit) as cause:  # as in `_blamed`
-        raise AttemptFailed(party, f"{what}: {cause!r}") from cause
+        raise AttemptFailed(party, f"{what}: {describe_error(cause)}") from cause
 
 
 async def _blamed(party: Party, what: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -87,7 +88,7 @@ async def _blamed(party: Party, what: str, work: Callable[[], Awaitable[T]]) -> 
     except AttemptFailed:
         raise
     except (Exception, SystemExit) as cause:  # an env that calls sys.exit() ends its attempt, not the run
-        raise AttemptFailed(party, f"{what}: {cause!r}") from cause
+        raise AttemptFailed(party, f"{what}: {describe_error(cause)}") from cause
 
 
 async def _cancel(task: asyncio.Task[T], on_abandoned: Callable[[], None] | None) -> None:
@@ -196,7 +197,7 @@ class EnvCalls:
         deadline_s = self._clock.at_most(limits.step_deadline_s)
         if what == "close":
             deadline_s = limits.close_deadline_s
-        elif what == "fork":  # asked for by attempts with clocks of their own
+        elif what == "fork":  # other attempts call this, and they have their own clocks
             deadline_s = limits.step_deadline_s
         try:
             return await call(Party.ENV, what, work, deadline_s=deadline_s, on_abandoned=self._count_abandoned)
@@ -224,7 +225,7 @@ class EnvCalls:
         if self._is_left:
             raise RuntimeError("the attempt was given up before its env was made")
         self._env = env = self._make_env()
-        if self._is_left:  # it came after the attempt was given up: nobody else will close it
+        if self._is_left:  # the attempt was given up meanwhile, so nobody else will close the env
             closing: Any = self._env.close()
             if inspect.iscoroutine(closing):
                 asyncio.run(closing)
@@ -254,10 +255,10 @@ class EnvCalls:
             self._is_left = True
             self._count_abandoned()
             if self._thread is not None:
-                self._thread.stop()  # when the call comes back, if it ever does
+                self._thread.stop()  # it stops when the call returns, if it ever does
             self._thread = self._making = None
         elif self._making is not None and self._thread is None:
-            self._thread = self._making.thread  # nobody was there any more to take it
+            self._thread = self._making.thread  # the caller was cancelled before it could take the thread
 
     def _count_abandoned(self) -> None:
         self.num_abandoned += 1

@@ -1,9 +1,10 @@
 """The token-exactness certificate: what is trained is what was sampled, and trainer and sampler agree on it.
 
-For every turn: its sampled ids are the trained ids of a datum, behind exactly the prompt that the sampler saw; the
-prompt extends the ids before it, or a new datum starts there; and the trainer's logprob of each token is the sampler's.
-Asked of the weights that sampled (before the optimizer step), the gap is rounding: k2 = gap^2 / 2 per token, its mean
-under 1e-4 in float32 and 1e-2 in bfloat16. What is more is located by trajectory, turn and token, with a likely cause.
+For every turn, three things are checked: its sampled ids are the trained ids of a datum, after exactly the prompt that
+the sampler saw; the prompt extends the ids before it, or a new datum starts there; and the trainer's logprob of each
+token equals the sampler's. With the weights that sampled (before the optimizer step) the gap is only rounding: the mean
+of k2 = gap^2 / 2 per token is under 1e-4 in float32 and 1e-2 in bfloat16. A larger gap is reported with its trajectory,
+turn, token and likely cause.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import Datum
 
 TrainerLogprobs = Callable[[list[Datum]], Sequence[Sequence[float]]]
-"""Datums to the logprob of each target, at its `temperature`: what the training client's `forward` returns."""
+"""A function from datums to the logprob of each target at its `temperature`, as the training client's `forward`
+gives."""
 
 Link = Literal["first", "extends", "splits", "lost", "left out"]
 
 SPIKE = 25.0
-"""One token may be this many times over the tolerance before it counts as drift by itself."""
+"""A single token counts as drift if it exceeds the tolerance this many times."""
 SMALL_GAP = 0.2
-"""Gaps of a rounding kind stay under this, even in bfloat16."""
+"""Gaps from rounding are smaller than this, even in bfloat16."""
 MAX_DRIFTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """One turn that does not hold, and where it begins not to."""
+    """One turn that fails the check, and its first token that does."""
 
     task_id: str
     attempt: int
@@ -44,14 +46,14 @@ class Drift:
     token_id: int
     sampler_logprob: float
     trainer_logprob: float | None
-    """None where there is none to compare."""
+    """None if there is no logprob to compare."""
     cause: str
-    """A guess, from where the gaps are."""
+    """The likely cause, guessed from where the gaps are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCheck:
-    """One turn's line of the certificate."""
+    """The certificate's result for one turn."""
 
     task_id: str
     attempt: int
@@ -59,10 +61,10 @@ class TurnCheck:
     num_tokens: int
     is_trained: bool
     has_same_ids: bool
-    """The trained ids are the sampled ids."""
+    """Whether the trained ids are the sampled ids."""
     link: Link
-    """To what came before: the datum's first turn, an extension, a split with a datum of its own, left out
-    because it is not trained, or lost."""
+    """How the turn follows the one before: it starts the first datum, extends the last datum, starts another datum (a
+    split), is left out because it is not trained, or was not found (lost)."""
     max_gap: float
     """Largest |trainer logprob - sampler logprob|."""
     mean_k2: float
@@ -80,7 +82,7 @@ class TurnCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The result; `is_exact` is its one word."""
+    """The result of the check; `is_exact` sums it up."""
 
     num_trajectories: int
     num_turns: int
@@ -93,7 +95,7 @@ class Certificate:
     num_drifting_turns: int
     turns: tuple[TurnCheck, ...]
     drifts: tuple[Drift, ...]
-    """The first `MAX_DRIFTS`."""
+    """The first `MAX_DRIFTS` drifts."""
 
     @property
     def has_same_ids(self) -> bool:
@@ -133,7 +135,7 @@ class Certificate:
         return [*lines, f"  and {hidden} more drifting turns"] if hidden > 0 else lines
 
     def turn_lines(self) -> list[str]:
-        """Every turn, for printing."""
+        """One line per turn, for printing."""
         return [turn.line() for turn in self.turns]
 
 
@@ -146,13 +148,13 @@ def certify(
     only_version: int | None = None,
     k2_tolerance: float = tolerances.K2["float32"],
 ) -> Certificate:
-    """Check every turn of `trajectories`, none of which may have failed.
+    """Check every turn of `trajectories`. None of them may be a failed attempt.
 
     Args:
         datums: what was trained for each trajectory; by default, what `trajectory_to_datums` makes of it.
-        trainer_version: the policy version of the weights that answer, where it is known.
-        only_version: compare logprobs only of turns that weights of this version drew, and ids of all: other weights
-            give other logprobs by right.
+        trainer_version: the policy version of the trainer's weights, if it is known.
+        only_version: compare logprobs only of turns that this version sampled, because other weights give other
+            logprobs. Ids of all turns are compared.
     """
     if datums is None:
         datums = [trajectory_to_datums(t, [0.0] * len(t.turns)) for t in trajectories]
@@ -186,12 +188,12 @@ class _ReplayedSequence:
         return cls((*inputs[:1], *targets) if is_shifted else (), mask, logprobs)
 
     def holds(self, turn: Turn) -> bool:
-        """The turn's prompt and sampled ids are the beginning of this sequence."""
+        """Whether this sequence begins with the turn's prompt and sampled ids."""
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
         return self.ids[:start] == turn.prompt_ids and self.ids[start:end] == turn.sampled_ids
 
     def span(self, turn: Turn) -> slice:
-        """Where the turn's tokens are among the targets."""
+        """The positions of the turn's tokens among the targets."""
         return slice(len(turn.prompt_ids) - 1, len(turn.prompt_ids) - 1 + len(turn.sampled_ids))
 
 
@@ -204,12 +206,12 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The datum that a turn is in, and how it came to be there."""
+    """The datum that holds a turn, and how the turn follows the one before."""
 
     sequence: _ReplayedSequence | None
     link: Link
     has_extra: bool
-    """The datum also trains tokens that no turn of it sampled."""
+    """Whether the datum also trains tokens that none of its turns sampled."""
 
 
 class _Checker:
@@ -274,20 +276,20 @@ class _Checker:
             return f"sampled by version {turn.policy_version} and checked with version {version} of the weights"
         is_off = [gap * gap / 2 > self._tolerance for gap in gaps]
         if len(gaps) > 1 and is_off[-1] and not any(is_off[:-1]):
-            return "only the last token is off: the stop is treated differently"
+            return "only the last token differs: the stop is treated differently"
         if len(gaps) > 1 and is_off[0] and not any(is_off[1:]):
-            return "only the first token is off: the prompt ends differently"
+            return "only the first token differs: the prompt ends differently"
         if turn.temperature != 1 and sum(is_off) * 2 > len(gaps):
-            return f"most tokens are off: does the trainer use temperature {turn.temperature:g}?"
+            return f"most tokens differ: does the trainer use temperature {turn.temperature:g}?"
         if check.max_gap < SMALL_GAP:
             return "small gaps on many tokens: numbers are rounded differently (dtype, kernel)"
         if check.turn > 0 and is_first_off:
-            return "the turns before hold: what stands between them and this one is not what the sampler saw"
-        return "it is off from the start: other weights, or another context, than the sampler's"
+            return "the turns before are exact: the text between them and this one is not what the sampler saw"
+        return "all turns differ: the trainer has other weights or another context than the sampler"
 
 
 def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Place]:
-    """Turns are found in order: in the datum of the turn before, or in a later one."""
+    """Find each turn in the datum of the turn before, or in a later one."""
     found: list[int | None] = []
     links: list[Link] = []
     num_sampled = [0] * len(sequences)
@@ -302,7 +304,7 @@ def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> l
             num_sampled[place] += len(turn.sampled_ids) * turn.is_trained
             current = place
         found.append(place)
-    # What a lost turn left in a datum is blamed on that turn alone.
+    # Tokens that a lost turn left in a datum count against that turn only.
     is_whole = "lost" not in links
     has_extra = [is_whole and sum(own.mask) > count for own, count in zip(sequences, num_sampled, strict=True)]
     return [
@@ -312,8 +314,8 @@ def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> l
 
 
 def _drift_begins(gaps: Sequence[float], mean_k2: float, tolerance: float) -> int | None:
-    """The first token that is off; None when the turn holds."""
-    spikes = [i for i, gap in enumerate(gaps) if not gap * gap / 2 <= SPIKE * tolerance]  # nan is off too
+    """The first token that drifts; None if the turn is exact."""
+    spikes = [i for i, gap in enumerate(gaps) if not gap * gap / 2 <= SPIKE * tolerance]  # nan counts as drift too
     if spikes:
         return spikes[0]
     if not gaps or mean_k2 <= tolerance:

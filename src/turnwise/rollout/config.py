@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.rollout.limits import RolloutLimits
 
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
-"""Bounds where neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
+"""Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
 
 class RolloutConfig(RolloutLimits):
@@ -126,7 +126,7 @@ class RolloutConfig(RolloutLimits):
         return self
 
     def for_world(self, world: World | GameWorld, context_length: int = 0) -> Self:
-        """The same config with every bound filled in: those that are 0 are the world's and the model's."""
+        """The same config with every bound that is 0 replaced by the world's or the model's bound."""
         wanted = self.max_trajectory_tokens or context_length or DEFAULT_CONTEXT
         return self.model_copy(
             update={
@@ -137,17 +137,17 @@ class RolloutConfig(RolloutLimits):
         )
 
     def check_bounds(self) -> None:
-        """Refuse a config whose bounds are still open: an attempt would end before its first reply."""
+        """Refuse a config with a bound that is still 0: an attempt would end before its first reply."""
         for name in ("max_turns", "max_tokens_per_turn", "max_trajectory_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}=0 is for the world to fill in; set it, or play config.for_world(world)")
 
     @property
     def smallest_group(self) -> int:
-        """Attempts that must be left in a group for it to count."""
+        """The fewest good attempts that a group needs; with fewer it is dropped."""
         return min(self.min_group_size, self.group_size)
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature that sampled logprobs are at: a greedy sampler gives them at 1."""
+        """The temperature of the sampled logprobs; a greedy sampler returns them at temperature 1."""
         return self.temperature or 1.0

@@ -35,7 +35,7 @@ from turnwise.trajectory import Branch, Failure, Trajectory, TrajectoryGroup
 
 DropReason = Literal["group_too_small", "quarantined", "ended_before_branch"]
 EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
-QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE)
+QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD)
 """Only their failures count against a task: a sampler that is down says nothing about it."""
 
 

@@ -32,7 +32,9 @@ class RolloutLimits(Section):
     step_deadline_s: float = Field(
         default=60.0, gt=0, description="Seconds for one call of the env; then the attempt fails."
     )
-    sample_deadline_s: float = Field(default=300.0, gt=0, description="Seconds for one reply, including the wait.")
+    sample_deadline_s: float = Field(
+        default=300.0, gt=0, description="Seconds for one reply, including the wait; then the attempt fails."
+    )
     close_deadline_s: float = Field(
         default=10.0,
         gt=0,
@@ -67,5 +69,5 @@ class Clock:
         return self.spent_s >= self._deadline_s
 
     def at_most(self, deadline_s: float) -> float:
-        """A call's own deadline, or what is left of the attempt's."""
+        """The call's own deadline, or the rest of the attempt's time if that is less."""
         return max(0.0, min(deadline_s, self._deadline_s - self.spent_s))

@@ -77,7 +77,7 @@ async def play_to_the_end(player: Player) -> Trajectory:
     try:
         end_reason = await player.run()
     except AttemptFailed as error:
-        end_reason, failure = EndReason.FAILED, Failure(party=error.party, detail=error.detail)
+        end_reason, failure = EndReason.FAILED, player.stats.to_failure(error)
     finally:
         await close_in_any_case(player.close())
     return player.to_trajectory(end_reason, failure)
@@ -115,7 +115,7 @@ class Player:
         self._sampler = sampler
         self._renderer = renderer
         self._config = config
-        self._stats = stats
+        self.stats = stats
         self._clock = Clock(config.attempt_deadline_s)
         self._env = EnvCalls(attempt.make_env, config, self._clock)
         self._start: tuple[Message, ...] = ()
@@ -150,9 +150,9 @@ class Player:
         try:
             await self._env.close()
         finally:
-            self._stats.add_abandoned(self._env.num_abandoned)
+            self.stats.add_abandoned(self._env.num_abandoned)
             if self._env.close_problem is not None:
-                self._stats.add_close_failure()
+                self.stats.add_close_failure()
 
     def to_trajectory(self, end_reason: EndReason, failure: Failure | None) -> Trajectory:
         return Trajectory(
@@ -282,7 +282,7 @@ class Player:
         )
         response = await self._timed(Party.SAMPLER, work)
         _check_response(response)
-        self._stats.add_sampled(len(response.sequences[0].tokens))
+        self.stats.add_sampled(len(response.sequences[0].tokens))
         return response
 
     def _parse(self, response: SampleResponse) -> Message:
@@ -294,7 +294,7 @@ class Player:
     ) -> Turn:
         sequence: SampledSequence = response.sequences[0]
         if step.is_unparsable:
-            self._stats.add_unparsable()
+            self.stats.add_unparsable()
         return Turn(
             prompt_ids=tuple(prompt_ids),
             sampled_ids=tuple(map(int, sequence.tokens)),
@@ -340,7 +340,7 @@ class Player:
         try:
             return await work
         finally:
-            self._stats.add_wait(party, time.monotonic() - started_s)
+            self.stats.add_wait(party, time.monotonic() - started_s)
 
 
 def check_same_state(expected: str | None, came: str | None) -> None:
@@ -368,8 +368,11 @@ def _check_response(response: SampleResponse) -> None:
     sequence = response.sequences[0]
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         came = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
-        raise AttemptFailed(Party.SAMPLER, f"{len(sequence.tokens)} tokens and {came} logprobs came")
+        raise AttemptFailed(
+            Party.SAMPLER,
+            f"the reply has {len(sequence.tokens)} tokens and {came} logprobs",
+        )
     if not sequence.tokens:
-        raise AttemptFailed(Party.SAMPLER, "a reply of no tokens came; not even a stop")
+        raise AttemptFailed(Party.SAMPLER, "the reply has no tokens, not even a stop token")
     if not all(map(math.isfinite, sequence.logprobs)):
-        raise AttemptFailed(Party.SAMPLER, "a logprob that is not finite came")
+        raise AttemptFailed(Party.SAMPLER, "a logprob of the reply is not finite")

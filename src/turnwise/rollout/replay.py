@@ -1,8 +1,8 @@
-"""Play one stored attempt again and see that the same things happen.
+"""Play one stored attempt again and check that the same things happen.
 
-The recorded ids stand in for the sampler; the env is made anew from the task and the recorded seed, and the prompts
-are rendered anew. What comes out must be what was stored, and the first thing that is not is named with its turn. A
-difference means that the env draws on something other than its seed, or that env, renderer or config changed.
+The recorded ids replace the sampler. A new env is made from the task and the recorded seed, and the prompts are
+rendered again. The result must equal what was stored; the first difference is reported with its turn. A difference
+means that the env depends on something other than its seed, or that the env, the renderer or the config changed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from turnwise.types import SampledSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayDifference:
-    """The first thing that came out otherwise."""
+    """The first thing that differs."""
 
     turn: int | None
-    """From 0; None for what belongs to no turn."""
+    """The turn, from 0; None if the difference belongs to no turn."""
     what: str
     recorded: str
     replayed: str
@@ -35,7 +35,7 @@ class ReplayDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What came of playing an attempt again."""
+    """The result of playing an attempt again."""
 
     recorded: Trajectory
     replayed: Trajectory
@@ -71,7 +71,7 @@ async def replay(
     """Replay `recorded`, an attempt at `task`, under the config that it was played with.
 
     Args:
-        altered: what of the record is not what was played, and is not compared.
+        altered: the parts of the record that were changed after playing; they are not compared.
     """
     if task.id != recorded.task_id:
         raise DataError(f"an attempt at {recorded.task_id} cannot be replayed on task {task.id}")
@@ -109,7 +109,7 @@ def _differences(recorded: Trajectory, replayed: Trajectory, altered: Collection
         yield ReplayDifference(
             turn=len(replayed.turns), what="the end", recorded="the attempt went on", replayed=f"it ended: {failure}"
         )
-    if recorded.end_reason.is_repeatable:  # of other ends only the turns before them are compared
+    if recorded.end_reason.is_repeatable:  # with other end reasons, only the turns before the end are compared
         last = len(recorded.turns) - 1
         yield from _compare(last, "end reason", str(recorded.end_reason), str(replayed.end_reason))
         yield from _compare(last, "is_success", recorded.is_success, replayed.is_success)

@@ -1,4 +1,4 @@
-"""Seeds by hash: the same on every machine, whatever runs beside an attempt."""
+"""Seeds from hashes: the same on every machine, independent of what else runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A number from 0 to 2**31 - 1 that depends on all parts; every random generator takes it.
+    """A number from 0 to 2**31 - 1 that depends on all parts; every random generator accepts it.
 
     >>> derive_seed(0, "sum-7", 3) == derive_seed(0, "sum-7", 3)
     True
@@ -17,5 +17,5 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def world_seed(group_seed: int) -> int:
-    """The env's seed that the attempts of a group share: one world for all of them, whichever method plays it."""
+    """The env's seed that all attempts of a group share, so that they start in the same world."""
     return derive_seed(group_seed, "env")

@@ -3,15 +3,15 @@
     result = await play_games(world, tasks, sampler, renderer, config, seed=step)
     lessons = method.lessons(method.keep(result.groups).groups)
 
-A game of n seats becomes n envs that share a table. Each is played by `play`, as any env is: exact ids, limits, stop
-reasons and blame are the same. When a seat has moved, its env waits until its move comes again or the game is over,
-and then says what there is to see. The wait is as long as the other seats take, each within deadlines of its own, and
-ends when one of them goes away. The seats of one game fail together: what is left of a game whose other side broke is
-not scored; when a limit of the run ends one seat, the others are truncated.
+A game of n seats becomes n envs that share a table. `play` plays each of them like any env: exact ids, limits, end
+reasons and blame work the same way. After a seat has moved, its env waits until it is that seat's turn again or the
+game is over, and then tells what the seat can see. Each seat has its own deadlines; the wait ends if a seat leaves.
+The seats of one game fail together: if one seat fails, no seat is scored. If a limit of the run ends one seat, the
+others are truncated.
 
-`config.group_size` games are played of each task, and a group is made of one seat of them (`task.id` and its seat):
-attempts that had the same place in the same position, and the same luck in it where the game draws any
-(`config.same_start`). A seat that never got to move in a game has no trajectory.
+`config.group_size` games of each task are played. A group holds one seat of all these games (`task.id` and the seat),
+so its attempts had the same seat in the same position, and the same luck if the game has any (`config.same_start`). A
+seat that never moved in a game has no trajectory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ async def play_games(
     """Play `config.group_size` games of each task; groups come in the order of tasks, then seats.
 
     Args:
-        samplers: One for all seats, or one per seat: an older copy of the policy may hold some of them.
-        seed: Of this rollout; a run that plays a task again gives another one.
+        samplers: One for all seats, or one per seat; some may be older copies of the policy.
+        seed: Seed of this rollout; give another one when you play the same tasks again.
     """
     rollout = _SelfPlay(world, samplers, renderer, config)
     running = [
@@ -76,7 +76,7 @@ class _SelfPlay:
         renderer: Renderer,
         config: RolloutConfig,
     ) -> None:
-        # A step takes as long as the other seats do; they have deadlines of their own.
+        # A step includes the time of the other seats, which have their own deadlines.
         patience = {"step_deadline_s": config.attempt_deadline_s}
         self._config = config.for_world(world).model_copy(update=patience)
         self._world = world
@@ -86,7 +86,7 @@ class _SelfPlay:
         self.stats = RolloutStats()
 
     async def play_task(self, task: Task, seed: int) -> list[TrajectoryGroup | DroppedGroup]:
-        """All games of a task, as one group per seat."""
+        """Play all games of a task; returns one group per seat."""
         games = [asyncio.create_task(self._play_game(task, index, seed)) for index in range(self._config.group_size)]
         try:
             played = await asyncio.gather(*games)
@@ -99,7 +99,7 @@ class _SelfPlay:
         ]
 
     async def _play_game(self, task: Task, index: int, task_seed: int) -> list[Trajectory | None]:
-        """One game, again when it failed; a trajectory per seat, None for a seat that never moved."""
+        """Play one game, again if it fails. Returns a trajectory per seat, None for a seat that never moved."""
         retry = 0
         while True:
             async with self._room:
@@ -118,7 +118,7 @@ class _SelfPlay:
         try:
             game = call_now(Party.ENV, "make_game", lambda: self._world.make_game(task, game_seed))
         except AttemptFailed as error:
-            return [_unplayed(seat_task_id(task.id, 0), index, seed, error)]
+            return [_unplayed(seat_task_id(task.id, 0), index, seed, self.stats.to_failure(error))]
         table = _Table(game)
         samplers = self._seated(game.num_seats)
         seats = [
@@ -142,8 +142,8 @@ class _SelfPlay:
             if not await call(Party.ENV, "first move", lambda: table.wait_for(seat), deadline_s=deadline_s):
                 return None
             return await play(attempt, sampler, self._renderer, self._config, self.stats)
-        except AttemptFailed as error:  # its first move never came
-            return _unplayed(attempt.task_id, index, seed, error)
+        except AttemptFailed as error:  # this seat never moved
+            return _unplayed(attempt.task_id, index, seed, self.stats.to_failure(error))
         finally:
             table.leave()
 
@@ -175,7 +175,7 @@ class _Table:
     def __init__(self, game: Game) -> None:
         self.game = game
         self._changed = asyncio.Event()
-        self._is_broken = False  # a seat went away in the middle: the game cannot go on
+        self._is_broken = False  # a seat left in the middle of the game, which cannot go on
 
     def move(self, reply: Message) -> bool:
         is_read = self.game.move(reply)
@@ -187,7 +187,7 @@ class _Table:
         self._wake()
 
     async def wait_for(self, seat: int) -> bool:
-        """Until it is the seat's move (True), or never will be again (False)."""
+        """Wait until it is the seat's move (True) or the game is over for it (False)."""
         while self.game.to_move not in (seat, None) and not self._is_broken:
             await self._changed.wait()
         return self.game.to_move == seat and not self._is_broken
@@ -198,7 +198,7 @@ class _Table:
 
 
 class _SeatEnv:
-    """A game as one seat lives it."""
+    """A game from the view of one seat."""
 
     def __init__(self, table: _Table, seat: int) -> None:
         self._table = table
@@ -224,7 +224,7 @@ class _SeatEnv:
 
 
 def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory | None]:
-    """A game in which one seat failed is no game for the others either."""
+    """If one seat failed, mark the other seats of the game as failed too."""
     first = next((t for t in trajectories if t is not None and t.failure is not None), None)
     if first is None or first.failure is None:
         return list(trajectories)
@@ -237,12 +237,12 @@ def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory
     ]
 
 
-def _unplayed(task_id: str, index: int, seed: int, error: AttemptFailed) -> Trajectory:
+def _unplayed(task_id: str, index: int, seed: int, failure: Failure) -> Trajectory:
     return Trajectory(
         task_id=task_id,
         attempt=index,
         seed=seed,
         turns=(),
         end_reason=EndReason.FAILED,
-        failure=Failure(party=error.party, detail=error.detail),
+        failure=failure,
     )

@@ -1,6 +1,6 @@
-"""Where the data of a step comes from. A method names one of these; `train.sources` is the one place that reads it.
+"""Where the data of a step comes from. A method names one of these sources; `training.sources` reads it.
 
-They stand below both `methods`, which choose one, and `rollout`, which plays one.
+This module is below `methods`, which chooses a source, and below the code that plays it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class PlayBranches:
 
     continuations: int
     turn: Literal["uniform", "geometric"] = "uniform"
-    """How h is drawn."""
+    """The distribution from which h is drawn."""
     p: float = 0.3
-    """Of the geometric distribution, truncated at the most turns of an attempt."""
+    """Parameter of the geometric distribution, which is truncated at the most turns of an attempt."""
     redraw: bool = True
-    """Where the attempt ended before turn h, draw h again among the turns it had; else the task is passed over."""
+    """If the attempt ends before turn h, draw h again among the turns it had; otherwise skip the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReadDialogues:
     """Written dialogues to imitate: those of the world, or the good attempts of a stored run."""
 
     path: str = ""
-    """A run directory; empty: the world's own demonstrations."""
+    """A run directory. Empty means the world's own demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class ReadPairs:
     """Stored pairs of a better and a worse attempt."""
 
     path: str
-    """A Parquet file of `turnwise pairs`."""
+    """A Parquet file that `turnwise pairs` wrote."""
     only_branch_turn: bool = False
-    """The method trains the turn at which a pair parts, and no other."""
+    """Whether the method trains only the turn at which the two attempts of a pair part."""
 
 
 Source = PlayGroups | PlayBranches | ReadDialogues | ReadPairs

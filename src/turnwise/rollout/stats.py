@@ -6,13 +6,14 @@ failed attempt may be tried again. Averages are over kept attempts.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypedDict
 
-from turnwise.errors import Party
-from turnwise.trajectory import Trajectory
+from turnwise.errors import AttemptFailed, Party
+from turnwise.trajectory import Failure, Trajectory
 
 
 class StatsState(TypedDict):
@@ -23,6 +24,27 @@ class StatsState(TypedDict):
     waited_s: dict[str, float]
 
 
+class FirstFailures:
+    """The first failure of each party in a run, with its exception; `tell` is called with each of them at once."""
+
+    def __init__(self, tell: Callable[[AttemptFailed], None] = lambda _: None) -> None:
+        self._tell = tell
+        self._by_party: dict[Party, AttemptFailed] = {}
+
+    @property
+    def first(self) -> AttemptFailed | None:
+        return next(iter(self._by_party.values()), None)
+
+    def add(self, error: AttemptFailed) -> None:
+        if error.party not in self._by_party:
+            kept = AttemptFailed(error.party, error.detail)
+            kept.__cause__ = error.__cause__
+            if error.__cause__ is not None:  # its lines stay; the objects in its frames (an env, a thread) are let go
+                traceback.clear_frames(error.__cause__.__traceback__)
+            self._by_party[error.party] = kept
+            self._tell(kept)
+
+
 class RolloutStats:
     """Counts while a rollout runs. Call `metrics()` at any time."""
 
@@ -31,6 +53,8 @@ class RolloutStats:
         """The attempts of groups that were kept."""
         self.dropped: Counter[str] = Counter()
         """Number of attempts that are not trained on, by reason."""
+        self.failures = FirstFailures()
+        """Is told every failure as it happens; a run has one for all its rollouts."""
         self._counts: Counter[str] = Counter()
         self._waited_s: defaultdict[str, float] = defaultdict(float)
 
@@ -67,6 +91,11 @@ class RolloutStats:
     def num_drawn(self) -> int:
         """Number of tokens that the sampler drew, for kept and dropped attempts."""
         return self._counts["tokens_drawn"]
+
+    def to_failure(self, error: AttemptFailed) -> Failure:
+        """What a trajectory keeps of an exception that ended it."""
+        self.failures.add(error)
+        return Failure(party=error.party, detail=error.detail)
 
     def add_try(self, trajectory: Trajectory) -> None:
         self._counts["tries"] += 1

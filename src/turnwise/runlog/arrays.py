@@ -1,7 +1,7 @@
-"""Numpy arrays, messages and trajectories as compact bytes, exact both ways.
+"""Packs numpy arrays, messages and trajectories into compact bytes, without loss.
 
-An array's first byte says how it is kept, the second its type: raw, deflated when that is shorter, or one value and a
-count when all are equal, as masks and per-turn advantages are.
+The first byte of an array says how it is stored, the second its type. It is stored raw, deflated if that is shorter, or
+as one value and a count if all values are equal, as in masks and per-turn advantages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """As float32 where that holds every value exactly, as logprobs from a sampler do; else as float64."""
+    """Pack as float32 if every value is exact in it, as a sampler's logprobs are, else as float64."""
     wide = np.asarray(values, dtype="<f8")
-    with np.errstate(over="ignore"):  # too large for float32: it becomes inf, and the comparison says so
+    with np.errstate(over="ignore"):  # a value too large for float32 becomes inf, and the comparison fails
         narrow = wide.astype("<f4")
     if np.array_equal(narrow.astype("<f8"), wide, equal_nan=True):
         return _pack(narrow, b"f")

@@ -1,4 +1,4 @@
-"""Reads a run directory, finished or still being written; changes nothing in it.
+"""Reads a run directory, finished or still being written, without changing it.
 
 run = RunReader("runs/guess_number-tiny")
 run.metric("rollout/reward")          # [(1, 0.12), (2, 0.2), ...]
@@ -43,7 +43,7 @@ _ATTEMPT_COLUMNS = (
 
 
 def is_run(path: Path) -> bool:
-    """There is a run directory at `path`."""
+    """Whether `path` is a run directory."""
     return (path / DATABASE).is_file()
 
 
@@ -90,7 +90,7 @@ class RunReader:
         return [str(row[0]) for row in self._db.execute("SELECT DISTINCT key FROM metrics ORDER BY key")]
 
     def metric(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) in the order of steps; nan where a value could not be measured."""
+        """The (step, value) pairs of a metric, in order. nan if a value could not be measured."""
         rows = self._db.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step", (key,))
         return [(int(step), float(_or_nan(value))) for step, value in rows]
 
@@ -104,7 +104,7 @@ class RunReader:
         return [_attempt_row(row) for row in rows]
 
     def attempt(self, attempt_id: int) -> StoredAttempt:
-        """One trajectory as it was played, with what method and trainer made of it."""
+        """One trajectory as it was played, with the results of method and trainer."""
         row = self._row(attempt_id)
         if not row["has_tokens"]:
             raise DataError(f"attempt {attempt_id}: its token arrays were dropped to keep run.max_size_mb")
@@ -124,7 +124,7 @@ class RunReader:
         )
 
     def dialogue(self, attempt_id: int) -> list[tuple[Message, float | None]]:
-        """The messages of one attempt, each reply with its reward; there also when the token arrays are gone."""
+        """The messages of one attempt, each reply with its reward. They stay when token arrays are dropped."""
         row = self._row(attempt_id)
         if row["start"] is None:
             raise DataError(f"attempt {attempt_id}: its dialogue was dropped to keep run.max_size_mb")
@@ -133,6 +133,10 @@ class RunReader:
             messages.append((unpack_messages(turn["reply"])[0], float(turn["reward"])))
             messages += [(message, None) for message in unpack_messages(turn["observation"])]
         return messages
+
+    def failure(self, attempt_id: int) -> Failure | None:
+        """Which party failed an attempt, and how; there also when the token arrays are gone."""
+        return _failure(self._row(attempt_id))
 
     def task(self, task_id: str) -> Mapping[str, Any]:
         row = self._db.execute("SELECT data FROM tasks WHERE id = ?", (task_id,)).fetchone()
@@ -150,7 +154,7 @@ class RunReader:
         return [CertificateRow(step=row[0], is_exact=bool(row[1]), content=row[2]) for row in rows]
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Oldest first."""
+        """All checkpoints, oldest first."""
         rows = self._db.execute("SELECT * FROM checkpoints ORDER BY step").fetchall()
         return [
             CheckpointRow(
@@ -163,7 +167,7 @@ class RunReader:
         ]
 
     def pool(self, step: int) -> list[PoolRow]:
-        """The groups that waited at the checkpoint of `step`, in the order in which they were dealt."""
+        """The groups that were not yet trained on at the checkpoint of `step`, in the order of drawing."""
         if int(self.meta("schema_version") or 0) < POOL_SINCE:
             return []
         rows = self._db.execute(
@@ -191,13 +195,13 @@ class RunReader:
 
 
 def _or_nan(value: Any) -> Any:
-    """SQLite has no nan: it is kept as NULL."""
+    """Turn NULL into nan, because SQLite cannot store nan."""
     return math.nan if value is None else value
 
 
 def _column(row: sqlite3.Row, name: str) -> Any:
-    """None where the run was begun before there was such a column."""
-    return row[name] if name in row.keys() else None  # noqa: SIM118 - a Row is no mapping
+    """The value of a column. None if the run is older than the column."""
+    return row[name] if name in row.keys() else None  # noqa: SIM118 - a Row is not a mapping
 
 
 def _attempt_row(row: sqlite3.Row) -> AttemptRow:
@@ -243,7 +247,6 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         turns.append(turn)
     is_success = row["is_success"]
     branch = _column(row, "branch")
-    failure = None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
     return Trajectory(
         task_id=row["task_id"],
         attempt=row["attempt"],
@@ -251,9 +254,13 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         start=unpack_messages(row["start"]),
         turns=tuple(turns),
         end_reason=EndReason(row["stop_reason"]),
-        failure=failure,
+        failure=_failure(row),
         is_success=None if is_success is None else bool(is_success),
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
         branch=Branch(**json.loads(branch)) if branch else None,
     )
+
+
+def _failure(row: sqlite3.Row) -> Failure | None:
+    return None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])

@@ -1,10 +1,9 @@
-"""The tables of `run.db`, and what their rows are in Python.
+"""The tables of `run.db`, and the Python types of their rows.
 
-A version that is newer than this code is refused; an older one is brought up to date when it is written to
-(`MIGRATIONS`), and read as it is. `step` is the number of
-optimizer batches done before the row: 0 before training, `train.steps` at the end. Token arrays are NULL once the
-size rule has dropped them (`writer.py`); metrics, events and evaluations stay. An attempt is stored as it was played;
-what a method made of it (`mask`, `advantages`, `credited_parts`) has columns of its own.
+A version that is newer than this code is refused. An older one is migrated before it is written to (`MIGRATIONS`), and
+read as it is. `step` is the number of optimizer batches done before the row: 0 before training, `train.steps` at the
+end. Token arrays are NULL after the size rule has dropped them (`writer.py`); metrics, events and evaluations stay. An
+attempt is stored as it was played; the method's results (`mask`, `advantages`, `credited_parts`) have separate columns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
 AS_PLAYED_SINCE = 5
-"""The first version in which the rewards of a turn and its `is_trained` are those of the play, whatever the method."""
+"""The first version in which a turn's rewards and `is_trained` are stored as played, not as the method changed them."""
 
 Phase = Literal["train", "eval"]
 
@@ -136,28 +135,28 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
     ),
 }
-"""By the version that a run has: what makes the next one of it."""
+"""The statements that turn a version into the next one."""
 
 TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints", "pool")
-"""What is forgotten beyond a step when a run goes on from there."""
+"""Tables whose rows after a step are deleted when a run continues from that step."""
 OWN_COUNT = ("warmup", "critic")
 """Metrics whose `step` counts batches of a phase before the first step of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """A trajectory as it is to be written down."""
+    """A trajectory to write."""
 
     trajectory: Trajectory
-    """As it was played."""
+    """The trajectory as it was played."""
     outcome: str
     """trained, evaluated, failed, or why its group was dropped."""
     advantages: tuple[float | NDArray[np.float64], ...] | None = None
-    """One entry per turn, a number or [S] one per token; None when it was not trained."""
+    """One entry per turn: a number, or [S] one per token. None if the attempt was not trained on."""
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...] | None = None
-    """[S] per turn, None for a turn that was not trained."""
+    """[S] per turn. None for a turn that was not trained on."""
     credited: Trajectory | None = None
-    """The same as the method saw it: rewards shaped, turns that it leaves out not `is_trained`; None: it did not."""
+    """The trajectory as the method saw it, with shaped rewards and its own `is_trained`. None if it did not see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,27 +176,27 @@ class AttemptRow:
     num_sampled_tokens: int
     has_tokens: bool
     is_as_played: bool = True
-    """False: an older turnwise wrote it, and rewards and `is_trained` may be what a method made of them."""
+    """False if an older turnwise wrote it; then a method may have changed rewards and `is_trained`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAttempt:
-    """A trajectory read back as it was played, with what method and trainer made of it."""
+    """A stored trajectory as it was played, with the results of method and trainer."""
 
     row: AttemptRow
     trajectory: Trajectory
     masks: tuple[NDArray[np.bool_], ...]
-    """[S] per turn: what the loss saw."""
+    """[S] per turn: the tokens in the loss."""
     advantages: tuple[NDArray[Any], ...]
-    """[S] per turn; all 0 where the attempt was not trained."""
+    """[S] per turn. All 0 if the attempt was not trained on."""
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...]
     credited_parts: tuple[Mapping[str, float] | None, ...]
-    """Per turn the rewards after shaping, by channel; None where the method did not see the attempt."""
+    """Per turn, the rewards after shaping, by part. None if the method did not see the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One evaluation, with 95 % intervals; nan where there was nothing to measure."""
+    """One evaluation, with 95 % intervals. nan if there was nothing to measure."""
 
     step: int
     label: str
@@ -214,24 +213,24 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
-    """Weights and optimizer state, and how far the run had come."""
+    """One checkpoint: weights, optimizer state, and the progress of the run."""
 
     step: int
     warmup_steps: int
     path: str
     state: str | None = None
-    """JSON: where the parts of the loop stood; None where nobody wrote it down."""
+    """The state of the loop's parts as JSON. None if it was not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRow:
-    """One group that was dealt and not yet learned from when a checkpoint was made."""
+    """One group that was drawn but not yet trained on when a checkpoint was made."""
 
     number: int
     task_id: str
     admitted: int
     outcome: str | None
-    """JSON, for `training.pool`; None: it is to be played again."""
+    """JSON, for `training.pool`. None if the group must be played again."""
     trajectories: bytes | None = None
     failed: bytes | None = None
 

@@ -1,9 +1,9 @@
-"""Writes `run.db` while a run goes on; one writer, any number of readers (SQLite's write-ahead log).
+"""Writes `run.db` during a run. There is one writer and any number of readers (SQLite's write-ahead log).
 
-Rows become visible at `commit`, once per step, so a reader never sees half a step. After each commit the size rule
-holds: when the file's used pages exceed the bound, the oldest token arrays of train trajectories go first, then their
-dialogues, then the same of evaluations; metrics, events and evaluation results stay for good. What went is counted in
-an event of kind `dropped`.
+Rows become visible at `commit`, once per step, so a reader never sees half a step. After each commit the size rule is
+applied: if the file is larger than its limit, the oldest token arrays of train trajectories are dropped first, then
+their dialogues, then those of evaluations. Metrics, events and evaluation results always stay. An event of kind
+`dropped` counts what was dropped.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from turnwise.runlog.schema import (
 from turnwise.trajectory import Trajectory, Turn
 
 KEEP_SHARE = 0.8
-"""Dropping goes on until this share of the bound is used, so that it does not happen at every step."""
+"""Rows are dropped until the file has this share of its limit, so that it does not happen at every step."""
 DROP_BATCH = 32
-"""Trajectories that are dropped between two looks at the size."""
+"""Number of trajectories to drop between two checks of the size."""
 
 _DROP_TOKENS = """
 UPDATE turns SET prompt = NULL, sampled = NULL, logprobs = NULL, trainer_logprobs = NULL, mask = NULL,
@@ -61,14 +61,14 @@ _DROP_RULES = (
         ("DELETE FROM turns WHERE trajectory_id = ?", "UPDATE trajectories SET start = NULL WHERE id = ?"),
     ),
 )
-"""What goes, of which phase, from which rows, by which statements; in this order, oldest step first."""
+"""What to drop, in this order, oldest step first: its name, the phase, the rows, and the statements."""
 
 
 class RunWriter:
     """The one writer of a run directory."""
 
     def __init__(self, directory: Path, database: sqlite3.Connection, max_bytes: int) -> None:
-        """`create` and `reopen` make these."""
+        """Use `create` or `reopen` instead."""
         self.directory = directory
         self._db = database
         self._max_bytes = max_bytes
@@ -93,7 +93,7 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, directory: Path, *, max_size_mb: int) -> Self:
-        """Go on writing a run that is there."""
+        """Continue to write an existing run."""
         path = directory / DATABASE
         if not path.is_file():
             raise ConfigError(f"{directory} holds no run ({DATABASE} is missing)")
@@ -128,7 +128,7 @@ class RunWriter:
         )
 
     def certificate(self, step: int, content: str, *, is_exact: bool) -> None:
-        """Of the certificates of a run the first one, the latest one and the first bad one are kept."""
+        """Write a certificate. The first, the latest and the first bad one of a run are kept."""
         self._db.execute("INSERT OR REPLACE INTO certificates VALUES (?, ?, ?)", (step, is_exact, content))
         self._db.execute(
             "DELETE FROM certificates WHERE step NOT IN (SELECT min(step) FROM certificates UNION "
@@ -143,7 +143,7 @@ class RunWriter:
         )
 
     def pool(self, step: int, rows: Iterable[PoolRow]) -> None:
-        """The groups that wait at the checkpoint of `step`, in the place of what was written of it before."""
+        """Write the groups that are not yet trained on at the checkpoint of `step`, and delete its earlier ones."""
         self._db.execute("DELETE FROM pool WHERE step = ?", (step,))
         self._db.executemany(
             "INSERT INTO pool VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -151,7 +151,7 @@ class RunWriter:
         )
 
     def forget_checkpoint(self, step: int) -> None:
-        """Its files are gone."""
+        """Delete the row of a checkpoint whose files were removed."""
         self._db.execute("DELETE FROM checkpoints WHERE step = ?", (step,))
         self._db.execute("DELETE FROM pool WHERE step = ?", (step,))
 
@@ -161,19 +161,19 @@ class RunWriter:
         )
 
     def commit(self, step: int) -> None:
-        """Show the readers what was written, and keep the file within its bound."""
+        """Make the written rows visible to readers, and keep the file within its limit."""
         self._db.execute("COMMIT") if self._db.in_transaction else None
         if self._used_bytes() > self._max_bytes:
             self._shrink(step)
 
     def forget_after(self, step: int, *, warmup_steps: int, critic_batches: int) -> None:
-        """Remove the rows of later steps: the run goes on from `step` and will write them again.
+        """Delete the rows of later steps. The run continues from `step` and will write them again.
 
-        What comes before the first step is counted on its own (`OWN_COUNT`): what the run still has of it stays.
+        Phases before the first step have their own counts (`OWN_COUNT`); their rows up to these counts stay.
 
         Args:
-            warmup_steps: of the warm-up, done by the time that the run goes back to.
-            critic_batches: of the critic's pre-training, likewise.
+            warmup_steps: Steps of the warm-up that are done at the state from which the run continues.
+            critic_batches: Batches of the critic's pre-training that are done at that state.
         """
         for room, count in zip(OWN_COUNT, (warmup_steps, critic_batches), strict=True):
             self._db.execute("DELETE FROM metrics WHERE step > ? AND key LIKE ?", (count, f"{room}/%"))
@@ -212,7 +212,7 @@ class RunWriter:
     def _migrate(self) -> None:
         (text,) = self._db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() or ("0",)
         for version in range(int(text), SCHEMA_VERSION):
-            self._db.execute("BEGIN IMMEDIATE")  # a half of it would keep the next process from going on
+            self._db.execute("BEGIN IMMEDIATE")  # half a migration would keep the next process from continuing
             for statement in MIGRATIONS[version]:
                 self._db.execute(statement)
             self.set_meta("schema_version", str(version + 1))
@@ -254,7 +254,7 @@ class RunWriter:
 
 
 def _make_database(directory: Path, config_yaml: str) -> None:
-    """The empty tables and the config appear under their name together, or not at all."""
+    """Create the database with its tables and the config. The file appears complete or not at all."""
     unfinished = directory / f".{DATABASE}.new"
     unfinished.unlink(missing_ok=True)
     database = _connect(unfinished)
@@ -297,7 +297,7 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
 
 
 def _num_shared(trajectory: Trajectory, index: int) -> int:
-    """How many leading prompt ids repeat the turn before; all of it in an append-only conversation."""
+    """The number of leading prompt ids that repeat the turn before."""
     if index == 0:
         return 0
     before: Turn = trajectory.turns[index - 1]

@@ -1,8 +1,8 @@
-"""Who is calling: API keys, the tokens that stand for them, and signed links.
+"""Who is calling: API keys, tokens that stand for keys, and signed links.
 
-A key is 32 random bytes behind a prefix that the SDKs accept; the store holds its SHA-256 alone, which is enough for a
-secret that nobody can guess. A token is a JWT signed with the store's secret; it names a key, and a revoked key takes
-its tokens with it.
+A key is 32 random bytes after a prefix that the SDKs accept. The store holds only its SHA-256, which is enough for a
+secret that nobody can guess. A token is a JWT signed with the store's secret. It names a key; if the key is revoked,
+its tokens become invalid.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from turnwise.service.failures import HttpFailure
 from turnwise.service.store.store import KeyRow, Store
 
 LOCAL_OWNER = "local"
-"""Owns what is made while there are no keys."""
+"""The owner of everything that is created while there are no keys."""
 
 KeyStyle = Literal["tml", "sk"]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose objects a request may touch."""
+    """The caller of a request, who may use only its own objects."""
 
     owner: str
     name: str
 
 
 def create_key(store: Store, name: str, style: KeyStyle = "tml") -> str:
-    """Create a key and return it; it cannot be shown again later."""
+    """Create a key and return it. It cannot be shown again."""
     if not name or len(name) > 100 or not name.isprintable():
         raise ConfigError(f"key name {name!r}; expected 1 to 100 printable characters")
     key = f"{style}-{secrets.token_urlsafe(32)}"
@@ -53,7 +53,7 @@ def revoke_key(store: Store, key_id: int) -> KeyRow:
 
 
 class Access:
-    """Tells callers apart, and signs what may be shown without a key."""
+    """Identifies callers, and signs links that work without a key."""
 
     def __init__(self, store: Store, *, is_loopback: bool, token_s: float) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class Access:
         self._token_s = token_s
 
     def check_bind(self) -> None:
-        """Refuse to listen where others can reach it while nobody needs a key."""
+        """Refuse to listen on an address that other machines can reach while no key is needed."""
         if not self._is_loopback and not self._store.has_keys():
             raise ConfigError(
                 "this address can be reached from other machines, and there is no API key yet; make one with "
@@ -75,7 +75,7 @@ class Access:
         return self._is_loopback and not self._store.has_keys()
 
     def caller(self, credential: str | None) -> Caller:
-        """Whoever sends this `X-API-Key`: a key or a token."""
+        """The caller who sends this `X-API-Key`, which is a key or a token."""
         if self.is_open:
             return Caller(LOCAL_OWNER, LOCAL_OWNER)
         row = None

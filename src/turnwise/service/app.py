@@ -1,4 +1,4 @@
-"""The web application: routers, who may call, how much they may send, and what they are told when something fails."""
+"""The web application: routers, limits on callers and bodies, and the answers to failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from turnwise.service.store.store import Store
 
 
 def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> FastAPI:
-    """The application; its service starts and ends with the server's event loop."""
+    """Create the application; its service starts and ends with the server's event loop."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -41,7 +41,7 @@ def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedMod
             await service.close()
 
     app = FastAPI(title="turnwise", version=__version__, lifespan=lifespan, redoc_url=None)
-    # In the order of how often they are asked: a request is compared with every route before its own.
+    # The most frequent routes come first, because a request is compared with the routes in this order.
     for router in (sampling.router, training.router, sessions.router, rest.router, mint.router, openai.router):
         app.include_router(router)
     for kind, handler in _HANDLERS.items():
@@ -52,7 +52,7 @@ def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedMod
 
 
 class Gate:
-    """The outermost layer: bounds bodies, refuses foreign hosts where no key is needed, and answers for our bugs."""
+    """The outermost layer: limits bodies, refuses foreign hosts if no key is needed, and answers 500 for our bugs."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
@@ -79,7 +79,7 @@ class Gate:
         except _BodyTooLargeError:
             await self._too_large()(scope, receive, send)
         except ClientDisconnect:
-            return  # nobody is left to answer
+            return  # the client is gone
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - our bug: the client learns its name, the log the rest
@@ -93,7 +93,7 @@ class Gate:
             return _json(400, "content-length is no number")
         if int(length) > self._config.max_body_bytes:
             return self._too_large()
-        # Without keys, a page in this machine's browser must not get in by a name that it points here.
+        # Without keys, a web page must not reach this service through a host name that resolves to this machine.
         service: Service | None = getattr(scope["app"].state, "service", None) if "app" in scope else None
         if service is not None and service.access.is_open:
             host = headers.get(b"host", b"").decode("latin-1")

@@ -1,4 +1,4 @@
-"""`turnwise serve` and `turnwise keys`: what they do. `cli.py` has their options."""
+"""What `turnwise serve` and `turnwise keys` do. `commands/serve.py` has their options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def serve(config: ServeConfig) -> int:
         _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
 
     class Server(uvicorn.Server):
-        """Says when it can be asked, and stopped; lets held polls go as soon as it is asked to stop."""
+        """Prints when it is ready. When it is asked to stop, it answers the polls that are waiting."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
@@ -74,7 +74,7 @@ def serve(config: ServeConfig) -> int:
 
 
 def _listen(config: ServeConfig) -> socket.socket:
-    """Take the port before a model is loaded for minutes."""
+    """Open the port before the models are loaded, which may take minutes."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +109,7 @@ def list_all(data_dir: Path) -> int:
 
 def revoke(data_dir: Path, key_id: int) -> int:
     row = revoke_key(Store(data_dir), key_id)
-    _say(f"key {row.key_id} ({row.name}) is revoked; what it owns stays, and nobody can reach it")
+    _say(f"key {row.key_id} ({row.name}) is revoked; its data stays on disk, and nobody can reach it")
     return 0
 
 

@@ -19,7 +19,7 @@ class ServedModel:
     """One base model."""
 
     name: str
-    """As whoever started the service named it."""
+    """The name that the service was started with."""
     loaded: LoadedModel
     queue: TrainingQueue
 
@@ -32,7 +32,7 @@ class ServedModel:
         return self.loaded.worker.engine.max_context_length
 
     def check_alive(self) -> None:
-        """Refuse work that an engine which stopped would never do; after a restart the same request is welcome."""
+        """Refuse work if the engine has stopped; after a restart the same request works."""
         if self.loaded.worker.is_stopped:
             raise HttpFailure(
                 503,
@@ -41,7 +41,7 @@ class ServedModel:
             )
 
     def tokenizer_name(self, *, is_local: bool) -> str:
-        """Return what a client can load the tokenizer from: the directory if it is local, else the name at the hub."""
+        """Return where a client can load the tokenizer: the directory if the client is local, else the hub name."""
         is_hub_name = self.name.count("/") == 1 and not Path(self.name).is_dir()
         return self.name if is_hub_name or not is_local else str(self.directory)
 
@@ -71,7 +71,7 @@ class ServedModels:
 
 
 def load_models(names: Sequence[str], config: EngineConfig) -> dict[str, LoadedModel]:
-    """Load every model to be served; slow, and done before anybody is answered."""
+    """Load every served model. This is slow and happens before the first answer."""
     loaded: dict[str, LoadedModel] = {}
     for name in dict.fromkeys(names):
         found = model_store.resolve_model(name)

@@ -1,7 +1,7 @@
-"""What the service answers when it cannot do what was asked.
+"""The service's answers when something goes wrong.
 
 `HttpFailure` ends a call with a status; a `RequestFailure` is the result of a request that was accepted and went wrong.
-Messages are for the person behind the client: they name no path of this machine and hold no traceback.
+Messages are for the user of the client: they contain no path of this machine and no traceback.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class HttpFailure(TurnwiseError):  # noqa: N818
 
 
 def not_found(what: str) -> HttpFailure:
-    """Answer the same for what does not exist and for what belongs to somebody else."""
+    """The same answer for what does not exist and for what belongs to somebody else."""
     return HttpFailure(404, f"{what} not found")
 
 
 def session_finished() -> HttpFailure:
-    """For requests that come after their session's end; SDKs do not send those again."""
+    """The answer to a request after its session's end; SDKs do not repeat such a request."""
     return HttpFailure(400, "this session is finished; nothing more is accepted for it, create another")
 
 
 def to_failure(error: BaseException) -> RequestFailure:
-    """Turn an error into what the client of the request is told."""
+    """Turn an error into the answer that the client gets."""
     if isinstance(error, HttpFailure):
         return RequestFailure(error.detail, "user" if error.status < 500 else "server")
     if isinstance(error, EngineStoppedError):
@@ -58,7 +58,7 @@ def to_failure(error: BaseException) -> RequestFailure:
 
 
 def log_internal(error: BaseException) -> str:
-    """Log an error that nobody planned for; returns the name that the client is told."""
+    """Log an unexpected error; returns the error id that the client is told."""
     name = uuid.uuid4().hex[:8]
     log.error("internal error %s", name, exc_info=error)
     return name

@@ -1,7 +1,7 @@
-"""Requests that were accepted: their promises, long polls, and results kept for whoever asks again.
+"""Accepted requests: their promises, long polls, and results that are kept in case the client asks again.
 
-Everything here belongs to the event loop's thread. A request id starts with the name of the process's life that made
-it, so that after a restart a lost promise can be told from one that never was.
+Everything here belongs to the event loop's thread. A request id starts with an id of the process that made it. After a
+restart, this tells a lost promise from one that never existed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Promises:
         self._num_waiting: dict[str, int] = {}
         self._closing = asyncio.Event()
         self.on_settled: Callable[[Promise], None] | None = None
-        """Hears of every promise that is settled; for counting."""
+        """Called for every promise that is settled; for counting."""
 
     @property
     def is_closing(self) -> bool:
@@ -73,7 +73,7 @@ class Promises:
         return sum(self._num_waiting.values())
 
     def check_room(self, owner: str, num_bytes: int) -> None:
-        """Refuse a submission for now, before memory runs out; SDKs come back by themselves."""
+        """Refuse a submission for now, before memory runs out; SDKs try again by themselves."""
         if self._num_waiting.get(owner, 0) >= self._max_queued_requests:
             reason = f"{self._max_queued_requests} requests of this key are waiting already"
         elif self._queued_bytes + num_bytes > self._max_queued_bytes:
@@ -132,7 +132,7 @@ class Promises:
         raise not_found("request")
 
     async def wait(self, promise: Promise, hold_s: float) -> bool:
-        """Hold a poll until the promise is settled; False when it has to ask again."""
+        """Wait until the promise is settled; False if the client has to ask again."""
         if promise.is_done:
             return True
         if self._closing.is_set():
@@ -146,7 +146,7 @@ class Promises:
         return promise.is_done
 
     def close(self) -> None:
-        """Let every poll that is held go."""
+        """Answer every poll that is waiting."""
         self._closing.set()
 
     def _make_room(self) -> None:

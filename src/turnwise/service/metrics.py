@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus, and `/healthz` for whoever restarts servers.
+"""`/metrics` for Prometheus, and `/healthz` for health checks.
 
 Every accepted request passes `Promises.settle`, so tokens, steps and failures are counted there, whichever endpoint
 they came by. Gauges are read when somebody asks. `/metrics` needs a key where keys exist; `/healthz` never does.
@@ -45,7 +45,7 @@ class Metrics:
         self.registry.register(self)
 
     def watch(self, service: Service) -> None:
-        """Count what this service settles."""
+        """Count the requests that this service settles."""
         if self._watched is not service:
             self._watched = service
             service.promises.on_settled = self._settled
@@ -78,7 +78,7 @@ class Metrics:
 
 
 class CountCalls:
-    """Counts HTTP calls by the route that took them; paths that no route has are one."""
+    """Counts HTTP calls by route; all paths without a route count together."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -108,7 +108,7 @@ class CountCalls:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """Count this application's calls, and serve what was counted."""
+    """Count this application's calls, and add the endpoints that show the counts."""
     app.state.metrics = Metrics(app)
     app.add_middleware(CountCalls, metrics=app.state.metrics)
     app.include_router(router)

@@ -1,4 +1,4 @@
-"""The service: everything that the routes call, put together, and the task that cleans up at intervals."""
+"""The service: all parts that the routes call, and a task that cleans up at intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SWEEP_S = 10.0
 
 
 class Service:
-    """Made on the event loop that will serve it, with its models loaded."""
+    """All parts of the service. Create it on the event loop that will serve it, after the models are loaded."""
 
     def __init__(self, config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class Service:
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Clean up after an earlier process, take up its work, and start the clockwork."""
+        """Clean up after an earlier process, continue its work, and start the periodic clean-up."""
         self.checkpoints.clean()
         self.sampling.clean()
         self.training.restore()
@@ -66,7 +66,7 @@ class Service:
             await model.queue.close()
         await self.sampling.close()
         await asyncio.to_thread(self.models.close)
-        await asyncio.sleep(0)  # what the engines failed on their way out is recorded before the file is closed
+        await asyncio.sleep(0)  # failures of the engines' shutdown are recorded before the database is closed
         self.store.close()
 
     async def _sweep_forever(self) -> None:
@@ -75,10 +75,10 @@ class Service:
             try:
                 self.sweep()
             except (OSError, sqlite3.Error) as error:
-                log.error("what is old could not be let go, will try again: %s", error)
+                log.error("the periodic clean-up failed and will be tried again: %s", error)
 
     def sweep(self) -> None:
-        """Let go of what is old."""
+        """Remove expired and unused objects."""
         now = asyncio.get_running_loop().time()
         self.promises.sweep()
         self.checkpoints.sweep()

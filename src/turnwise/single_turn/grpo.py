@@ -15,6 +15,19 @@ datum's own temperature, so the term is exact at any sampling temperature; a sam
 give them at temperature 1. The KL concerns every response, so with it no group is dropped: those with equal rewards
 are trained with advantage 0.
 
+Why this loop does not call `turnwise.train`: the two give other numbers, and MinT's programs expect these.
+
+- A prompt is a list of token ids that the adapter makes, and a reward reads the decoded text. `train` plays worlds of
+  messages, and its renderer adds the chat template.
+- All responses of a group come from one request with one seed. `train` plays each attempt with a seed of its own.
+- Every response token weighs 1, as in MinT's loop, and datums have Tinker's columns alone. `train` divides by the
+  tokens of the batch and adds a `mask`.
+- A service needs `create_lora_training_client` and nothing else, and nothing is written but the final sampler weights.
+  `train` writes a run directory with checkpoints that it can resume.
+
+The two share the advantages (`turnwise.credit`), the table of losses, the clients with their deadlines, and the
+observer that prints.
+
 Axis `_G`: the responses of a group.
 """
 
@@ -36,6 +49,7 @@ from turnwise.errors import DataError
 from turnwise.single_turn.adapter import AdapterError, Dataset, RLAdapter
 from turnwise.single_turn.config import RLConfig
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleResponse, SamplingParams
+from turnwise.watch.terminal import LineView
 
 __all__ = ["AdapterError", "RLAdapter", "RLConfig", "RunResult", "StepRecord", "response_to_datum", "run_grpo"]
 
@@ -141,7 +155,7 @@ def run_grpo(
 
     Args:
         service_client: Where the training client comes from; default: an in-process `ServiceClient` for this run.
-        on_step: Receives each step's record; default: print its line.
+        on_step: Receives each step's record; default: an observer that prints its line.
 
     >>> import turnwise as tw
     >>> class Shouting(tw.RLAdapter[str]):
@@ -156,7 +170,7 @@ def run_grpo(
     1
     """
     config = config or RLConfig()
-    report = on_step or _print_step
+    report = on_step or _tell_view
     if service_client is not None:
         return _run(adapter, config, service_client, report)
     from turnwise.client.local import ServiceClient
@@ -315,5 +329,5 @@ def _call_within(deadline_s: float, what: str, call: Callable[[], T]) -> T:
     return ApiFuture(future, what).result(deadline_s)
 
 
-def _print_step(record: StepRecord) -> None:
-    print(record.line(), flush=True)
+def _tell_view(record: StepRecord) -> None:
+    LineView().message(record.line())

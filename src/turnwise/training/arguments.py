@@ -15,7 +15,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from turnwise.config.config import Config
-from turnwise.config.files import SHORTHANDS, YAML_SUFFIXES, left_out, option_paths, override_config
+from turnwise.config.files import SHORTHANDS, YAML_SUFFIXES, left_out, option_paths, override_config, preset_names
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import as_loss_name
@@ -121,7 +121,8 @@ def read_arguments(
     Args:
         objects: What is known of them already; the target and the keywords env and reward join it where they are some.
     """
-    keywords, reward, overrides = dict(keywords), keywords.get("reward"), check_overrides_list(overrides)
+    keywords, overrides = dict(keywords), check_overrides_list(overrides)
+    env, reward = keywords.get("env"), keywords.get("reward")
     if (loss := keywords.pop("loss", None)) is not None:
         objects = objects if isinstance(loss, str) else replace(objects, loss=loss)
         overrides = [f"method.loss_fn={_to_text(as_loss_name(loss))}", *overrides]
@@ -132,34 +133,20 @@ def read_arguments(
         objects = replace(objects, method=method)
     if callable(reward):
         objects, keywords["reward"] = replace(objects, reward=reward), None
-    env = _take_world(target, keywords.get("env"))
-    is_in_keyword = env is not None and env is not target
-    if env is not None:
-        objects = replace(objects, env=env)
-    if is_in_keyword:
-        keywords["env"] = object_name(env)
-    elif env is not None:
-        target = object_name(env)
+    if not isinstance(target, str | Path | Config):
+        if env is not None and (not isinstance(env, Mapping) or "name" in env):
+            raise ConfigError(f"env={env!r} beside {object_name(target)}: both are worlds; expected one of them")
+        objects, target = replace(objects, env=target), object_name(target)
+    elif env is not None and not isinstance(env, str | Mapping | BaseModel):
+        if not isinstance(target, Config) and str(target) not in preset_names() and not _is_file(target):
+            raise ConfigError(f"env={object_name(env)} beside {target}: both are worlds; expected one of them")
+        # A preset's options are those of the world that it names, not of this one.
+        objects, keywords["env"] = replace(objects, env=env), {"name": object_name(env), "options": {}}
     chosen = [*to_overrides(keywords), *overrides]
     start = target if isinstance(target, Config) else str(target)
     config = override_config(start, chosen) if isinstance(start, Config) else read_config(start, chosen)
-    if is_in_keyword:  # the options in the file are for the file's world
-        config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
-        config = override_config(config, [text for text in chosen if text.startswith("env.options.")])
     return config, objects, left_out(start, chosen)
 
 
-def _take_world(target: Target, env: Any) -> Any:
-    """The world that came as an object, in either place; None where it came by name. Two worlds are refused."""
-    is_named = isinstance(env, str | Mapping | BaseModel)
-    if isinstance(target, str | Path | Config):
-        is_file = not isinstance(target, Config) and (Path(target).suffix in YAML_SUFFIXES or Path(target).is_file())
-        if env is None or is_named:
-            return None
-        if is_file or isinstance(target, Config):
-            return env
-    elif env is None or (isinstance(env, Mapping) and "name" not in env):
-        return target
-    first = target if isinstance(target, str | Path) else object_name(target)
-    second = object_name(env) if not is_named else env
-    raise ConfigError(f"{first} and env={second} are two worlds; expected one: turnwise.train(WORLD, ...)")
+def _is_file(target: str | Path) -> bool:
+    return Path(target).suffix in YAML_SUFFIXES or Path(target).is_file()

@@ -17,6 +17,7 @@ from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
 from turnwise.methods.base import AnyMethod, MethodSetup
+from turnwise.methods.lookup import check_method
 from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
 from turnwise.renderers import Renderer, get_renderer
@@ -100,7 +101,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         tasks=ShuffledItems(
             distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed
         ),
-        held_out=tuple(distinct_tasks(world, "test", config.eval.tasks, task_seed)),
+        held_out=held_out_tasks(config, world),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
@@ -123,6 +124,11 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 )
 
 
+def held_out_tasks(config: Config, world: World) -> tuple[Task, ...]:
+    """The tasks of every evaluation of a run; the seed of the run draws them."""
+    return tuple(distinct_tasks(world, "test", config.eval.tasks, derive_seed(config.train.seed, "tasks")))
+
+
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
     """Up to `count` tasks without duplicates; a world may have fewer."""
     tasks = world.tasks(split, count, seed) if count else []
@@ -142,7 +148,7 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
     options = config.method_in_use
     if isinstance(options, FreeLoss):
         options.check_outside_loss()
-    return options.build(
+    method = options.build(
         MethodSetup(
             data=config.data,
             group_size=config.rollout.group_size,
@@ -151,6 +157,8 @@ def make_method(config: Config, limits: RolloutLimits) -> AnyMethod:
             potential_weight=config.reward.weights.shaping if config.reward.potential else 0.0,
         )
     )
+    check_method(method, f"{type(options).__qualname__}.build(setup)")
+    return method
 
 
 def make_shaping(config: Config) -> Shaping:

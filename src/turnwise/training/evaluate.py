@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnwise.envs.base import Task
+from turnwise.errors import TurnwiseError
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.intervals import NOT_MEASURED, mean_interval, success_interval
@@ -21,7 +23,23 @@ class Evaluation:
     played: RolloutResult
 
 
+class EvaluationFailedError(TurnwiseError):
+    """Not one attempt of an evaluation was judged."""
+
+
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:
+    """`play_evaluation` for somebody who wants a number: an evaluation in which every attempt failed has none."""
+    rollout.stats.failures = failures = FirstFailures()
+    evaluation = await play_evaluation(rollout, tasks, seed=seed, label=label, step=step)
+    if failures.first is not None and not evaluation.row.num_attempts:
+        raise EvaluationFailedError(
+            f"all {evaluation.row.num_failed} attempts of the evaluation failed, so there is no result; the first "
+            f"time by {failures.first.party}: {failures.first.detail}"
+        ) from failures.first
+    return evaluation
+
+
+async def play_evaluation(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:
     """Play every task `rollout.config.group_size` times. Failed attempts are counted and not scored."""
     played = await rollout.play(tasks, seed=derive_seed(seed, "eval"))
     return Evaluation(row=summarize(played, label=label, step=step), played=played)

@@ -21,12 +21,14 @@ from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
+from turnwise.rollout.stats import FirstFailures
+from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
-from turnwise.training.evaluate import Evaluation, evaluate
+from turnwise.training.evaluate import Evaluation, play_evaluation
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
 from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
@@ -90,7 +92,9 @@ class Loop:
         """Updates that moved the weights."""
         self._state = RunState()
         self._num_critic_batches = 0 if setup.critic is None else setup.critic.num_pretrained
-        self._progress = Progress(train.max_empty_steps)
+        self._failures = FirstFailures(lambda error: setup.recorder.first_failure(self.done_step, error))
+        self.supply.failures = self._failures
+        self._progress = Progress(train.max_empty_steps, self._failures)
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
@@ -137,6 +141,9 @@ class Loop:
             if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
                 await self._save()
         await self.supply.close()
+        if self.num_steps:
+            with RunReader(self._recorder.writer.directory) as run:
+                self._progress.check_any_judged(run)
         await self._save()
         self._tell_end()
         if self.num_steps:
@@ -165,6 +172,11 @@ class Loop:
         num_untaken, bound = self.supply.num_untaken_tokens, self._config.train.max_sampled_tokens
         if num_untaken:
             self._recorder.left_over(self.done_step, num_untaken)
+        if self.done_step and not self._progress.is_solved:
+            with RunReader(self._recorder.writer.directory) as run:
+                why = self._progress.why_not_moved(run, num_updates=self.version)
+            if why is not None:
+                self._recorder.not_moved(self.done_step, why)
         if self.done_step >= self.num_steps:
             return
         if self._progress.is_solved:
@@ -298,9 +310,11 @@ class Loop:
 
     async def _play_held_out(self, label: str, step: int) -> Evaluation:
         parts = self._parts
+        rollout = Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout)
+        rollout.stats.failures = self._failures
         return await self._interrupt.unless(
-            evaluate(
-                Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout),
+            play_evaluation(
+                rollout,
                 parts.held_out,
                 seed=self._config.train.seed,
                 label=label,

@@ -7,8 +7,8 @@ evaluates it passes them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from turnwise.envs.base import World
@@ -25,6 +25,8 @@ from turnwise.runtime.import_path import import_path, is_importable
 from turnwise.watch.loggers import MetricLogger
 
 META_KEY = "objects"
+PLAYED_WITH = ("env", "reward")
+"""The objects that decide how an attempt is played and scored; the others matter only to training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,6 @@ class PythonObjects:
     """A method that is built, a class with `Options`, or options (`turnwise.methods.lookup.as_method_options`)."""
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
-    missing: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the run was started with and nobody passed again: the name of each object by parameter."""
 
     def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
         """The world of a run, with its own reward where there is one.
@@ -77,25 +77,41 @@ def object_name(target: Any) -> str:
     return path if is_importable(path) else f"{PYTHON_PREFIX}{_short_name(target)}"
 
 
-def missing_objects(run: RunReader, given: PythonObjects) -> dict[str, str]:
-    """The names, by parameter, of objects that a run was started with and that are not given."""
-    recorded: dict[str, str] = json.loads(run.meta(META_KEY) or "{}")
-    return {name: label for name, label in recorded.items() if getattr(given, name) is None}
-
-
 def check_objects(run: RunReader, given: PythonObjects) -> None:
     """Refuse to go on with a run without the objects that it was started with; make loss and method known by name."""
     if given.loss is not None:
         as_loss_name(given.loss)
     if given.method is not None:
         as_method_options(given.method)
-    missing = missing_objects(run, given)
-    if missing:
-        listed = ", ".join(f"{name}={label}" for name, label in missing.items())
+    if missing := missing_objects(run, given):
         raise ConfigError(
-            f"{run.directory} was started from Python with {listed}, which a run directory cannot hold; pass the same "
-            f"objects again: turnwise.Run.resume({str(run.directory)!r}, {listed})"
+            f"{run.directory} was started from Python with {missing}, which a run directory cannot hold; pass the same "
+            f"objects again: turnwise.Run.resume({str(run.directory)!r}, {missing})"
         )
+
+
+def check_played_objects(run: RunReader, given: PythonObjects) -> None:
+    """Refuse to play the run's world without the world and the reward function that the run was started with."""
+    if missing := missing_objects(run, given, PLAYED_WITH):
+        raise ConfigError(
+            f"{run.directory} was started from Python with {missing}, which a run directory cannot hold, and its "
+            f"attempts are played and scored with that; pass the same objects again: "
+            f"turnwise.eval({str(run.directory)!r}, {missing})"
+        )
+
+
+def missing_objects(run: RunReader, given: PythonObjects, needed: Sequence[str] = ()) -> str:
+    """`name=label, ...` of the objects that the run was started with and that are not given; empty: none.
+
+    Args:
+        needed: The names to look at; empty: all.
+    """
+    recorded: dict[str, str] = json.loads(run.meta(META_KEY) or "{}")
+    return ", ".join(
+        f"{name}={label}"
+        for name, label in recorded.items()
+        if getattr(given, name) is None and (not needed or name in needed)
+    )
 
 
 def _can_be_named(method: MethodOptions) -> bool:

@@ -28,10 +28,10 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
-from turnwise.training.assemble import assemble, make_renderer
+from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_renderer
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
-from turnwise.training.objects import NO_OBJECTS, PythonObjects, missing_objects, object_name
+from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
 from turnwise.training.setup import (
     AnyService,
     Report,
@@ -83,7 +83,6 @@ class WorldChoice:
             own,
             env=own.env if given.env is None else given.env,
             reward=given.reward or own.reward,
-            missing={name: label for name, label in own.missing.items() if getattr(given, name) is None},
         )
         return override_config(config, overrides), merged
 
@@ -174,13 +173,16 @@ class PolicySampler:
         config = self.config
         self.check_world()
         find_publisher(config.rollout.backend)
-        parts = assemble(config, find_facts(config), self.objects)
-        if not parts.held_out:
+        # No method and no loss: a policy is measured without what it was trained with.
+        world = self.objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        held_out = held_out_tasks(config, world)
+        if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
-        attach_judge(parts.world, self.service)
+        rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
+        attach_judge(world, self.service)
         work = evaluate(
-            Rollout(parts.world, self.sampler, self.renderer, parts.eval_rollout),
-            parts.held_out,
+            Rollout(world, self.sampler, self.renderer, rollout),
+            held_out,
             seed=config.train.seed,
             label=label,
             step=self.step,
@@ -189,13 +191,10 @@ class PolicySampler:
 
     def check_world(self) -> None:
         """Refuse to play where the world or the reward was an object that a run directory cannot hold."""
-        missing = {name: label for name, label in self.objects.missing.items() if name in ("env", "reward")}
-        if missing:
-            listed = ", ".join(f"{name}={label}" for name, label in missing.items())
-            raise ConfigError(
-                f"{self.data_dir} was started from Python with {listed}, which a run directory cannot hold; pass the "
-                f"same again: turnwise.eval({str(self.data_dir)!r}, {listed})"
-            )
+        if self.data_dir is not None and is_run(self.data_dir):
+            with RunReader(self.data_dir) as run:
+                if config_from_yaml(run.config_yaml, str(run.directory)).env.name == self.config.env.name:
+                    check_played_objects(run, self.objects)
 
     def evaluate_with(self, world: WorldChoice, overrides: Sequence[str]) -> Evaluation:
         """`evaluate` in another world, or with other settings; the model is not loaded again."""
@@ -245,7 +244,6 @@ def find_policy(
     if is_run(path):
         with RunReader(path) as run:
             config = config_from_yaml(run.config_yaml, str(run.directory))
-            own = replace(own, missing=missing_objects(run, own))
             found = choose_checkpoint(run, str(step) if step is not None else "best")
         config, objects = world.apply(config, own, overrides)
         row = found.row

@@ -32,6 +32,7 @@ from collections import Counter
 
 from turnwise.config.training import TrainConfig
 from turnwise.errors import TurnwiseError
+from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
 from turnwise.training.checkpoint import RunState
 from turnwise.training.supply import Batch
@@ -59,7 +60,9 @@ class TokensSpentError(TurnwiseError):
 class Progress:
     """Counts the steps in a row that left nothing to learn from, and why."""
 
-    def __init__(self, max_empty_steps: int) -> None:
+    def __init__(self, max_empty_steps: int, failures: FirstFailures | None = None) -> None:
+        """`failures`: their first exception is the cause of the error that ends a run of failed attempts."""
+        self._failures = failures or FirstFailures()
         self._max_empty_steps = max_empty_steps
         self._num_silent_steps = 0
         self.num_empty_steps = 0
@@ -84,7 +87,7 @@ class Progress:
         self.why_empty.update(_reasons(batch))
         is_silent = batch.taken is not None and self._num_silent_steps >= MAX_SILENT_STEPS
         if is_silent or (self.num_empty_steps >= self._max_empty_steps and not self.is_solved):
-            raise NothingToLearnError(self._explain(batch))
+            raise NothingToLearnError(self._explain(batch)) from self._failures.first
 
     def _explain(self, batch: Batch) -> str:
         reasons = ", ".join(f"{count} {why}" for why, count in self.why_empty.most_common()) or "no groups at all"
@@ -101,12 +104,36 @@ class Progress:
             advice = f"Tasks that keep failing are not played again: {left_alone}"
         return f"{self.num_empty_steps} steps in a row left nothing to learn from (groups: {reasons}). {advice}"
 
+    def check_any_judged(self, run: RunReader) -> None:
+        """Refuse to end a run well whose attempts all failed: nothing was learned, and nothing was measured."""
+        totals = {
+            name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "rollout/" in name
+        }
+        lost = [name for name in totals if name.endswith("_failed") and name.startswith("rollout/dropped_")]
+        num_lost = sum(totals[name] for name in lost) + totals.get("rollout/dropped_quarantined", 0.0)
+        if not num_lost or totals.get("rollout/attempts", 0.0) > num_lost:
+            return
+        told = run.events("first_failure")
+        first = f"; the first time by {told[0].detail['party']}: {told[0].detail['detail']}" if told else ""
+        raise NothingToLearnError(
+            f"all {num_lost:.0f} attempts of the run failed, so nothing was learned{first}. Mend that and start again; "
+            "`turnwise check-env` finds most mistakes of an env in seconds"
+        ) from self._failures.first
+
+    def why_not_moved(self, run: RunReader, *, num_updates: int) -> str | None:
+        """Why no step of the run moved the weights; None if one did."""
+        norms = [value for _, value in run.metric("train/grad_norm")]
+        if num_updates:
+            return "every gradient was exactly 0" if norms and not any(norms) else None
+        reasons = ", ".join(f"{count} groups {why}" for why, count in self.why_empty.most_common())
+        return reasons or "no step had anything to learn from"
+
 
 def _reasons(batch: Batch) -> Counter[str]:
     """How many groups went for which reason; those in which all succeeded are solved, not merely constant."""
     reasons = Counter(batch.kept.dropped)
     reasons.update(group.why for group in batch.played.dropped)
-    if batch.kept.groups:  # a critic foresaw everything in them
+    if batch.kept.groups:  # a critic foresaw everything in them, or the method made no lesson of them
         reasons["without an advantage"] += len(batch.kept.groups)
     groups = batch.played.groups
     if groups and all(one.is_success for group in groups for one in group.trajectories):

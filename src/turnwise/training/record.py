@@ -11,6 +11,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
 from turnwise.credit.datums import is_trained
 from turnwise.envs.base import Task
+from turnwise.errors import AttemptFailed
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.group import RolloutResult
@@ -103,6 +104,18 @@ class Recorder:
         self.writer.event(step, kind, name=alarm.name, value=alarm.value, bound=alarm.bound, text=str(alarm))
         self.writer.commit(step)
         self.observers.message(f"step {step}: {alarm}")
+
+    def first_failure(self, step: int, error: AttemptFailed) -> None:
+        """A party failed an attempt for the first time in this process."""
+        self.writer.event(step, "first_failure", party=str(error.party), detail=error.detail)
+        self.writer.commit(step)
+        self.observers.message(f"first failure by {error.party}: {error.detail}; failed attempts are not scored")
+
+    def not_moved(self, step: int, why: str) -> None:
+        """The run ends, and no step of it moved the weights."""
+        self.writer.event(step, "not_moved", why=why)
+        self.writer.commit(step)
+        self.observers.message(f"step {step}: no step moved the weights: {why}")
 
     def steered(self, step: int, config: Config, name: str, value: float) -> None:
         """A setting was changed from outside; a run that goes on later has it too."""

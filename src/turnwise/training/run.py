@@ -123,8 +123,8 @@ def evaluate(
     target: str | Path | Run | PolicySampler,
     *,
     env: Any = None,
-    step: str | int | None = None,
     reward: RewardFunction | Mapping[str, Any] | None = None,
+    step: str | int | None = None,
     overrides: Sequence[str] = (),
     **sections: Any,
 ) -> Evaluation:
@@ -133,10 +133,10 @@ def evaluate(
     Args:
         target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
         env: The world to play, by name or as an object, or options of the section `env`; default: the run's own.
+        reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
+            section `reward`. Default: the function that the run was trained with; another world has its own rewards. A
+            directory cannot hold a function: pass the same one again.
         step: best, last or a number, for runs.
-        reward: A function of (task, messages), or the options of the section `reward`. Default: the run's own; in
-            another world, that world's rewards. A run that was started with a function and is read from its directory
-            needs it again.
         overrides: Options as on the command line: `["eval.tasks=8"]`.
         sections: Any section of the config as a dict: `eval={"tasks": 8}`.
 

@@ -21,14 +21,14 @@ from turnwise.credit.branching import with_branched_share
 from turnwise.credit.shaping import shape_group
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.methods.base import Kept, Method
+from turnwise.methods.base import Kept, Method, checked_kept
 from turnwise.methods.sft import Dialogue
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
-from turnwise.rollout.stats import RolloutStats
+from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.training.assemble import Parts, ShuffledItems
 from turnwise.training.checkpoint import RunState
 from turnwise.training.pool import (
@@ -82,6 +82,7 @@ class Stream:
         self._renderer = renderer
         self.pool = pool
         self._quarantine = quarantine
+        self.failures = FirstFailures()
         self._newest = NewestSampler(sampler.client, sampler.version)
         self._watchdog = watchdog
         self._slots = asyncio.Semaphore(parts.rollout.max_concurrency)
@@ -169,7 +170,9 @@ class Stream:
             del self._playing[task]
             task.result()
         if self._quarantine.world is not None:
-            raise TurnwiseError(f"the world {self._parts.world.name} keeps failing: {self._quarantine.world}")
+            raise TurnwiseError(
+                f"the world {self._parts.world.name} keeps failing: {self._quarantine.world}"
+            ) from self.failures.first
 
     async def _play(self, entry: PoolEntry) -> None:
         rollout = self._rollout()
@@ -186,6 +189,7 @@ class Stream:
         else:
             assert isinstance(source, PlayGroups)
             rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
+        rollout.stats.failures = self.failures
         if parts.config.rollout.kv_across_updates == "keep":
             pick: Callable[[], VersionedSampler] = self._newest.pinned
             rollout.pick_sampler = pick
@@ -287,6 +291,8 @@ class Supply:
         self._quarantine = Quarantine(
             task_after=parts.rollout.quarantine_task_after, world_after=parts.rollout.quarantine_world_after
         )
+        self.failures = FirstFailures()
+        """Is told every failure of an attempt as it happens."""
         self._stored: ShuffledItems[Any] | None = None
         self.stream: Stream | None = None
         """What plays; None where stored data is read."""
@@ -325,6 +331,7 @@ class Supply:
         if state.quarantine is not None:
             self._quarantine.restore(state.quarantine)
         self.stream = Stream(self._parts, self._renderer, pool, self._quarantine, sampler, self._watchdog)
+        self.stream.failures = self.failures
         self.stream.begin(num_batches)
 
     async def batch(self, number: int) -> Batch:
@@ -337,7 +344,7 @@ class Supply:
         num_ended = sum(dropped.why == "ended_before_branch" for dropped in result.dropped)
         groups = with_branched_share([shape_group(group, parts.shaping) for group in result.groups], num_ended)
         played = replace(result, groups=groups)
-        kept = cast(Method, parts.method).keep(played.groups)
+        kept = checked_kept(cast(Method, parts.method).keep(played.groups), parts.method, len(played.groups))
         return Batch(played=played, kept=kept, as_played=result.groups, items=kept.groups, taken=taken)
 
     def publish(self, sampler: VersionedSampler) -> None:

@@ -1,1 +1,1 @@
-"""What a run shows and obeys: status, deadlines, steering, alarms, metrics, loggers, the terminal."""
+"""What a run shows and which commands it obeys: status, deadlines, steering, alarms, metrics, loggers, terminal."""

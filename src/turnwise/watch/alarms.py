@@ -1,10 +1,11 @@
-"""Alarms: metrics that left their bands, with what is wrong, why it matters and what to change.
+"""Alarms: which metric left its band, why it matters and what to change.
 
-Four things are watched: the gap between the weights that sampled and those that learn (KL), the share of a batch that
-still counts (ESS), the share of groups that were too old to use, and the policy's entropy. An alarm is reported when a
-number leaves its band and again when it is back, not at every step between.
+Five things are watched: the gap between the weights that sampled and those that learn (KL), the share of a batch that
+still counts (ESS), the share of groups that were too old to use, the policy's entropy, and gradients that are exactly 0
+step after step. An alarm is reported when a number leaves its band and again when it returns, not at every step
+between.
 
-Rising entropy alone is no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
+Rising entropy alone causes no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
 arXiv:2509.02544). It is an alarm if the reward has fallen too. Each turn and each kind of reply is watched separately.
 """
 
@@ -26,6 +27,8 @@ BASELINE_STEPS = 3
 """The first steps, whose mean entropy is the baseline of later ones."""
 MIN_RISE = 0.05
 """Nats per token: a smaller rise does not count, even if it is a large multiple of a small baseline."""
+ZERO_GRADIENT_STEPS = 3
+"""Steps in a row that learned from tokens, and whose gradient was exactly 0: one such step may be an accident."""
 REWARD_STEPS = 5
 """Length in steps of the stretches whose mean rewards are compared: the last one and the best one before."""
 REWARD_ERRORS = 3.0
@@ -86,6 +89,8 @@ class Alarm:
             return f"alarm over: {what} is {self.value:.3g}, and the reward has not fallen"
         if self.is_over:
             return f"alarm over: {what} is {self.value:.3g} again (band ends at {self.bound:.3g})"
+        if self.name == "zero_gradient":
+            return f"alarm: {what} is {self.value:.0f}: {why}. {remedy}"
         side = "under" if self.value < self.bound else "over"
         return f"alarm: {what} is {self.value:.3g}, {side} {self.bound:.3g}: {why}. {remedy}"
 
@@ -103,18 +108,23 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "stale": (
         "the share of groups that were too old",
-        "what was played is thrown away, and long dialogues go first",
+        "attempts are thrown away, long dialogues first",
         "Lower train.max_wait to train.max_staleness, raise train.max_staleness, or play fewer tasks per step",
     ),
     "entropy_low": (
         "the entropy per token, as a share of what it was,",
-        "the policy says almost the same every time, and its groups stop to differ",
+        "the policy says almost the same every time, so the attempts of a group no longer differ",
         "Lower train.learning_rate, set method.entropy_coef=0.001, or add method.kl_coef",
     ),
     "entropy_high": (
         "the entropy per token{place}, as a share of what it was,",
-        "the reward has fallen, too: the policy is coming apart and says anything",
+        "the reward has fallen too: the policy's replies become random",
         "Lower train.learning_rate, add method.kl_coef, or look at the rewards",
+    ),
+    "zero_gradient": (
+        "the number of steps in a row with a gradient of exactly 0",
+        "tokens were learned from, and the weights did not move",
+        "Check that the loss depends on its logprobs (no detach()), and that advantages and weights are not all 0",
     ),
 }
 
@@ -131,6 +141,8 @@ class AlarmState(TypedDict):
     """Rewards of the last steps."""
     best_rewards: NotRequired[list[float]]
     """Rewards of the best stretch of steps so far."""
+    zero_gradients: NotRequired[int]
+    """Steps in a row with a gradient of exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +167,7 @@ class Alarms:
     """Metric to its values in the first steps."""
     _rewards: list[float] = field(default_factory=list[float])
     _best_rewards: list[float] = field(default_factory=list[float])
+    _num_zero_gradients: int = 0
 
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """The alarms that began or ended with this step."""
@@ -184,6 +197,7 @@ class Alarms:
             entropies_by_place={name: first for name, first in self._entropies.items() if name != WHOLE},
             rewards=list(self._rewards),
             best_rewards=list(self._best_rewards),
+            zero_gradients=self._num_zero_gradients,
         )
 
     def restore(self, state: AlarmState) -> None:
@@ -192,6 +206,7 @@ class Alarms:
         self._entropies = {name: list(first) for name, first in {WHOLE: state["entropies"], **places}.items()}
         self._rewards = list(state.get("rewards", []))
         self._best_rewards = list(state.get("best_rewards", []))
+        self._num_zero_gradients = state.get("zero_gradients", 0)
 
     def _readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
         """The watched metrics that this step measured."""
@@ -199,12 +214,17 @@ class Alarms:
         readings: list[_Reading] = []
         kl, ess = metrics.get("train/kl_sampler_trainer_k2"), metrics.get("train/ess_fraction")
         if kl is not None:
-            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is out, too
+            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is outside the band too
         if ess is not None:
             readings.append(_Reading("ess", ess, config.min_ess, not ess >= config.min_ess))
         stale = metrics.get("pool/stale_share")
         if stale is not None:
             readings.append(_Reading("stale", stale, config.max_stale_share, stale > config.max_stale_share))
+        norm = metrics.get("train/grad_norm")
+        if norm is not None:  # a step that learned from nothing has none
+            self._num_zero_gradients = self._num_zero_gradients + 1 if norm == 0 else 0
+            count, bound = float(self._num_zero_gradients), float(ZERO_GRADIENT_STEPS)
+            readings.append(_Reading("zero_gradient", count, bound, count >= bound))
         return readings + self._entropy_readings(metrics)
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:

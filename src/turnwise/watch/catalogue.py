@@ -1,4 +1,4 @@
-"""The catalogue of metrics: name, unit, meaning, and the file that emits it. `docs/metrics.md` is made from it.
+"""The catalogue of metrics: name, unit, meaning, and the file that emits it. `docs/metrics.md` is generated from it.
 
 To add a metric, emit it and add its row here; the test suite refuses a name that is not in the catalogue. A name in
 braces stands for several: `rollout/stop_{end_reason}_share` has one metric for each end reason. The part before the
@@ -40,7 +40,7 @@ BLANKS: Mapping[str, Iterable[str] | None] = {
     "state": ("queued", "running", "done", "consumed", "dropped"),
     "side": ("low", "high", "dual"),
 }
-"""What a name in braces stands for; None: any word, such as a number that a world gives its attempts."""
+"""What a name in braces stands for. None means any word, such as a number that a world gives its attempts."""
 
 
 def _rows(emitter: str, *rows: tuple[str, str, str]) -> list[Metric]:
@@ -227,7 +227,7 @@ def metrics_page() -> str:
 
 @cache
 def _patterns() -> list[tuple[Metric, re.Pattern[str]]]:
-    """Plain names come first: a name that is listed is not taken for one of a pattern."""
+    """A pattern for each row. Plain names come first, so that a listed name does not match a pattern."""
 
     def fill(match: re.Match[str]) -> str:
         known = BLANKS[match.group(1)]

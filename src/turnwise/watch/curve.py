@@ -1,7 +1,7 @@
-"""Learning curves as SVG pictures, written by hand: any browser shows them, and nothing has to be installed.
+"""Learning curves as SVG pictures, written without a library: any browser shows them.
 
-Of one run: held-out success with its 95 % interval, and the mean reward of each training batch, over steps. Of several
-runs: their held-out success in one picture.
+The picture of one run shows held-out success with its 95 % interval, and the mean reward of each training batch, over
+steps. The picture of several runs shows their held-out success.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def curve_svg(
     rates: Points = (),
     best: EvaluationRow | None = None,
 ) -> str:
-    """Success and reward over steps; the learning rate where it changed, and a ring around the best checkpoint."""
+    """Draw success and reward over steps, the learning rate if it changed, and a ring around the best checkpoint."""
     measured = [e for e in evaluations if math.isfinite(e.success)]
     axes = _Axes(max([1.0, *(float(e.step) for e in measured), *(step for step, _ in rewards)]))
     low, high = _range([value for _, value in rewards])
@@ -89,7 +89,7 @@ def _rate_line(axes: _Axes, rates: Points) -> list[str]:
 
 
 def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
-    """Held-out success of several runs over their steps; if a step has several evaluations, the last one."""
+    """Draw the held-out success of several runs over steps; if a step has several evaluations, the last one counts."""
     axes = _Axes(max([1.0, *(float(row.step) for rows in runs.values() for row in rows)]))
     parts = [*_frame(title, HEIGHT + LEGEND_HEIGHT * len(runs)), *axes.grid(TEXT_COLOR)]
     parts.append(_text(LEFT, TOP - 6, "held-out success, 95 % intervals", "start", TEXT_COLOR))

@@ -1,4 +1,4 @@
-"""Ctrl-C that loses nothing: the first one ends the run at the next safe place, a second one ends it at once."""
+"""Ctrl-C without loss: the first one ends the run at the next safe place, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interrupt:
         self._task: asyncio.Task[Any] | None = None
         self._has_signals = False
         self.is_by_signal = False
-        """Ctrl-C or SIGTERM asked, not a call."""
+        """Whether Ctrl-C or SIGTERM asked, and not a call."""
 
     def ask(self) -> None:
         """Stop the run at the next safe place."""
@@ -50,7 +50,7 @@ class Interrupt:
         self.ask()
 
     def stop_now(self) -> None:
-        """Stop at once, and save nothing: as a second Ctrl-C does."""
+        """Stop at once and save nothing, like a second Ctrl-C."""
         self._is_asked = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._raise_now)
@@ -62,7 +62,7 @@ class Interrupt:
             raise Interrupted("stopped")
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or cancel it, let it clean up, and raise when somebody asks to stop."""
+        """Await `work`. If somebody asks to stop, cancel it, let it clean up, and raise."""
         task = asyncio.create_task(work)
         asked = asyncio.create_task(self._asked.wait())
         try:
@@ -77,9 +77,9 @@ class Interrupt:
 
     @contextmanager
     def attached(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Stop the run of the current task: when somebody calls `ask`, and on Ctrl-C and SIGTERM.
+        """While this context is open, `ask`, Ctrl-C and SIGTERM stop the current task's run.
 
-        Signals reach the main thread alone. A run in another thread is stopped by calls.
+        Only the main thread receives signals. A run in another thread is stopped by calls.
         """
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._has_signals = threading.current_thread() is threading.main_thread()
@@ -107,7 +107,7 @@ class Interrupt:
                 self._loop.remove_signal_handler(number)
 
     def _raise_now(self) -> None:
-        """Runs on the event loop."""
+        """Raise the stop in the run. Runs on the event loop."""
         self._drop_signals()
         if self._has_signals:
             signal.raise_signal(signal.SIGINT)

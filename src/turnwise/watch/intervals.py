@@ -1,10 +1,10 @@
-"""Numbers with 95 % intervals. Several attempts at one task are not independent: intervals count them as what they are.
+"""Numbers with 95 % intervals, which take into account that several attempts at one task are not independent.
 
-A success rate gets Wilson's interval, which stays inside [0, 1] and says something at 0 and 1. With several attempts
-per task its sample size is the effective one, between the number of tasks and the number of attempts, that the spread
-between tasks allows. That spread is itself measured on the tasks only: the quantile is Student's, with one degree of
-freedom less than there are tasks, as in surveys of clusters (Korn and Graubard 1998). A mean reward gets Student's
-interval over the means of tasks.
+A success rate gets Wilson's interval, which stays inside [0, 1] and is useful at 0 and 1 too. With several attempts per
+task, it uses the effective sample size, which depends on how much tasks differ and lies between the number of tasks and
+the number of attempts. That difference is itself estimated from the tasks, so the quantile is Student's, with one
+degree of freedom less than there are tasks, as in surveys of clusters (Korn and Graubard 1998). A mean reward gets
+Student's interval over the means of tasks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ at 94 % or more for 4 to 64 tasks with 2 to 16 attempts each, also where most ta
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A measured number and where it lies with 95 % confidence; nan where nothing was measured."""
+    """A measured number and its 95 % confidence interval; nan if nothing was measured."""
 
     value: float
     low: float
@@ -60,7 +60,7 @@ def success_interval(outcomes_by_task: Sequence[Sequence[bool]]) -> Interval:
     if num_tasks == len(outcomes):
         return wilson(rate, num_tasks)  # independent trials
     if num_tasks == 1:
-        return wilson(rate, 1)  # how much tasks differ is unknown: as if all attempts were one
+        return wilson(rate, 1)  # with one task, the difference between tasks is unknown: count all attempts as one
     return wilson(rate, _effective_size(tasks), quantile=_student(num_tasks - 1))
 
 
@@ -89,7 +89,7 @@ def _student(freedom: int) -> float:
 
 
 def _effective_size(tasks: Sequence[Sequence[bool]]) -> float:
-    """Independent trials that would say as much as these attempts at two tasks or more."""
+    """The number of independent trials that would give as much information as these attempts at two or more tasks."""
     num_tasks, num_attempts = len(tasks), sum(len(task) for task in tasks)
     rate = sum(sum(task) for task in tasks) / num_attempts
     variance = float(np.var([np.mean(task) for task in tasks], ddof=1)) / num_tasks
@@ -97,7 +97,7 @@ def _effective_size(tasks: Sequence[Sequence[bool]]) -> float:
         size = float(num_tasks) if rate in (0, 1) else float(num_attempts)
     else:
         size = min(float(num_attempts), max(float(num_tasks), rate * (1 - rate) / variance))
-    # A few tasks may look alike by chance. A share of the worst case, attempts at a task that all end alike, keeps the
-    # interval honest; it fades as tasks are added.
+    # A few tasks may look alike by chance. So a share of the worst case is added, in which all attempts at a task end
+    # alike; it becomes smaller with more tasks.
     doubt = DOUBTED_TASKS / (num_tasks + DOUBTED_TASKS)
     return 1 / ((1 - doubt) / size + doubt / num_tasks)

@@ -15,15 +15,15 @@ EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 class MetricLogger(Protocol):
-    """An object that takes metrics, such as one of your own in `turnwise.train(..., loggers=[it])`."""
+    """An object that receives metrics. Pass your own with `turnwise.train(..., loggers=[it])`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step or of an evaluation."""
+        """Receive the metrics of a step or of an evaluation."""
         ...
 
 
 class LoggerObserver(ForwardingObserver):
-    """Hands the metrics of a run to a logger; its `close`, where it has one, is called at the end."""
+    """Gives a run's metrics to a logger; calls the logger's `close` at the end, if it has one."""
 
     def __init__(self, logger: MetricLogger) -> None:
         self._logger = logger
@@ -65,7 +65,7 @@ def open_loggers(
             module = _module(name, name)
             try:
                 module.init(project=project, name=run_name, config=dict(settings))
-            except getattr(module, "Error", ()) as cause:  # wandb's, of somebody who is not logged in above all
+            except getattr(module, "Error", ()) as cause:  # above all from wandb, if the user is not logged in
                 raise ConfigError(
                     f"{name} does not start: {cause} Log in, set WANDB_MODE=offline, or leave it out of run.loggers"
                 ) from cause

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: the terminal view, loggers, a notebook's progress, and your own code.
+"""Observers of a run: the terminal view, loggers, a notebook's progress, and your own code.
 
     class PrintReward(Observer):
         def step(self, step, num_steps, metrics):
@@ -6,9 +6,9 @@
 
     turnwise.train("guess_number", model="tiny", observer=PrintReward())
 
-An observer that raises does not damage the run. It is told nothing more, the run stops at the next safe place as if
-somebody had asked it to stop, saves a checkpoint, and ends with an `ObserverError` that names the observer. The run's
-state is then `stopped`, and it can be resumed. A run that was at its end already stays `finished`.
+An observer that raises does not damage the run. The observer gets no more calls. The run stops at the next safe place,
+saves a checkpoint, and ends with an `ObserverError` that names the observer. The run's state is then `stopped`, and it
+can be resumed. A run that was at its end already stays `finished`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, 
 
 
 class Observer:
-    """Is told what happens in a run, in order. Subclass it and override what you need; the rest does nothing.
+    """Its methods are called when something happens in a run. Subclass it and override what you need.
 
     All calls come from the thread that trains, one at a time, so a slow observer slows the run down.
 
@@ -41,10 +41,10 @@ class Observer:
         """A line for a person, such as an alarm."""
 
     def phase(self, name: str) -> None:
-        """What the run begins to do now: loading the model, evaluating, warming up, training."""
+        """The run begins a phase: loading the model, evaluating, warming up, training."""
 
     def waiting(self, text: str, seconds: float) -> None:
-        """What the run waits for at this moment, and for how long already; called about four times a second."""
+        """The run is waiting for something; called about four times a second with the reason and the seconds so far."""
 
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """A supervised step before training ended; `step` counts from 1."""
@@ -56,10 +56,10 @@ class Observer:
         """An optimizer step ended; `step` counts from 1."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step or of an evaluation, as a logger wants them. Comes once for each set of numbers."""
+        """The numbers of a step or of an evaluation, for loggers. Called once for each set of numbers."""
 
     def attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
-        """An attempt was written down; `phase` is train or eval."""
+        """An attempt was stored; `phase` is train or eval."""
 
     def evaluation(self, row: EvaluationRow) -> None:
         """An evaluation on held-out tasks ended."""
@@ -98,7 +98,7 @@ class ObserverError(TurnwiseError):
 
 
 class Observers(Observer):
-    """Passes every call on to several observers, and keeps the error of the first one that raises."""
+    """Passes every call to several observers, and keeps the error of the first one that raises."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)

@@ -1,4 +1,4 @@
-"""What a finished run prints: before and after with intervals, the curve, the certificate, and a few dialogues."""
+"""The report of a finished run: success before and after, the curve, the certificate, and a few dialogues."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ LABEL_WIDTH = 14
 
 
 def report_lines(run: RunReader, best: EvaluationRow | None, *, title: str, num_dialogues: int) -> list[str]:
-    """Everything, from what the run directory holds; `best` is the evaluation of the best checkpoint."""
+    """The lines of the report, from the run directory; `best` is the evaluation of the best checkpoint."""
     evaluations = run.evaluations()
-    lines = [*_before_and_after(evaluations, best), *_ended_early(run), *_dropped(run), *_not_kept(run)]
+    lines = [
+        *_before_and_after(evaluations, best),
+        *_ended_early(run),
+        *_not_moved(run),
+        *_dropped(run),
+        *_not_kept(run),
+    ]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
@@ -49,7 +55,7 @@ def _before_and_after(evaluations: Sequence[EvaluationRow], best: EvaluationRow 
 
 
 def _ended_early(run: RunReader) -> list[str]:
-    """Why a run made fewer steps than it was asked for."""
+    """Why a run made fewer steps than the config asked for."""
     ends = [event for event in run.events() if event.kind in ("resumed", "solved", "tokens_spent")]
     if not ends or ends[-1].kind == "resumed":
         return []
@@ -62,8 +68,16 @@ def _ended_early(run: RunReader) -> list[str]:
     return [f"{'ended early':<{LABEL_WIDTH}}{why}"]
 
 
+def _not_moved(run: RunReader) -> list[str]:
+    """That no step of the run changed the policy, and why."""
+    ends = [event for event in run.events() if event.kind in ("resumed", "not_moved")]
+    if not ends or ends[-1].kind == "resumed":
+        return []
+    return [f"{'not trained':<{LABEL_WIDTH}}no step moved the weights: {ends[-1].detail['why']}"]
+
+
 def _dropped(run: RunReader) -> list[str]:
-    """What was not trained on, over the whole run, by reason."""
+    """Attempts of the whole run that were not trained on, by reason."""
     totals = {name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "dropped_" in name}
     parts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "method/" in name]
     attempts = [f"{count:.0f} {name.partition('dropped_')[2]}" for name, count in totals.items() if "rollout/" in name]
@@ -72,18 +86,22 @@ def _dropped(run: RunReader) -> list[str]:
 
 
 def _not_kept(run: RunReader) -> list[str]:
-    """What the size rule removed from run.db."""
+    """Attempts that were removed from run.db to keep it small."""
     counts: Counter[tuple[str, str]] = Counter()
     for event in run.events("dropped"):
         counts[event.detail["what"], event.detail["phase"]] += event.detail["num_trajectories"]
     said = ", ".join(f"{what} of {count} {phase} attempts" for (what, phase), count in counts.items())
-    return [f"{'not kept':<{LABEL_WIDTH}}{said}, the oldest: run.max_size_mb bounds run.db"] if said else []
+    return (
+        [f"{'not kept':<{LABEL_WIDTH}}{said}, the oldest ones, because run.max_size_mb limits run.db"] if said else []
+    )
 
 
 def _certificate(run: RunReader) -> str:
     rows = run.certificates()
     if not rows:
-        return "none: no step learned from attempts of its own"
+        return "none: no step learned from attempts of this run"
+    if not any(name.startswith("train/") for name in run.metric_names()):
+        return f"no token was trained; turnwise certify {run.directory}"
     bad = [row.step for row in rows if not row.is_exact]
     steps = ", ".join(str(row.step) for row in rows)
     verdict = f"NOT exact at step {bad[0]}" if bad else "every trained token is a sampled token"
@@ -91,7 +109,7 @@ def _certificate(run: RunReader) -> str:
 
 
 def _chosen(run: RunReader, evaluations: Sequence[EvaluationRow], count: int) -> list[AttemptRow]:
-    """A success, a failure, and more successes, of the last evaluation; of the last steps where there was none."""
+    """A success, a failure, and more successes of the last evaluation; without one, of the last steps."""
     step = evaluations[-1].step if evaluations else None
     rows = [row for row in run.attempts(phase="eval", step=step) if row.num_turns] if evaluations else []
     rows = rows or [row for row in run.attempts(phase="train") if row.num_turns][-count:]
@@ -106,6 +124,9 @@ def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
     lines = [f"--- attempt {row.id}: {row.task_id}, {verdict}, reward {row.reward:g}"]
     for message, reward in run.dialogue(row.id):
         lines.append(message_line(message, reward))
+    failure = run.failure(row.id)
+    if failure is not None:
+        lines.append(f"{'failed':>9}  by {failure.party}: {failure.detail}")
     return lines
 
 

@@ -1,7 +1,7 @@
 """What a run is doing now, in a small file of its directory that is written about once a second.
 
 The process that trains holds a lock on `run.lock`, and the lock ends with the process, however it ends. So only one
-process trains a run at a time, and others can tell a run that goes on from one that was killed.
+process trains a run at a time, and other processes can tell whether a run is alive or was killed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Status:
 
 
 def write_status(directory: Path, status: Status) -> None:
-    """Write the whole file or nothing. A full disk costs the status, not the run."""
+    """Write the whole file or nothing. If the disk is full, the status is lost, but the run goes on."""
     unfinished = directory / f".{STATUS_FILE}"
     with contextlib.suppress(OSError):
         unfinished.write_text(json.dumps(asdict(status)), encoding="utf-8")
@@ -81,7 +81,7 @@ def write_status(directory: Path, status: Status) -> None:
 
 
 def read_status(directory: Path) -> Status | None:
-    """The latest look; None where nobody has written one."""
+    """The latest status; None if there is none."""
     try:
         fields: dict[str, Any] = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         waits = tuple(ShownCall(**wait) for wait in fields.pop("waits"))
@@ -92,7 +92,7 @@ def read_status(directory: Path) -> Status | None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Be the only one who trains in a directory."""
+    """Hold the lock that allows only one process to train in a directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         opened = (directory / LOCK_FILE).open("a")
@@ -109,7 +109,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def is_training(directory: Path) -> bool:
-    """Some process trains in the directory right now."""
+    """Whether a process is training in the directory now."""
     try:
         with (directory / LOCK_FILE).open("r") as file:
             return not _lock(file)
@@ -118,7 +118,7 @@ def is_training(directory: Path) -> bool:
 
 
 def memory_mb() -> float:
-    """What this process holds in memory now; 0 where the system does not say."""
+    """Memory of this process in MB; 0 if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

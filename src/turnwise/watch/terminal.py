@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live panel in a terminal or a notebook, else one line per step.
+"""The progress of a run: a live panel in a terminal or a notebook, else one line per step.
 
-Everything is read from the metrics of a step; the view keeps no numbers that the run directory does not have.
+All numbers come from the metrics of a step, which are in the run directory too.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from turnwise.watch.observer import Observer
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
 FIRST_TOLD_S = 10.0
-"""A wait that takes so long is told in a line of its own."""
+"""Report a wait in its own line after this many seconds."""
 RECENT_STEPS = 10
-"""Steps that speed and time left are taken from."""
+"""Number of last steps from which speed and time left are computed."""
 
 
 def open_view(num_steps: int) -> Observer:
-    """The live panel when stdout is a terminal, one that a notebook shows in a notebook, else plain lines."""
+    """Choose the view: a panel if stdout is a terminal, a block in a notebook, else plain lines."""
     if in_notebook():
         return NotebookView(num_steps)
     return LiveView(num_steps) if sys.stdout.isatty() else LineView()
 
 
 def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
-    """The latest values as bars, one character each; values that were not measured leave a gap."""
+    """The latest values as bars, one character each; missing values are gaps."""
     shown = list(values)[-CURVE_WIDTH:]
     known = [value for value in shown if math.isfinite(value)]
     if not known:
@@ -67,17 +67,17 @@ def evaluation_line(row: EvaluationRow) -> str:
 
 
 class _Clock:
-    """Speed and time left, from the last steps."""
+    """Computes speed and time left from the last steps."""
 
     def __init__(self) -> None:
         self._ends = [time.monotonic()]
 
     def restart(self) -> None:
-        """What comes next is another kind of work."""
+        """Start again, because another kind of work begins."""
         self._ends = [time.monotonic()]
 
     def tick(self) -> float:
-        """A step ended; how long it took."""
+        """Count a step that ended; returns its seconds."""
         self._ends.append(time.monotonic())
         return self._ends[-1] - self._ends[-2]
 
@@ -97,7 +97,7 @@ class LineView(Observer):
         print(text, flush=True)
 
     def waiting(self, text: str, seconds: float) -> None:
-        """A line only for what takes long: after ten seconds, twenty, forty ..."""
+        """Print a line if a wait takes long: after ten seconds, twenty, forty ..."""
         if seconds < FIRST_TOLD_S:
             self._told_s = FIRST_TOLD_S
         elif seconds >= self._told_s:
@@ -181,7 +181,7 @@ class LiveView(Observer):
         self._live.update(self.panel())
 
     def panel(self) -> Any:
-        """The view as it is now, ready for rich to print."""
+        """The current view as a rich object."""
         from rich.console import Group
         from rich.padding import Padding
         from rich.panel import Panel
@@ -200,7 +200,7 @@ class LiveView(Observer):
             rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
-        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar by itself ends no line
+        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar does not end its line
         lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
         return Panel(Group(title, bar, rows, *lines), expand=False)
 
@@ -214,7 +214,7 @@ def in_notebook() -> bool:
 
 
 class NotebookView(Observer):
-    """One block below the cell that is redrawn in place, with the curve as bars; evaluations and messages stay."""
+    """One block below the cell that is redrawn in place, with the curve as bars; evaluations and messages remain."""
 
     def __init__(self, num_steps: int) -> None:
         from IPython.display import display  # pyright: ignore[reportMissingImports] - there is one: `in_notebook`
@@ -265,7 +265,7 @@ def _critic_summary(metrics: Mapping[str, float]) -> str:
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
-    """A step in one line; what was not measured is left out."""
+    """A step in one line, without the numbers that were not measured."""
     parts = []
     for label, key, form in (
         ("reward", "rollout/reward_mean", ".3f"),
@@ -285,7 +285,7 @@ def _summary(metrics: Mapping[str, float]) -> str:
 
 
 def _dropped(metrics: Mapping[str, float]) -> list[str]:
-    """Attempts of a step that nobody learns from, by reason; nothing where there are none."""
+    """Attempts of a step that are not learned from, by reason; empty if there are none."""
     prefix = "rollout/dropped_"
     counts = [f"{value:.0f} {key.removeprefix(prefix)}" for key, value in metrics.items() if key.startswith(prefix)]
     return [f"dropped {', '.join(counts)}"] if counts else []

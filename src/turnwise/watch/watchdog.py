@@ -1,4 +1,4 @@
-"""Deadlines for everything that the training loop awaits, so that a run never hangs without a word.
+"""Deadlines for everything that the training loop awaits, so that a run never hangs silently.
 
 The loop awaits the trainer through `call`, which has a deadline, and attempts through `any_of`. Attempts have deadlines
 of their own, so `any_of` only requires that some call returns from time to time. A party that does not answer in time
@@ -27,8 +27,7 @@ class StalledError(TurnwiseError):
 
     def __init__(self, party: str, detail: str) -> None:
         super().__init__(
-            f"{party}: {detail}. The run was stopped; go on with it with turnwise train --resume, from its last "
-            "checkpoint"
+            f"{party}: {detail}. The run was stopped; turnwise train --resume continues from its last checkpoint"
         )
         self.party = party
 
@@ -76,7 +75,7 @@ class Watchdog:
                     num_over, moved_s = self._calls.num_over, time.monotonic()
                 elif time.monotonic() - moved_s > self._stall_deadline_s:
                     raise StalledError(
-                        "attempts", f"nothing came back for {self._stall_deadline_s:.3g} s; {self.told()}"
+                        "attempts", f"no call returned for {self._stall_deadline_s:.3g} s; {self.told()}"
                     )
         finally:
             self.reason = ""
@@ -84,4 +83,4 @@ class Watchdog:
     def told(self) -> str:
         """The calls that have been pending longest, in words."""
         oldest = "; ".join(str(call) for call in self._calls.oldest(3))
-        return f"{self.reason or 'nothing'}; longest waits: {oldest or 'none, which is a bug of ours'}"
+        return f"{self.reason or 'nothing'}; longest waits: {oldest or 'none, which is a bug in turnwise'}"

@@ -54,7 +54,7 @@ def test_every_engine_setting_is_reached_from_train_and_from_serve() -> None:
     given = {"models": ("tiny",), "data_dir": Path("x"), "engine.device": "cpu"}
     config = build_section(ServeConfig, given, ["engine.block_size=32", "engine.prefix_cache=false", "gap_s=5"])
     assert (config.engine.device, config.engine.block_size, config.engine.prefix_cache) == ("cpu", 32, False)
-    with pytest.raises(ConfigError, match=r"engine\.device=cuda, and a flag says cpu"):
+    with pytest.raises(ConfigError, match=r"engine\.device=cuda contradicts a flag that sets cpu"):
         build_section(ServeConfig, given, ["engine.device=cuda"])
     assert all(option.description.endswith(".") for option in options(ServeConfig))
 

@@ -67,5 +67,5 @@ def test_two_spellings_that_differ_are_refused(overrides: list[str], tmp_path: P
 
 def test_options_that_must_be_off_are_taken_when_they_are() -> None:
     assert load_config("guess_number", ["generator.sampling_params.top_p=1"]) == load_config("guess_number")
-    with pytest.raises(ConfigError, match="would draw from a cut distribution"):
+    with pytest.raises(ConfigError, match="would sample from a truncated distribution"):
         load_config("guess_number", ["generator.sampling_params.top_k=40"])

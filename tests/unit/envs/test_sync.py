@@ -340,7 +340,7 @@ def test_what_is_no_env_is_refused_with_what_is_missing() -> None:
     class HalfAnEnv:
         def start(self) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"HalfAnEnv has no step\(\)"):
+    with pytest.raises(ConfigError, match=r"HalfAnEnv has no step\(reply\)"):
         as_env(HalfAnEnv())
 
 

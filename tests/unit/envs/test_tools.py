@@ -116,7 +116,7 @@ def test_a_tool_that_breaks_fails_the_attempt_and_is_blamed(error: Exception) ->
     with pytest.raises(AttemptFailed) as failed:
         call(failing(error), "fetch")
     assert failed.value.party is Party.TOOL
-    assert failed.value.detail == f"fetch: {error!r}"
+    assert failed.value.detail.startswith(f"fetch: {error!r} at tests/unit/envs/test_tools.py:")
 
 
 def test_blame_given_further_in_stays() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnvironmentWorld
-from turnwise.envs.base import EnvStep, Task, assistant, user
+from turnwise.envs.base import Env, EnvStep, Task, assistant, user
+from turnwise.envs.check import check_env
 from turnwise.envs.worlds import EnvClassWorld, as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -124,5 +125,28 @@ def test_a_base_environment_class_without_a_dataset_is_refused() -> None:
 
 
 def test_an_env_object_is_no_world() -> None:
-    with pytest.raises(ConfigError, match="Dice gives an env; expected a world"):
+    with pytest.raises(ConfigError, match="Dice gives an env, an object of Dice; pass the class Dice itself"):
         as_world(Dice(0))
+
+
+class _NoStep:
+    def __init__(self, seed: int) -> None: ...
+    def start(self) -> list[Message]:
+        return [user("Say hi.")]
+
+    def close(self) -> None: ...
+
+
+class _ForgotStep(Env):  # the base declares `step` and does not write it
+    def __init__(self, seed: int) -> None: ...
+    async def start(self) -> list[Message]:
+        return [user("Say hi.")]
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("env_class", [_NoStep, _ForgotStep])
+def test_an_env_class_without_step_is_told_what_an_env_has(env_class: type) -> None:
+    for check in (as_world, check_env):
+        with pytest.raises(ConfigError, match=r"has no step\(reply\); an env has start\(\), step"):
+            check(env_class)

@@ -108,3 +108,12 @@ def test_a_function_that_was_passed_is_known_by_name_in_this_process_and_another
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "was passed as a Python function" in run.stderr
     assert "pass it again" in run.stderr
+
+
+def test_a_loss_with_other_parameters_is_refused_before_a_model_is_loaded() -> None:
+    def one(logprobs): ...
+    def named(*, logprobs, columns): ...
+
+    for wrong in (one, named):
+        with pytest.raises(ConfigError, match=r"cannot be called with \(logprobs, columns\); expected a function of"):
+            outside_info(wrong)

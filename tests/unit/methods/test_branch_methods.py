@@ -119,7 +119,7 @@ def test_a_pair_from_two_states_is_refused() -> None:
     early, late = make_continuation(0, 1.0, turn=1), make_continuation(1, 0.0, turn=2)
     with pytest.raises(DataError, match="differ before turn 2"):
         PreferencePair(chosen=early, rejected=late, branch_turn=2)
-    with pytest.raises(DataError, match="attempts at t and at u"):
+    with pytest.raises(DataError, match="attempts at two tasks: t and u"):
         PreferencePair(chosen=early, rejected=replace(late, task_id="u"))
     with pytest.raises(DataError, match="has 4 turns, and its pair branches at turn 4"):
         PreferencePair(chosen=early, rejected=early, branch_turn=4)

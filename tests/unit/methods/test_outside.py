@@ -13,9 +13,9 @@ from pydantic import Field
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, config_to_yaml, load_config, override_config
 from turnwise.errors import ConfigError
-from turnwise.methods.base import DataConfig, MethodSetup
+from turnwise.methods.base import PLAY_GROUPS, DataConfig, MethodSetup, checked_kept
 from turnwise.methods.grpo import Grpo
-from turnwise.methods.lookup import as_method_options, read_method
+from turnwise.methods.lookup import as_method_options, check_method, read_method
 from turnwise.methods.options import FreeLoss, MethodOptions, Weighed
 from turnwise.trajectory import TrajectoryGroup
 
@@ -112,7 +112,7 @@ def test_python_takes_a_class_its_options_or_a_built_method() -> None:
     assert (passed.method.loss, passed.method.loss_config) == ("ppo", {"dual_clip": 3.0})
     assert override_config(passed, ["train.steps=3"]).method is passed.method
     assert override_config(passed, ["method=rloo"]).method == read_method("rloo")
-    with pytest.raises(ConfigError, match="loss_fn beside a method that is built"):
+    with pytest.raises(ConfigError, match="loss_fn is given beside a method that is built"):
         override_config(passed, ["loss=cispo"])
     another = CappedGrpo(loss_fn="ppo", loss_config={}, cap=0.25)
     assert as_method_options(another).name != passed.method.name, "two objects are never mixed up"
@@ -138,3 +138,28 @@ def test_a_method_that_is_not_there_says_what_it_needs(tmp_path: Path) -> None:
 
     with pytest.raises(NotImplementedError, match=r"Unfinished.build\(setup\) is missing"):
         Unfinished().build(MethodSetup(data=DataConfig(), group_size=4, max_turns=1, max_tokens=4))
+
+
+class _PlainOptions:
+    class Options:
+        pass
+
+
+class _NoLessons:
+    source, loss_fn, loss_config = PLAY_GROUPS, "ppo", {}
+
+
+def test_a_method_that_lacks_something_says_what_before_anything_is_spent() -> None:
+    with pytest.raises(ConfigError, match="its Options does not inherit from MethodOptions"):
+        as_method_options(_PlainOptions)
+    with pytest.raises(ConfigError, match="_NoLessons has no lessons and no keep; a method has source, loss_fn"):
+        as_method_options(_NoLessons())
+    with pytest.raises(ConfigError, match=r"Mine\.build\(setup\) returned NoneType, which has no source"):
+        check_method(None, "Mine.build(setup)")
+    with pytest.raises(ConfigError, match=r"_NoLessons\.keep\(groups\) returned list; expected Kept\(groups"):
+        checked_kept([], _NoLessons(), 0)
+
+
+def test_a_misspelt_option_of_an_own_method_names_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"method\.capp is not an option of .*; did you mean method\.cap\?"):
+        read_method({"name": CappedGrpo.Options.path(), "capp": 0.5})

@@ -43,7 +43,7 @@ def test_title_and_text_are_read_in_place_of_contents(tmp_path: Path) -> None:
         ('{"id": 1}', "line 1 has no text"),
         ('{"id": 1, "contents": " "}', "line 1 has no text"),
         ('{"id": [1], "contents": "x"}', r"line 1: id is \[1\]"),
-        ('{"id": 1, "contents": "x"}\n{"id": "1", "contents": "y"}', "line 2: id '1' was there before"),
+        ('{"id": 1, "contents": "x"}\n{"id": "1", "contents": "y"}', "line 2: id '1' was used before"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(text: str, problem: str, tmp_path: Path) -> None:

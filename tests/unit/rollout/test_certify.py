@@ -94,8 +94,8 @@ def test_untrained_turns_are_checked_for_their_place_and_not_for_logprobs() -> N
     [
         ({12: 0.5}, 0, 2, "only the last token"),
         ({13: -0.5}, 1, 0, "only the first token"),
-        ({16: 0.9, 17: 0.8}, 2, 1, "the turns before hold"),
-        ({10: 0.9, 11: 0.9, 12: 0.9}, 0, 0, "off from the start"),
+        ({16: 0.9, 17: 0.8}, 2, 1, "the turns before are exact"),
+        ({10: 0.9, 11: 0.9, 12: 0.9}, 0, 0, "all turns differ"),
         ({10: 0.1, 11: 0.1, 12: 0.1}, 0, 0, "rounded differently"),
         ({11: float("nan")}, 0, 1, "no logprob"),
     ],

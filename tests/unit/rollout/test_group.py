@@ -132,9 +132,11 @@ async def test_an_attempt_that_stays_failed_is_set_apart_and_never_scored(render
     (group,) = result.groups
     assert len(group.trajectories) == 3
     assert group.rewards == [1.25] * 3  # no zero for the one whose sandbox died
-    assert [t.failure for t in group.failed] == [
-        Failure(party=Party.ENV, detail="step: RuntimeError('the sandbox died')")
-    ]
+    (failure,) = [t.failure for t in group.failed]
+    assert failure is not None
+    assert failure.party is Party.ENV
+    place = "tests/unit/rollout/test_group.py:"
+    assert failure.detail.startswith(f"step: RuntimeError('the sandbox died') at {place}"), "and the user's own line"
     assert result.stats.metrics()["rollout/dropped_env_failed"] == 1
 
 

@@ -35,12 +35,14 @@ class CoinWorld:
     max_tokens: int = 4
     is_constant: bool = False
     is_easy: bool = False
+    is_broken: bool = False
+    """Every step raises."""
 
     def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:  # noqa: ARG002
         return [Task(id=f"{split}-{index}", data={"index": index}) for index in range(count)]
 
     def make_env(self, task: Task, seed: int) -> CoinEnv:  # noqa: ARG002
-        return CoinEnv(is_right=self.is_easy or (seed % 2 == 0 and not self.is_constant))
+        return CoinEnv(is_right=self.is_easy or (seed % 2 == 0 and not self.is_constant), is_broken=self.is_broken)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002
         return [[user("heads or tails?"), assistant("heads")]] * count
@@ -49,11 +51,14 @@ class CoinWorld:
 @dataclass(slots=True)
 class CoinEnv:
     is_right: bool
+    is_broken: bool = False
 
     async def start(self) -> Sequence[Message]:
         return [user("heads or tails?")]
 
     async def step(self, reply: Message) -> EnvStep:  # noqa: ARG002
+        if self.is_broken:
+            raise ValueError("no such coin")
         return EnvStep(reward=float(self.is_right), terminated=True, is_success=self.is_right)
 
     async def close(self) -> None:

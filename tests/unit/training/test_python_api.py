@@ -129,8 +129,8 @@ def test_what_was_steered_just_before_the_end_is_kept_and_nothing_is_steered_aft
 
 
 def test_two_worlds_at_once_are_refused_and_a_file_lends_its_settings_to_another_world(tmp_path: Path) -> None:
-    for target, env in (("guess_number", Quiz), (Quiz, Quiz), (Quiz, "guess_number"), (Quiz, {"name": "key_door"})):
-        with pytest.raises(ConfigError, match="are two worlds; expected one"):
+    for target, env in (("envs:quiz", Quiz), (Quiz, Quiz), (Quiz, "guess_number"), (Quiz, {"name": "key_door"})):
+        with pytest.raises(ConfigError, match="both are worlds; expected one"):
             tw.train(target, **SMALL, env=env, directory=tmp_path / "two")
     file = tmp_path / "my.yaml"
     file.write_text("env: {name: guess_number, options: {demonstration_skill: 0.5}}\ntrain: {steps: 1}\n")

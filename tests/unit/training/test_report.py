@@ -50,7 +50,10 @@ async def test_a_report_says_what_the_size_rule_did_not_keep(make_rig: MakeRig) 
         writer.event(2, "dropped", what="token arrays", phase="train", num_trajectories=count)
     writer.close()
     lines = report_lines(rig.run(), best_evaluation(rig.run()), title="coin", num_dialogues=0)
-    assert "not kept      token arrays of 5 train attempts, the oldest: run.max_size_mb bounds run.db" in lines
+    assert (
+        "not kept      token arrays of 5 train attempts, the oldest ones, because run.max_size_mb limits run.db"
+        in lines
+    )
 
 
 async def test_replay_without_an_attempt_lists_some(make_rig: MakeRig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import turnwise as tw
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.rloo import Rloo
@@ -181,6 +182,38 @@ def test_a_world_a_reward_a_method_a_loss_and_a_logger_are_passed_as_objects(tmp
     assert more.metrics["step"] == [1, 2, 3]
 
 
+def test_a_run_is_evaluated_with_the_reward_function_that_it_was_trained_with(tmp_path: Path) -> None:
+    def doubled(logprobs: Any, columns: Any) -> Any:
+        return -2 * (logprobs - columns.anchor_logprobs_T).exp() * columns.advantages_T
+
+    small = {**SMALL, "eval": {"tasks": 2, "temperature": 0}}
+    given: dict[str, Any] = {"reward": length_reward, "loss": doubled}
+    with tw.train(Echo, **small, **given, steps=1, directory=tmp_path / "run", observer=SILENT) as run:
+        end = run.evaluations[-1].reward
+        assert end is not None
+        assert end != 0.25, "the world's own reward is 0.25"
+        assert run.last.evaluate().row.reward == pytest.approx(end)
+        assert tw.eval(run, step="last").row.reward == pytest.approx(end)
+        assert tw.eval(run.directory, step="last", reward=length_reward).row.reward == pytest.approx(end)
+        asked = r"started from Python with reward=length_reward.*turnwise.eval\(.*, reward=length_reward\)"
+        with pytest.raises(ConfigError, match=asked):
+            tw.eval(run.directory)
+        assert tw.eval(run.last, overrides=["eval.tasks=1"]).row.num_tasks == 1
+        assert tw.eval(run, env="guess_number", eval={"tasks": 1}).row.num_tasks == 1
+
+
+def test_a_model_is_evaluated_on_a_world_that_is_an_object() -> None:
+    class Local(Echo):
+        """No other process can import it."""
+
+    assert tw.eval("tiny", env=Local, eval={"tasks": 2}).row.reward == 0.25
+
+
+def test_two_worlds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="both are worlds; expected one of them"):
+        tw.train(Echo, **SMALL, env="guess_number", directory=tmp_path / "run", observer=SILENT)
+
+
 def test_a_method_is_passed_as_options_or_built(tmp_path: Path) -> None:
     options = Rloo.Options(kl_coef=0.1)
     run = tw.train("guess_number", **SMALL, method=options, steps=1, directory=tmp_path / "run", observer=SILENT)
@@ -192,6 +225,14 @@ def test_a_method_is_passed_as_options_or_built(tmp_path: Path) -> None:
         tw.Run.resume(run.directory, ["train.steps=2"], observer=SILENT)
     more = tw.Run.resume(run.directory, ["train.steps=2"], method=built, observer=SILENT)
     assert more.metrics["step"] == [1, 2]
+
+
+def test_a_world_as_an_object_takes_the_place_of_a_presets_world_and_its_options(tmp_path: Path) -> None:
+    world = get_world("search", kind="one_hop", max_turns=2)
+    quick: dict[str, Any] = {**SMALL, "directory": tmp_path / "run", "observer": SILENT}
+    config = tw.train("search", env=world, **quick, steps=0).config
+    assert (config.env.name, config.env.options) == ("python:search", {})
+    assert config.rollout.stop == ("</search>", "</answer>"), "the rest of the preset stays"
 
 
 def test_an_importable_env_class_is_recorded_by_name_and_needed_no_more(tmp_path: Path) -> None:

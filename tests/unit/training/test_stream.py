@@ -166,11 +166,11 @@ async def test_responses_carry_the_runs_version_whatever_the_engine_calls_it() -
 
 
 def test_stored_data_cannot_lag_and_the_config_says_so() -> None:
-    with pytest.raises(ValueError, match="nothing is played that could lag"):
+    with pytest.raises(ValueError, match="no attempt is played that could lag"):
         Config.model_validate({"train": {"max_staleness": 1}, "method": {"name": "sft"}})
     with pytest.raises(ValueError, match="kv_across_updates=keep is not read"):
         Config.model_validate({"rollout": {"kv_across_updates": "keep"}})
-    with pytest.raises(ValueError, match=r"deterministic is not read with train\.max_staleness=1: .* who is done"):
+    with pytest.raises(ValueError, match=r"deterministic is not read with train\.max_staleness=1: .* finish first"):
         Config.model_validate({"rollout": {"deterministic": True}, "train": {"max_staleness": 1}})
     with pytest.raises(ValueError, match=r"engine\.max_num_seqs=8 is not read with rollout\.deterministic"):
         Config.model_validate({"rollout": {"deterministic": True}, "engine": {"max_num_seqs": 8}})

@@ -71,7 +71,7 @@ def test_entropy_that_rises_while_the_reward_falls_is_told_with_where_and_again_
         alarms = Alarms(AlarmConfig())
         assert _run(alarms, LEARNS, **usual) == []
         (alarm,) = _run(alarms, list(reversed(LEARNS)), **{**usual, place: 5 * usual[place]})
-        assert str(alarm).startswith(f"alarm: {words} of what it was, is 5, over 3: the reward has fallen, too")
+        assert str(alarm).startswith(f"alarm: {words} of what it was, is 5, over 3: the reward has fallen too")
         assert "train.learning_rate" in str(alarm)
         (over,) = _run(alarms, LEARNS, **{**usual, place: 5 * usual[place]})
         assert str(over).endswith("is 5, and the reward has not fallen")
@@ -121,3 +121,16 @@ def test_alarms_go_on_where_another_process_left_off() -> None:
     (over,) = two.check(FINE)
     assert over.is_over
     assert [alarm.name for alarm in two.check({**FINE, "rollout/entropy_estimate": 0.01})] == ["entropy_low"]
+
+
+def test_three_steps_in_a_row_whose_gradient_is_exactly_zero_are_an_alarm_that_says_what_to_check() -> None:
+    alarms = Alarms(AlarmConfig())
+    assert alarms.check({"train/grad_norm": 0.0}) == []
+    assert alarms.check({}) == [], "a step that learned from nothing counts neither way"
+    alarms.restore(json.loads(json.dumps(alarms.to_state())))
+    assert alarms.check({"train/grad_norm": 0.0}) == []
+    (alarm,) = alarms.check({"train/grad_norm": 0.0})
+    assert "gradient of exactly 0 is 3: tokens were learned from, and the weights did not move" in str(alarm)
+    assert "no detach()" in str(alarm)
+    (over,) = alarms.check({"train/grad_norm": 0.1})
+    assert over.is_over

@@ -76,7 +76,7 @@ async def test_attempts_of_which_nothing_comes_back_are_named_with_what_they_wai
     watchdog = Watchdog(stall_deadline_s=0.01, calls=waits)
     with waits.listed("env", "step", 600):
         never = asyncio.create_task(asyncio.Event().wait())
-        with pytest.raises(StalledError, match=r"attempts: nothing came back .* longest waits: env: step"):
+        with pytest.raises(StalledError, match=r"attempts: no call returned .* longest waits: env: step"):
             await watchdog.any_of([never], lambda: "a batch")
         never.cancel()
 

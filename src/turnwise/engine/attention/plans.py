@@ -32,7 +32,7 @@ ATTENTION_NAME = "turnwise"
 
 
 class AttentionPlan(Protocol):
-    """What one forward pass does in its attention layers."""
+    """How one forward pass computes its attention layers."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
@@ -42,7 +42,7 @@ class AttentionPlan(Protocol):
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface; every option that would change the result and is not ours is refused."""
+    """transformers' attention interface. It refuses every option that would change the result and is not supported."""
     plan: AttentionPlan | None = kwargs.get("plan")
     if plan is None:
         raise ModelError(f"{type(module).__name__} does not pass its keyword arguments on to attention")
@@ -59,7 +59,7 @@ AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Queries [q_start, q_stop) attend to keys [k_start, k_stop), all of them."""
+    """Queries [q_start, q_stop) attend to all keys [k_start, k_stop)."""
 
     q_start: int
     q_stop: int
@@ -89,9 +89,9 @@ class Varlen:
     max_q: int
     max_k: int
     num_pairs: int
-    """Queries times the keys that they see, of all runs: how much work this is."""
+    """The amount of work: queries times the keys that they see, summed over all runs."""
     q_index: Tensor | None = None
-    """Packed tokens of the queries; None: all of them, in order."""
+    """Packed tokens of the queries; None means all tokens in order."""
     k_index: Tensor | None = None
 
 
@@ -123,14 +123,14 @@ class TreePlan:
             yield slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
 
     def equal_runs(self) -> Iterator[EqualNodes]:
-        """All nodes, neighbours of one length together: they can run as one batch."""
+        """All nodes; neighbours of the same length are together, because they can run as one batch."""
         nodes = itertools.pairwise(self.bounds)
         for length, run in itertools.groupby(nodes, key=lambda node: node[1] - node[0]):
             members = list(run)
             yield EqualNodes(members[0][0], len(members), length)
 
     def varlen(self, device: torch.device) -> list[Varlen]:
-        """The same as few variable-length calls: all nodes on themselves, then one call per level."""
+        """The same attention as few variable-length calls: one for all nodes on themselves, then one per level."""
         if "_varlen" not in self.__dict__:
             arrays = [np.array(self.bounds, dtype=np.int32)]
             for level in self.levels:
@@ -146,7 +146,7 @@ class TreePlan:
 
 
 def _level_arrays(level: Sequence[Pair]) -> list[np.ndarray]:
-    """Bounds of the query and key runs once they are laid end to end, and the packed tokens in those lines."""
+    """Bounds of the concatenated query and key runs, and the packed tokens in them."""
     q_runs = [(pair.q_start, pair.q_stop) for pair in level]
     k_runs = [(pair.k_start, pair.k_stop) for pair in level]
     bounds = [np.cumsum([0, *(stop - start for start, stop in runs)], dtype=np.int32) for runs in (q_runs, k_runs)]
@@ -209,10 +209,10 @@ class PagedPlan:
     max_context: int
     chunks: Sequence[Chunk]
     varlen: Varlen | None = None
-    """What `prefill_varlen` gives, where that is known on the device alone."""
+    """The result of `prefill_varlen`, if it is known only on the device."""
 
     def cache_slots(self, layer: int) -> CacheSlots:
-        """Where this pass's keys and values of a layer go."""
+        """The cache slots for this pass's keys and values of a layer."""
         keys, values = self.cache.layer(layer)
         return CacheSlots(keys.flatten(0, 1), values.flatten(0, 1), self.slots)
 
@@ -221,7 +221,7 @@ class PagedPlan:
         return self.attend_written(layer, query, key, value, scale)
 
     def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The same, once the pass's keys and values are in the cache."""
+        """Like `attend`, after the pass's keys and values are in the cache."""
         attention = for_device(query.device).attention
         parts: list[Tensor] = []
         if self.num_decode:
@@ -257,7 +257,7 @@ class PagedPlan:
 def make_spans(firsts: np.ndarray, lengths: np.ndarray, num_blocks: Sequence[int]) -> np.ndarray:
     """[3, spans] int64 for `span_slots`: `lengths` positions of each sequence from `firsts` on, all laid end to end.
 
-    Per span: its length, what turns a place in that line into a position, and where its sequence's blocks begin.
+    Per span: its length, the offset from an index in that line to a position, and where its sequence's blocks begin.
     """
     starts, first_blocks = np.cumsum(lengths) - lengths, np.cumsum(num_blocks) - num_blocks
     return np.stack([lengths, firsts - starts, first_blocks]).astype(np.int64)

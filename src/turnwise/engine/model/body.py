@@ -50,9 +50,9 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "mlp": ("gated",),
     "activation": ("silu",),
 }
-"""By field of `BlockSpec`: the kinds that the fused kernels compute. These angles do not depend on a pass's length."""
+"""The kinds that the fused kernels compute, by field of `BlockSpec`. The angles must not depend on a pass's length."""
 MOST_ROWS = 0.75
-"""Where the caller wants more than this share of the rows, the last block runs on all."""
+"""If the caller wants more than this share of the rows, the last block runs on all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class _WantedRows:
-    """The rows that leave the stack, and the adapters' places among them."""
+    """The rows that the caller wants, and each adapter's rows among them."""
 
     rows: Tensor
     spans: list[SpanWeights]
@@ -82,9 +82,10 @@ class _WantedRows:
 
 @dataclass(slots=True)
 class _Scratch:
-    """Tensors that a block writes and nobody keeps; the next block writes over them.
+    """Temporary tensors of a block; the next block overwrites them.
 
-    Freed one by one, such tensors leave gaps between those that are kept, and a pass takes a third more memory.
+    If they were freed one by one, they would leave gaps between the tensors that are kept, and a pass would need a
+    third more memory.
     """
 
     normed: Tensor | None = None
@@ -93,7 +94,7 @@ class _Scratch:
 
 @dataclass(frozen=True, slots=True)
 class _StackPass:
-    """One pass through all blocks: where its tokens stand, what they attend to, and whose adapters they use."""
+    """One pass through all blocks: the positions of its tokens, their attention plan, and their adapters."""
 
     rotation: Rotation
     plan: AttentionPlan
@@ -105,7 +106,7 @@ class _StackPass:
 
 @dataclass(frozen=True, slots=True)
 class BlockInput:
-    """The residual stream before a block, and what the block before it adds."""
+    """The residual stream before a block, and what the previous block adds to it."""
 
     h: Tensor
     delta: Tensor | None
@@ -118,10 +119,10 @@ class KeptBlock:
     h: Tensor
     rstd: Tensor
     x: Tensor | None
-    """None where `h` and `rstd` give it again."""
+    """None if it is recomputed from `h` and `rstd`."""
     low_qkv: list[Tensor]
     qkv: Tensor | None
-    """The projection before head norms; None without them."""
+    """The projection before head norms; None if the model has no head norms."""
     attention: Saved
     low_out: list[Tensor]
     inner_h: Tensor
@@ -148,7 +149,7 @@ class _KeptPass:
     first: int
     """The lowest block that holds an adapter's gradient; those below it need no backward pass."""
     keeps_all: bool
-    """Whether there is memory for all that the blocks keep; else each block runs once more in backward."""
+    """Whether there is memory for all that the blocks keep; otherwise backward runs each block again."""
     blocks: list[KeptBlock | BlockInput] = field(default_factory=list)
     """From block `first` on."""
     last: tuple[Tensor, Tensor] | None = None
@@ -175,7 +176,7 @@ class FusedBody:
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.most_kept_bytes: int | None = None
-        """A pass that would keep more than this for its backward pass computes each block again instead."""
+        """If a pass would keep more bytes than this for its backward pass, it computes each block again instead."""
 
     @staticmethod
     def supports(sizes: ModelSizes) -> bool:
@@ -186,7 +187,7 @@ class FusedBody:
         return all(getattr(block, part) in kinds for part, kinds in SUPPORTED.items())
 
     def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [P, D / 2] of every position, by the model's own rule."""
+        """cos and sin [P, D / 2] of every position, computed by the model's own code."""
         like = torch.empty(0, dtype=torch.float32, device=device)
         rotation = self._model.get_submodule(self.spec.names.rotation)
         cos, sin = rotation(like, torch.arange(num_positions, device=device)[None])
@@ -219,7 +220,7 @@ class FusedBody:
     ) -> Tensor:
         """Last hidden states [N, H], or those of `rows` (sorted) alone.
 
-        With gradients on and adapters in the route, backward can start from them.
+        With gradients enabled and adapters in the route, autograd can run backward from them.
         """
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
@@ -259,7 +260,7 @@ class FusedBody:
             h, delta, own = self.run_block(index, before, work)
             if kept is not None and index >= kept.first:
                 kept.blocks.append(own if kept.keeps_all else before)
-            del before, own  # what nobody keeps is freed before the next block runs
+            del before, own  # free what is not kept before the next block runs
         h, x, rstd = self.ops.layers.add_norm(h, delta, self.last_norm, self.eps)
         if kept is not None:
             kept.last = h, rstd
@@ -346,7 +347,7 @@ class FusedBody:
     def _attention_backward(
         self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass, *, need_input: bool
     ) -> Tensor:
-        """The gradient of the residual stream before the block; not formed where nobody needs it."""
+        """The gradient of the residual stream before the block; not computed if nobody needs it."""
         ops, block, plan = self.ops.layers, self.blocks[index], work.plan
         assert isinstance(plan, TreePlan), "training runs over a prefix tree"
         rows, spans = self._wanted_in(index, work)
@@ -372,7 +373,7 @@ class FusedBody:
 
 
 class _Stack(torch.autograd.Function):
-    """All blocks as one step of autograd; the adapters' gradients are added where they belong, not returned."""
+    """All blocks as one autograd function; it adds the adapters' gradients in place and does not return them."""
 
     @staticmethod
     def forward(ctx, anchor, body, embedded, kept):  # noqa: ARG004 - the anchor asks for a gradient

@@ -104,7 +104,7 @@ def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, Lora
     """Replace every linear by one that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
     linears: dict[str, LoraLinear] = {}
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:  # a subclass may do something else, as PhiMoE's router does
+        if type(module) is nn.Linear:  # a subclass may compute something else, as PhiMoE's router does
             parent, _, child = name.rpartition(".")
             wrapped = LoraLinear(module, name, holder)
             setattr(model.get_submodule(parent), child, wrapped)

@@ -102,7 +102,7 @@ class BankRoute:
     """Rows of many adapters, by tiles of rows that share one (`lora_bank.py`)."""
 
     banks: Mapping[str, Any]
-    """A and B of all slots, by group of linears."""
+    """The banks (A and B of all slots), by group of linears."""
     generation: int
     """How often the banks were laid out again."""
     runs: Sequence[tuple[int, int, int]]
@@ -111,9 +111,9 @@ class BankRoute:
     """[3, T] int32: the runs, cut into tiles."""
 
     def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
-        """y += scale (x A') B', every row with its own adapter."""
+        """Compute y += scale (x A') B' for every row with its own adapter."""
         bank = self.banks.get(group)
-        if bank is not None:  # else no adapter lies on these linears
+        if bank is not None:  # otherwise no adapter targets these linears
             add_low_rank = for_device(x_NI.device).add_low_rank
             assert add_low_rank is not None, "there are banks only where a kernel reads them"
             add_low_rank(x_NI, bank.a, bank.b, bank.members, self.tiles, y_NO)
@@ -138,7 +138,7 @@ class RouteHolder:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear and whatever adapters the current route lays over it."""
+    """A frozen linear with the adapters of the current route."""
 
     def __init__(self, base: nn.Linear, name: str, holder: RouteHolder) -> None:
         super().__init__()
@@ -179,19 +179,19 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LinearGroup:
-    """Linears that read the same input, their weights side by side in one tensor: one product for all."""
+    """Linears that read the same input. Their weights are in one tensor, so one product serves all."""
 
     name: str
     names: tuple[str, ...]
     bounds: Mapping[str, slice]
-    """The outputs of each linear."""
+    """The range of outputs of each linear."""
     weight: Tensor
-    """[O, I], of all of them."""
+    """[O, I] the weights of all linears."""
     bias: Tensor | None
 
     @staticmethod
     def join(linears: Sequence[LoraLinear]) -> LinearGroup:
-        """The linears' own weights become views of the joined one, so there is still one copy."""
+        """Join the linears. Their own weights become views of the joined tensor, so there is still one copy."""
         names = tuple(linear.name for linear in linears)
         stops = list(itertools.accumulate(linear.out_features for linear in linears))
         bounds = {
@@ -257,7 +257,7 @@ def merge_into(
 ) -> None:
     """Fill `target` with base + scale * B A for every linear that the policy adapts; buffers are reused.
 
-    The weights of a group stand side by side there too, under the group's name.
+    The weights of a group are joined there too, under the group's name.
     """
     joined = {group.name: group for group in groups if any(name in policy.pairs for name in group.names)}
     wanted = set(policy.pairs) | set(joined) | {name for group in joined.values() for name in group.names}

@@ -1,7 +1,8 @@
 """Published adapters side by side on a GPU, so that one launch serves rows of many (`ops/triton_lora.py`).
 
-A policy takes a slot when it is first sampled from without being merged; the one that was not used for longest gives
-its slot up. Ranks are padded to the bank's, which grows when a larger one comes. Rows of the base model have no tile.
+A policy takes a slot when it is first sampled from without being merged. If no slot is free, it replaces the policy
+that was not used for the longest time. Ranks are padded to the bank's rank, which grows when a larger one comes. Rows
+of the base model have no tile.
 
 Shape legend: N rows, T tiles, I inputs, O outputs, R padded rank.
 """
@@ -35,7 +36,7 @@ class GroupBank:
     b: Tensor
     """[slots, O, R], scale included."""
     members: Tensor
-    """[O / 64] int32: whose outputs a block is."""
+    """[O / 64] int32: the linear to which each block of outputs belongs."""
 
 
 class LoraBank:
@@ -47,7 +48,7 @@ class LoraBank:
         self._rank = MIN_RANK
         self._num_slots = 0
         self._slot_of: OrderedDict[int, int] = OrderedDict()
-        """By policy version, least recently used first."""
+        """The slot of each policy version, least recently used first."""
         self._free: list[int] = []
         self._targets: set[str] = set()
         self.generation = 0
@@ -55,11 +56,11 @@ class LoraBank:
 
     @staticmethod
     def fits(groups: Sequence[LinearGroup]) -> bool:
-        """Blocks of outputs must not straddle two linears."""
+        """Whether the linears fit the bank: a block of outputs must not belong to two linears."""
         return all(bounds.start % OUTPUT_BLOCK == 0 for group in groups for bounds in group.bounds.values())
 
     def slots(self, policies: Sequence[Policy]) -> dict[int, int]:
-        """A slot for every policy of one step, by version; the base has none."""
+        """The slot of every policy of one step, by version; the base model has none."""
         wanted = {policy.version: policy for policy in policies if policy.has_adapter}
         rank = max([self._rank, *(policy.lora.rank for policy in wanted.values())])
         adapted = {name for policy in wanted.values() for name in policy.pairs}
@@ -77,7 +78,7 @@ class LoraBank:
         return {version: self._slot_of[version] for version in wanted}
 
     def _grow(self, num_slots: int, rank: int) -> None:
-        """Larger banks, empty: policies come back when they are next asked for."""
+        """Make larger, empty banks; policies are copied in again when they are next used."""
         self.generation += 1
         self._num_slots = max(FIRST_SLOTS, self._num_slots, 1 << (num_slots - 1).bit_length())
         self._rank = rank
@@ -153,7 +154,7 @@ def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> li
 
 
 def make_bank(model: CausalModel) -> LoraBank | None:
-    """A bank for the model's linears; None where no kernel reads one, or where the linears do not fit its tiles."""
+    """Make a bank for the model's linears; None if no kernel reads one, or if the linears do not fit its tiles."""
     groups = [*model.groups, LinearGroup.join([model.head])]
     if model.ops.add_low_rank is None or model.fused is None or not LoraBank.fits(groups):
         return None

@@ -1,7 +1,7 @@
 """Products of a group of linears with the adapters that lie on it, forward and backward.
 
 Linears that read the same input are one product; every adapter adds scale (x A') B' on its span of the packed tokens.
-The base is frozen: backward forms gradients of activations and of adapters alone, adapters' in place.
+The base is frozen: backward computes only gradients of activations and, in place, of adapters.
 
 Shape legend: N packed tokens, I inputs, O outputs of a group, r rank.
 """
@@ -30,7 +30,7 @@ class SpanWeights:
     pairs: dict[str, tuple[Tensor, Tensor]]
     grads: dict[str, tuple[Tensor, Tensor]] | None
     stacks: dict[str, Tensor] = field(default_factory=dict)
-    """By group: what `stacked` gave, for the backward pass to find."""
+    """The results of `stacked` by group, for the backward pass."""
 
     def stacked(self, group: LinearGroup) -> Tensor:
         """The A of every member of a group, one below the other [members * r, I]."""
@@ -42,7 +42,7 @@ class SpanWeights:
 
 @dataclass(frozen=True, slots=True)
 class NormedInput:
-    """A product's input x = rstd * h * weight that was not kept."""
+    """A product's input x = rstd * h * weight that was not kept in memory."""
 
     h: Tensor
     rstd: Tensor
@@ -66,9 +66,9 @@ def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
 
 
 def spans_of_rows(spans: Sequence[SpanWeights], rows: Tensor, num_tokens: int) -> list[SpanWeights]:
-    """The same adapters, at the places that their rows have among `rows`."""
+    """The same adapters, with spans over `rows` instead of all tokens."""
     if len(spans) == 1 and spans[0].start == 0 and spans[0].stop == num_tokens:
-        return [replace(spans[0], stop=len(rows))]  # all of them, and the host need not wait to know it
+        return [replace(spans[0], stop=len(rows))]  # all rows; the host can tell without waiting for the device
     edges = torch.tensor([[span.start, span.stop] for span in spans], device=rows.device).view(-1, 2)
     places = torch.searchsorted(rows, edges).tolist()
     return [replace(span, start=start, stop=stop) for span, (start, stop) in zip(spans, places, strict=True)]
@@ -101,7 +101,7 @@ def project(
 def _write_parts(
     group: LinearGroup, low: Tensor, span: SpanWeights, y_nO: Tensor, products: ProductOps, *, is_added: bool
 ) -> None:
-    """scale low B' of every member, to its outputs or added to them."""
+    """Write scale low B' of every member to its outputs, or add it to them."""
     first = 0
     for bounds, (_, b) in group.members(span.pairs):
         stop = first + b.shape[1]
@@ -110,7 +110,7 @@ def _write_parts(
 
 
 def _whole_span(group: LinearGroup, x_NI: Tensor, spans: Sequence[SpanWeights], ops: Ops) -> SpanWeights | None:
-    """The span of all rows, where products take its low-rank part along."""
+    """The span that covers all rows, if the product can include its low-rank part; else None."""
     if len(spans) != 1 or (spans[0].start, spans[0].stop) != (0, len(x_NI)):
         return None
     if not ops.products.takes_low_rank_along(x_NI):

@@ -1,4 +1,4 @@
-"""Keys and values in fixed blocks, and who may share them.
+"""Keys and values in blocks of fixed size, and which sequences may share them.
 
 A full block is known by its policy version and all token ids up to its end, so a conversation's next turn and the
 samples of one prompt find each other's blocks, and no block outlives the weights it was computed with. Blocks that
@@ -68,7 +68,7 @@ class Prefix(NamedTuple):
 
     @classmethod
     def root(cls, version: int) -> Prefix:
-        """Nothing yet, under the weights of `version`; versions are the negative nodes."""
+        """The empty prefix under the weights of `version`; negative nodes stand for versions."""
         return cls(0, -version)
 
 
@@ -77,12 +77,12 @@ TOKEN_BYTES = 4
 
 
 def block_key(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes: quicker to cut, hash and compare than tuples."""
+    """Token ids as bytes, which are faster to cut, hash and compare than tuples."""
     return array("i", tokens).tobytes()
 
 
 class BlockPool:
-    """Which blocks are in use, which are free, and which hold a prefix that may be asked for again."""
+    """Which blocks are in use, which are free, and which hold a prefix that may be reused."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -92,9 +92,9 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Blocks with content but no user, least recently used first."""
         self._block_of: dict[tuple[int, bytes], int] = {}
-        """By (parent node, key of the block's own tokens)."""
+        """The block of each (parent node, key of the block's own tokens)."""
         self._node_of = [0] * num_blocks
-        """Each findable block's tree node, 0 for the others; a node's number is never used again."""
+        """The tree node of each findable block, 0 for the others; a node's number is never reused."""
         self._key_of: dict[int, tuple[int, bytes]] = {}
         self._nodes = itertools.count(1)
 
@@ -103,7 +103,7 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def allocate(self) -> int | None:
-        """A block for one user, or None when every block has one."""
+        """Take a block for one user; None if every block is in use."""
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -115,13 +115,13 @@ class BlockPool:
         return block
 
     def allocate_many(self, count: int) -> list[int]:
-        """`count` blocks for one user, who has checked that so many are available."""
+        """Take `count` blocks for one user, who must have checked that they are available."""
         blocks = [block for block in (self.allocate() for _ in range(count)) if block is not None]
         assert len(blocks) == count, "availability was checked"
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user for each."""
+        """Add one user to each block."""
         users, idle = self._users, self._idle
         for block in blocks:
             if users[block]:
@@ -131,7 +131,7 @@ class BlockPool:
                 users[block] = 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back blocks in sequence order; later blocks are forgotten first, they need the earlier ones."""
+        """Give back blocks in sequence order. Later blocks are forgotten first, because they need the earlier ones."""
         users, idle, free, node_of = self._users, self._idle, self._free, self._node_of
         for block in reversed(blocks):
             left = users[block] - 1
@@ -161,7 +161,7 @@ class BlockPool:
     def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
         """Make the full blocks of `tokens` findable beyond the prefix that already is; returns the longer prefix.
 
-        A twin that holds the same tokens under the same weights stays the findable one; its children are ours too.
+        If another block with the same tokens and weights is findable, that one stays findable and gets our children.
         """
         parent, first = known.node, known.num_blocks
         num_full = len(tokens) // self.block_size

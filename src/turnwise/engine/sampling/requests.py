@@ -1,4 +1,4 @@
-"""A sampling request from the call to its answer: what was asked, its samples in the making, and where they stop."""
+"""A sampling request from the call to its answer: its parameters, its unfinished samples, and where they stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnDone = Callable[[SampleResponse | BaseException], None]
 OnToken = Callable[[int, int, float], None]
 """Called with the sample's index, the token and its logprob, on the engine's thread; it must not raise."""
 STOP_SLACK_TOKENS = 8
-"""Tokens beyond a stop's length in characters: bytes of one character may be spread over several tokens."""
+"""Tokens to decode in addition to a stop's length in characters, because a character may span several tokens."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class OpenRequest:
     params: SamplingParams
     """The params of `asked`, which every step reads for every row."""
     prompt: array[int]
-    """int32, as everything that is known of tokens and blocks here: arrays are cut and joined at no cost per item."""
+    """The prompt's ids as an int32 array; arrays are cut and joined without a cost per item."""
     policy: Policy
     seed: int
     max_tokens: int
@@ -42,7 +42,7 @@ class OpenRequest:
     on_done: OnDone
     on_token: OnToken | None = None
     finished: dict[int, SampledSequence] = field(default_factory=dict)
-    """By index of the sample."""
+    """Finished samples, by index."""
     known_prompt_logprobs: list[float] = field(default_factory=list)
     known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
     num_cached: int = 0
@@ -50,12 +50,12 @@ class OpenRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Logprobs of the prompt's own tokens are asked for."""
+        """Whether the caller wants logprobs of the prompt's tokens."""
         return self.asked.include_prompt_logprobs or self.asked.topk_prompt_logprobs > 0
 
     @property
     def cuts_tail(self) -> bool:
-        """Some tokens of the vocabulary are left out of each draw."""
+        """Whether draws leave out some tokens of the vocabulary (top-k, top-p, min-p)."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
     def response(self) -> SampleResponse:
@@ -72,7 +72,7 @@ class OpenRequest:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One sample in the making."""
+    """One unfinished sample."""
 
     request: OpenRequest
     index: int
@@ -84,9 +84,9 @@ class Row:
     """Leading tokens whose keys and values are in the cache."""
     prefix: Prefix = NO_PREFIX
     lane: int = -1
-    """Its place among the running rows, -1 while it has none: a device keeps the row's last token there."""
+    """Its index among the running rows, or -1; the device keeps the row's last token there."""
     num_pending: int = 0
-    """Tokens that a step under way samples for it: the device knows them, the host not yet."""
+    """Tokens that the launched step samples for it; the host has not read them yet."""
 
     @property
     def num_sampled(self) -> int:
@@ -94,22 +94,22 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens, with those that are on their way."""
+        """Number of tokens, including pending ones."""
         return len(self.tokens) + self.num_pending
 
     @property
     def is_finishing(self) -> bool:
-        """The token on its way is the row's last one, whatever it is."""
+        """Whether the pending token is the row's last one, whatever it is."""
         return self.num_pending > 0 and len(self.logprobs) + self.num_pending >= self.request.max_tokens
 
     @property
     def is_leader(self) -> bool:
-        """The row that reads the prompt for all samples of its request."""
+        """Whether this row reads the prompt for all samples of its request."""
         return self.index == 0 and self.num_sampled == 0
 
     @property
     def scores_prompt(self) -> bool:
-        """The row must compute every prompt position itself, so nothing may come from the cache."""
+        """Whether the row must compute every prompt position itself, without the cache."""
         return self.is_leader and self.request.scores_prompt
 
 
@@ -122,12 +122,12 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """The row's next token can be sampled after this piece."""
+        """Whether the row's next token can be sampled after this piece."""
         return self.stop == len(self.row.tokens)
 
     @property
     def ends_alone(self) -> bool:
-        """One token is drawn after this piece, from the whole vocabulary."""
+        """Whether exactly one token is drawn after this piece, from the whole vocabulary."""
         is_one = self.row.request.asked.num_samples == 1 or not self.row.is_leader
         return self.is_last and is_one and not self.row.request.cuts_tail
 
@@ -144,7 +144,7 @@ class Step:
         return any(piece.row.scores_prompt for piece in self.prefill)
 
     def sampled_after(self) -> list[int]:
-        """The packed tokens that something is sampled after: every decode row, and the end of each prompt that ends."""
+        """The packed tokens after which a token is sampled: every decode row, and the end of each complete prompt."""
         found = list(range(len(self.decode)))
         stop = len(self.decode)
         for piece in self.prefill:
@@ -156,7 +156,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one sampler can take."""
+    """Limits of one sampler."""
 
     vocab_size: int
     context_length: int

@@ -1,7 +1,7 @@
 """Prefill, decode, stop, logprobs: the sampler's one step over a packed batch.
 
-`submit` takes a request at any time, `step` advances all of them by one forward pass, finished requests leave through
-their `on_done`. One thread calls everything (`worker.py`).
+`submit` accepts a request at any time, `step` advances all requests by one forward pass, and `on_done` is called for
+each finished request. One thread calls everything (`worker.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from turnwise.errors import DataError
 from turnwise.types import SampledSequence, SampleRequest
 
 PROMPT_ROWS = 128
-"""Prompt positions whose logits are formed at once."""
+"""Number of prompt positions whose logits are computed at once."""
 
 
 class _LaunchedStep:
@@ -78,11 +78,11 @@ class Sampler:
         )
         self._launched: _LaunchedStep | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
-        """By lane: the token that each running row sampled last."""
+        """The token that each running row sampled last, by lane."""
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if self.ops.new_graph_recorder is not None:
-            num_blocks -= 1  # the last is where padded rows of a captured graph write
+            num_blocks -= 1  # padded rows of a captured graph write to the last lane
             self._make_graphs(num_blocks)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -112,7 +112,7 @@ class Sampler:
         return self.scheduler.has_work or self._launched is not None
 
     def submit(self, asked: SampleRequest, policy: Policy, *, on_done: OnDone, on_token: OnToken | None = None) -> int:
-        """Queue a request and return its id; bad input is refused here and now."""
+        """Queue a request and return its id; bad input is refused at once."""
         if asked.num_samples < 1:
             raise DataError(f"num_samples={asked.num_samples}; expected at least 1")
         params = asked.sampling_params
@@ -140,10 +140,10 @@ class Sampler:
             self.scheduler.remove(request)
 
     def step(self) -> None:
-        """One forward pass for everything that can run, and one more token for each row that is ready.
+        """Run one forward pass for everything that can run, and sample one token for each row that is ready.
 
-        On a GPU the pass is only launched; the tokens of the pass before it are read meanwhile, so the card never
-        waits for the host. A row that turns out to have stopped gets one token too many, which is thrown away.
+        On a GPU the pass is only launched. Meanwhile the tokens of the previous pass are read, so the GPU never waits
+        for the host. A row that turns out to have stopped gets one extra token, which is dropped.
         """
         with torch.inference_mode():
             launched = self._launch()
@@ -155,8 +155,8 @@ class Sampler:
     def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Capture the decode graphs of one policy for contexts of up to `max_context` tokens; returns how many.
 
-        Nobody has to: a graph that is missing is captured when a step first needs it. There are none on a CPU, and
-        those of a policy that is not merged depend on who else samples.
+        This is optional: a missing graph is captured when a step first needs it. There are no graphs on a CPU. The
+        graphs of a policy that is not merged depend on the other policies that sample.
         """
         if self.decode_graphs is None or (policy.has_adapter and not self.weights.may_merge):
             return 0
@@ -168,7 +168,7 @@ class Sampler:
         return len(wanted)
 
     def get_ready(self, policy: Policy) -> None:
-        """Merge a policy before anybody samples from it, if nobody samples: the card has time, and later it has not."""
+        """Merge a policy before its first request, if no request is running, because the GPU is idle now."""
         if self.ops.facts.is_async and policy.has_adapter and self.weights.may_merge and not self.has_work:
             self.weights.alone(policy)
 
@@ -177,7 +177,7 @@ class Sampler:
         self.pool.clear()
 
     def _settle(self) -> bool:
-        """Wait for the tokens that are on their way and book them; False when there are none."""
+        """Wait for the tokens of the launched step and add them to their rows; False if there are none."""
         launched, self._launched = self._launched, None
         if launched is None:
             return False
@@ -185,9 +185,9 @@ class Sampler:
         return True
 
     def _launch(self) -> _LaunchedStep | None:
-        """Launch the next step; None when nothing can run.
+        """Launch the next step; None if nothing can run.
 
-        Running rows go first where a graph takes them: the card decodes while the host admits what waits.
+        If a graph can decode the running rows, they go first: the GPU decodes while the host admits waiting rows.
         """
         launched = _LaunchedStep(self.ops)
         decode = self.scheduler.next_decode()
@@ -199,7 +199,7 @@ class Sampler:
         return launched if launched.has_rows else None
 
     def _replay(self, decode: Sequence[Row], launched: _LaunchedStep) -> bool:
-        """Decode by a captured graph; False when there is none for these rows."""
+        """Decode with a captured graph; False if there is none for these rows."""
         if self.decode_graphs is None:
             return False
         route = self.weights.route(Step(decode, []), self.scheduler.policies)
@@ -213,7 +213,7 @@ class Sampler:
         return True
 
     def _run(self, step: Step, launched: _LaunchedStep) -> None:
-        """One packed pass: prompts, and whatever no graph decodes."""
+        """Run one packed pass: prompts, and the rows that no graph decodes."""
         route = self.weights.route(step, self.scheduler.policies)
         hidden = None
         if self.prompt_graphs is not None and (found := _find_graph(self.prompt_graphs, step, route)) is not None:
@@ -223,8 +223,8 @@ class Sampler:
                 return
             hidden = self.prompt_graphs.replay(found, step.prefill)
         lasts = step.sampled_after()
-        # A graph gives all rows, a bank's tiles count them all, and scoring reads them all; else the last layer runs
-        # on what is sampled from.
+        # Graphs, banks and scoring need all rows; otherwise the last layer runs only on the rows that are sampled
+        # from.
         is_whole = hidden is not None or route.bank is not None or step.scores_prompt
         if hidden is None:
             input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
@@ -280,7 +280,7 @@ class Sampler:
                 ]
 
     def _book(self, launched: _LaunchedStep) -> None:
-        """Read the tokens of a step, append them to their rows, and let go of the rows that they complete."""
+        """Read the tokens of a step, append them to their rows, and release the rows that are complete."""
         for rows, drawn in launched.wait():
             tokens, logprobs = drawn
             for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
@@ -314,7 +314,7 @@ class Sampler:
 
 
 def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:
-    """The graph that reads this step's prompts, and draws what follows each if that is one token."""
+    """The graph that reads this step's prompts, and draws the next token of each if all need exactly one."""
     if step.decode or route.bank is not None or not graphs.are_few(step.prefill):
         return None
     if _has_adapters(route) or step.scores_prompt:
@@ -323,5 +323,5 @@ def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:
 
 
 def _has_adapters(route: Route) -> bool:
-    """Some rows have an adapter beside the base, span by span."""
+    """Whether some rows use an adapter beside the base model, span by span."""
     return any(span.weights.pairs for span in route.spans)

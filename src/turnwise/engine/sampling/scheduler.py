@@ -1,10 +1,10 @@
 """Which sequences run next: continuous batching over a fixed pool of KV blocks.
 
-Every step decodes one token for each running row and reads a bounded piece of waiting prompts. A request's
-prompt is read once, by its first row; its other samples then fork from it, sharing the full blocks. So do requests
-with a common beginning that come at once, as a group's attempts do: one reads it, the others wait a step. When blocks
-run out the youngest running row gives its blocks back and waits, with its tokens, to be read again: nothing is
-lost and nothing fails.
+Every step decodes one token for each running row and reads a limited piece of waiting prompts. The first row of a
+request reads its prompt once; the other samples fork from it and share the full blocks. Requests with a common
+beginning that arrive together (a group's attempts) do the same: one reads it, the others wait one step. If blocks run
+out, the youngest running row gives its blocks back and waits with its tokens to be read again: nothing is lost, and
+nothing fails.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from turnwise.engine.sampling.kvcache import BlockPool, Prefix
 from turnwise.engine.sampling.requests import OpenRequest, Piece, Row
 
 WORTH_WAITING = 64
-"""Tokens in common for which a prompt waits a step, until its sibling has read them."""
+"""A prompt that shares at least this many tokens with another waits one step until the other has read them."""
 
 Beginning = tuple[int, bytes]
-"""The node of what is known of a sequence, and the tokens after it."""
+"""The node of a sequence's cached prefix, and the tokens after it."""
 
 
 class Scheduler:
@@ -43,12 +43,12 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.waiting: deque[Row] = deque()
         self.reading: list[Row] = []
-        """Admitted, prompt not yet computed to its end."""
+        """Admitted rows whose prompt is not completely read."""
         self.running: list[Row] = []
-        """Oldest first."""
+        """Running rows, oldest first."""
         self.num_preemptions = 0
         self.settle: Callable[[], bool] = lambda: False
-        """Wait for tokens that are on their way and book them; False when there are none."""
+        """Wait for the tokens of the launched step and add them to their rows; False if there are none."""
         self._lanes = list(range(max_num_seqs))
 
     @property
@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.request is not request)
 
     def next_decode(self) -> list[Row]:
-        """The running rows that sample a token now, with a place for it; they come before anything that waits."""
+        """The running rows that sample a token now, each with a place for it. They go before waiting rows."""
         size = self.pool.block_size
         growing = [r for r in self.running if len(r.blocks) * size < len(r.tokens) + r.num_pending]
         for row in growing:
@@ -78,7 +78,7 @@ class Scheduler:
         return decode
 
     def next_pieces(self) -> list[Piece]:
-        """What is read of prompts now; waiting rows are admitted as far as there is room."""
+        """The pieces of prompts to read now; waiting rows are admitted while there is room."""
         pieces = self._pieces()
         # Every request was checked to fit an empty pool, so with nothing running the first waiting row is admitted.
         assert self.running or pieces or not self.waiting, "rows wait, but none runs and none can be admitted"
@@ -86,11 +86,11 @@ class Scheduler:
         return pieces
 
     def policies(self) -> set[int]:
-        """Versions of everything that runs or waits."""
+        """The policy versions of all running and waiting rows."""
         return {s.request.policy.version for group in (self.running, self.reading, self.waiting) for s in group}
 
     def finish_piece(self, piece: Piece) -> list[Row]:
-        """Book what a step computed; returns the sequences that may now sample their next token."""
+        """Record what a step computed; returns the rows that may now sample their next token."""
         row = piece.row
         row.num_computed = piece.stop
         self._register(row)
@@ -110,7 +110,7 @@ class Scheduler:
         row.logprobs.append(logprob)
 
     def finish_decode(self, rows: Iterable[Row]) -> None:
-        """Book one more computed token for each; call it before the tokens that they sample count as pending."""
+        """Record one more computed token for each row; call this before their new tokens count as pending."""
         size = self.pool.block_size
         for row in rows:
             row.num_computed = computed = len(row.tokens) + row.num_pending
@@ -118,7 +118,7 @@ class Scheduler:
                 self._register(row)
 
     def retire(self, row: Row) -> None:
-        """The row is complete: its blocks stay findable for the conversation's next turn."""
+        """Release a complete row; its blocks stay findable for the conversation's next turn."""
         self.running.remove(row)
         self._register(row)
         self._free(row)
@@ -145,7 +145,7 @@ class Scheduler:
         return pieces
 
     def _beginning(self, row: Row, prefix: Prefix) -> Beginning | None:
-        """What a sequence reads next, for others that begin as it does to know it by; None: it is about to end."""
+        """The key by which rows with the same beginning find each other; None if the prompt is about to end."""
         size = self.pool.block_size
         start = prefix.num_blocks * size
         stop = start + max(WORTH_WAITING, size)
@@ -162,8 +162,8 @@ class Scheduler:
     def _admit(self, row: Row, beginnings: set[Beginning | None]) -> Literal["admitted", "later", "no room"]:
         """Find cached blocks and reserve the rest, or leave everything as it is.
 
-        Later: a sibling reads the same tokens in this very pass, and the next one finds them in the cache. What is
-        read of an admitted row is added to `beginnings`.
+        A row waits if a sibling reads the same tokens in this pass: the next pass finds them in the cache. What an
+        admitted row reads is added to `beginnings`.
         """
         request = row.request
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
@@ -177,7 +177,7 @@ class Scheduler:
             self.pool.release(blocks)
             return "later"
         missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
-        # Leave a block for each running row to grow into, so that admitting does not at once preempt.
+        # Leave one free block per running row, so that admitting a row does not preempt another at once.
         headroom = len(self.running)
         if self.pool.num_available < missing + headroom:
             self.pool.release(blocks)
@@ -202,7 +202,7 @@ class Scheduler:
             if block is not None:
                 row.blocks.append(block)
                 continue
-            if self.settle():  # a row that turns out to be complete gives its blocks back
+            if self.settle():  # rows that turn out to be complete give their blocks back
                 if row not in self.running:
                     return
                 continue
@@ -219,7 +219,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _fork(self, parent: Row, index: int) -> Row:
-        """A sibling that shares the parent's full blocks; where there is no room it has no blocks yet, and waits."""
+        """Make a sibling that shares the parent's full blocks; without room it has no blocks and waits."""
         child = Row(parent.request, index, parent.tokens[:])
         num_full, tail = divmod(parent.num_computed, self.pool.block_size)
         if len(self.running) + len(self.reading) >= self.max_num_seqs:

@@ -28,17 +28,17 @@ class SamplingWeights:
     def __init__(self, model: CausalModel, *, may_merge: bool, merges_always: bool) -> None:
         self.model = model
         self.may_merge = may_merge
-        """There is room for the merged copy."""
+        """Whether there is memory for the merged copy."""
         self._merges_always = merges_always
         self._bank = make_bank(model)
         self.merged: dict[str, Tensor] = {}
         """The copy, by linear and by group of linears; empty until a policy is merged."""
         self._merged_version = 0
         self.when_merged: list[Callable[[], None]] = []
-        """Called when a policy was merged: its weights may lie where those before it did not."""
+        """Called after a policy was merged: its weights may be at other addresses than the last ones."""
 
     def route(self, step: Step, versions: Callable[[], set[int]]) -> Route:
-        """The adapter of every packed token; `versions` gives the policies of everything that runs or waits."""
+        """The route of packed tokens; `versions` are the policies of all running and waiting rows."""
         if self.may_merge:
             policies = {row.request.policy for row in step.decode} | {p.row.request.policy for p in step.prefill}
             if len(policies) == 1:
@@ -78,7 +78,7 @@ class SamplingWeights:
         return torch.empty_like(logits).index_copy_(0, index, logits)
 
     def _beside(self, runs: PolicyRuns) -> Route:
-        """Adapters beside the base."""
+        """The route with adapters beside the base model."""
         if self._bank is not None and any(policy.has_adapter for policy, _ in runs):
             return Route(bank=bank_route(self._bank, runs, self.model.device))
         return Route(spans=_spans(runs))

@@ -55,7 +55,7 @@ def write_adapter(
 ) -> None:
     """Write a complete directory or nothing: files are synced, then moved into place.
 
-    `more` are files beside the adapter's own, by name.
+    `more` holds further files by name.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
@@ -112,7 +112,7 @@ def _sync(directory: Path) -> None:
 
 
 def _move(temporary: Path, directory: Path) -> None:
-    """Rename into place; an older checkpoint of that name stays until the new one is complete."""
+    """Move the directory into place; an older checkpoint of that name stays until the new one is complete."""
     if directory.exists():
         old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
         directory.rename(old / "old")
@@ -146,12 +146,13 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 
 def adapted_names(directory: Path) -> list[str]:
-    """The linears that a saved adapter changes, by their dotted names in the model."""
+    """The dotted names of the linears that a saved adapter changes."""
     return list(_read_pairs(directory))
 
 
 def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Tensor | None = None) -> Tensor:
-    """The saved A and B as one flat tensor in the order of `shapes`; linears without any keep `start` (or zeros)."""
+    """The saved A and B as one flat tensor in the order of `shapes`; linears without saved ones keep `start` (or
+    zeros)."""
     config = read_config(directory)
     saved = _read_pairs(directory)
     unknown = sorted(set(saved) - set(shapes))
@@ -176,7 +177,7 @@ def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Te
 
 
 def is_critic(directory: Path) -> bool:
-    """Whether there is a value head beside the adapter."""
+    """Whether the directory has a value head beside the adapter."""
     return (directory / HEAD_FILE).is_file()
 
 

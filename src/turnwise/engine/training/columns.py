@@ -1,11 +1,11 @@
-"""A datum as the client sent it -> columns of equal length that the engine can trust.
+"""Turns a datum from a client into checked columns of equal length.
 
-Two forms come in. The full form has one number per input position in every tensor. The short form, which MinT's
-multi-turn recipe writes, has targets for the end of the input only, and may give one advantage for all of them.
-Whatever else does not line up is refused here, before anything is spent; nothing is padded, cut or guessed.
+A datum has one of two forms. The full form has one number per input position in every tensor. The short form, which
+MinT's multi-turn recipe writes, has targets only for the end of the input, and may give one advantage for all of them.
+Any other mismatch of lengths is refused here, before anything is computed; nothing is padded, cut or guessed.
 
 Arrays of a `DatumColumns` are [N], N = input length: position i predicts `target_ids[i]`. Axis `_T`: all positions of
-several datums, laid end to end.
+several datums, concatenated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KNOWN_INPUTS: Mapping[str, str] = {
     "pair": "the number of the pair, from 1, on every target of its chosen side, and minus that on the rejected one",
     "turn_weights": "how much each target counts within its dialogue",
 }
-"""`loss_fn_inputs` keys, with what to send."""
+"""The keys of `loss_fn_inputs`, with what to send under each."""
 
 
 class Asked(NamedTuple):
@@ -63,14 +63,14 @@ class DatumColumns:
     input_ids: NDArray[np.int64]
     target_ids: NDArray[np.int64]
     mask: NDArray[np.bool_]
-    """The trained positions."""
+    """True at trained positions."""
     weights: FloatArray
-    """0 where untrained."""
+    """The weight of each position; 0 where it is not trained."""
     advantages: FloatArray
     sampler_logprobs: FloatArray
     temperature: FloatArray
     target_start: int
-    """The caller's `target_tokens[0]` belongs to this position."""
+    """The position to which the caller's `target_tokens[0]` belongs."""
     old_logprobs: FloatArray | None = None
     old_share: FloatArray | None = None
     ref_logprobs: FloatArray | None = None
@@ -102,7 +102,7 @@ class DatumColumns:
 
 
 def with_weights(datum: Datum) -> Datum:
-    """Reading logprobs needs no choice of what to train: a datum without weights or mask gets weights of one."""
+    """Give a datum without weights or mask weights of 1: to read logprobs, nobody must choose what to train."""
     inputs = datum.loss_fn_inputs
     if "target_tokens" not in inputs or "weights" in inputs or "mask" in inputs:
         return datum
@@ -113,7 +113,7 @@ def with_weights(datum: Datum) -> Datum:
 def datums_to_columns(
     datums: Sequence[Datum], *, loss: AnyLoss | str, vocab_size: int, max_length: int
 ) -> list[DatumColumns]:
-    """The columns of one request's datums, which must all bring the same optional tensors."""
+    """The columns of one request's datums. All datums must have the same optional tensors."""
     loss = make_loss(loss, None) if isinstance(loss, str) else loss
     columns: list[DatumColumns] = []
     for index, datum in enumerate(datums):
@@ -126,7 +126,7 @@ def datums_to_columns(
 
 
 def datum_to_columns(datum: Datum, *, loss: AnyLoss | str, vocab_size: int, max_length: int) -> DatumColumns:
-    """Check one datum for one loss; a name stands for the loss with its default settings."""
+    """Check one datum for one loss. A loss given by name has its default settings."""
     loss = make_loss(loss, None) if isinstance(loss, str) else loss
     inputs = datum.loss_fn_inputs
     _check_keys(inputs, loss)
@@ -157,7 +157,7 @@ def datum_to_columns(datum: Datum, *, loss: AnyLoss | str, vocab_size: int, max_
 
 
 def collate_columns(datums: Sequence[DatumColumns]) -> LossColumns:
-    """Lay all N positions of each datum end to end: T is the sum of the input lengths."""
+    """Concatenate the positions of all datums: T is the sum of the input lengths."""
     if not datums:
         raise DataError("no datums; expected at least one")
     _check_alike(datums)
@@ -199,14 +199,14 @@ class _Reader:
         self.target_start = num_inputs - num_targets
 
     def aligned(self, values: np.ndarray, filler: float) -> np.ndarray:
-        """[N] targets belong to the end of the input; what stands before them has none."""
+        """[N] the values at the end of the input, where the targets are; `filler` before them."""
         if not self.target_start:
             return values
         before = np.full(self.target_start, filler, dtype=values.dtype)
         return np.concatenate([before, values])
 
     def column(self, key: str, filler: float) -> FloatArray:
-        """[N] the tensor under `key`, or `filler` throughout where it was not sent."""
+        """[N] the tensor under `key`; all `filler` if it was not sent."""
         column = self.optional(key, filler)
         return np.full(self.num_inputs, filler, dtype=np.float32) if column is None else column
 
@@ -229,7 +229,8 @@ class _Reader:
         return self.aligned(values, filler)
 
     def refuse(self, key: str, is_bad: NDArray[np.bool_], expected: str) -> None:
-        """Name the first bad value of a column by its position among the targets, as the caller counts them."""
+        """Raise an error about a column's first bad value. Positions are counted among the targets, as the caller
+        does."""
         if is_bad.any():
             at = int(np.argmax(is_bad[self.target_start :]))
             raise DataError(f"{key} holds {self.column(key, 0.0)[self.target_start + at]} at position {at}; {expected}")
@@ -255,7 +256,7 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
 def _to_array(key: str, tensor: TensorData) -> np.ndarray:
     """The tensor as numpy, one-dimensional."""
     try:
-        with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which is refused by name
+        with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which is refused later
             array = tensor.to_numpy()
     except (TypeError, ValueError, OverflowError) as cause:
         raise DataError(f"{key} cannot be read as {tensor.dtype} of shape {tensor.shape}: {cause}") from cause
@@ -274,7 +275,7 @@ def _input_ids(model_input: ModelInput, *, vocab_size: int, max_length: int) -> 
             f"model_input has {len(tokens)} tokens; expected at most {max_length} (the model's limit here); "
             "drop or split the longest turns"
         )
-    try:  # of a long list the quickest way that takes nothing but integers
+    try:  # the quickest check that a long list holds only integers
         ids = np.frombuffer(number_array("q", tokens), dtype=np.int64)
     except (TypeError, OverflowError):
         ids = np.asarray(tokens)
@@ -308,7 +309,7 @@ def _check_ids(key: str, ids: np.ndarray, vocab_size: int) -> None:
 
 
 def _mask(reader: _Reader) -> NDArray[np.bool_]:
-    """The explicit mask, else nonzero weights, else every target; an advantage of 0 does not untrain a token."""
+    """The mask that was sent, else nonzero weights, else every target. A token with advantage 0 is still trained."""
     is_target = np.arange(reader.num_inputs) >= reader.target_start
     explicit = reader.optional("mask")
     if explicit is not None:
@@ -336,7 +337,7 @@ def _old_share(reader: _Reader) -> FloatArray | None:
     if share is None:
         return None
     if "old_logprobs" in reader.inputs:
-        raise DataError("both old_logprobs and old_share came; expected one of them: they tell the same policy")
+        raise DataError("both old_logprobs and old_share came; expected one of them: both are the old policy")
     reader.refuse("old_share", (share < 0) | (share > 1), "expected 0 (the sampler) to 1 (the trainer)")
     return share
 
@@ -350,7 +351,8 @@ def _temperature(reader: _Reader) -> FloatArray:
 def _check_clip(
     low: FloatArray | None, high: FloatArray | None, loss: AnyLoss, reader: _Reader, mask: NDArray[np.bool_]
 ) -> None:
-    """Bounds that come per token are checked against each other, or against the config's where only one side came."""
+    """Check that low <= high for bounds per token; if only one side was sent, compare it with the config's other
+    side."""
     if low is not None:
         reader.refuse("clip_low_threshold", low < 0, "expected an absolute ratio bound, such as 0.8")
     if high is not None:

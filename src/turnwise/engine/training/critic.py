@@ -1,12 +1,12 @@
-"""A critic: an adapter on the shared base whose head says one number per position, the value of the state there.
+"""A critic: an adapter on the shared base model with a head that gives one number per position, the state's value.
 
     v_i = w . h_i + b         h_i: the last hidden state after the ids up to i; the head is float32
 
     loss = sum of weight_i * 1/2 max((v_i - R_i)^2, (clip(v_i, old_i - c, old_i + c) - R_i)^2)
 
-w and b stand behind the LoRA weights in the adapter's flat tensor, so optimizer, norm and checkpoint take them along;
-both start at zero, so a new critic says 0 everywhere. The loss is a sum over positions like every other one here:
-packing, shared prefixes and passes leave its gradient alone.
+w and b follow the LoRA weights in the adapter's flat tensor, so optimizer, norm and checkpoint include them. Both start
+at zero, so a new critic gives 0 everywhere. The loss is a sum over positions like every other loss here: packing,
+shared prefixes and the cut into passes do not change its gradient.
 
 Shape legend: N input positions of one datum, T those of all datums laid end to end, H hidden size.
 """
@@ -74,7 +74,7 @@ class CriticAdapter(LoraAdapter):
 
 
 def create_critic(model: CausalModel, lora: LoraConfig) -> CriticAdapter:
-    """A critic whose head is the value; the model's own head has no part in it."""
+    """Create a critic. It has a value head and does not use the model's output head."""
     if lora.train_unembed:
         raise ConfigError("train_unembed=True: a critic has a head of its own, and does not use the model's")
     shapes = target_shapes(model.linears, lora)
@@ -123,21 +123,21 @@ class ValueDatum:
     has_reference = False
 
     def asked(self, *, only_trained: bool) -> Asked:  # noqa: ARG002 - values are read where they are learned
-        """The masked positions; a value has neither temperature nor target."""
+        """The positions whose mask is 1; a value has neither temperature nor target."""
         positions = np.nonzero(self.mask)[0]
         return Asked(positions, np.ones(len(positions), np.float32), np.zeros(len(positions), np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueColumns:
-    """What the loss reads besides the values; every tensor is [T]."""
+    """The columns that the loss reads besides the values; every tensor is [T]."""
 
     mask_T: Tensor
     weights_T: Tensor
     """0 outside the mask."""
     returns_T: Tensor
     old_T: Tensor | None
-    """The values to be clipped around."""
+    """The old values, around which new ones are clipped."""
 
     def slice(self, index: slice | Tensor) -> ValueColumns:
         return self._each(lambda column: column[index])
@@ -156,11 +156,11 @@ class ValueColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """Half the squared error; with a `clip` above 0, the worse of that and the one of a value kept near its old one."""
+    """Half the squared error. With a `clip` above 0, the larger of that error and the error of the clipped value."""
 
     clip: float = 0.0
     is_learning: bool = True
-    """False where values are only read: datums bring no returns, and there are no metrics."""
+    """False if values are only read: then datums have no returns, and there are no metrics."""
 
     is_separable = True
     needs_entropy = False
@@ -199,7 +199,7 @@ class ValueLoss:
 
 
 class StateValues:
-    """Values of states, from a critic's own head."""
+    """The objective of a critic: values of states, from its value head."""
 
     output_name = "values"
 

@@ -1,8 +1,8 @@
 """Hidden states -> target logprobs, entropies, and their gradients, in chunks; never a full [N, V] tensor.
 
-Logits of a chunk of rows are formed once. When token i's loss needs only token i's logprob, the loss is evaluated
-right there and the chunk's gradient is formed from the same exponentials: no second head product, nothing kept.
-A loss that looks at whole sequences runs a first pass for the logprobs and a second one for the gradient.
+The logits of a chunk of rows are computed once. If token i's loss needs only token i's logprob, the loss is evaluated
+at once, and the chunk's gradient is computed from the same exponentials. That needs no second head product, and nothing
+is kept. A loss over whole sequences runs a first pass for the logprobs and a second one for the gradient.
 
 Shape legend: R rows of hidden states (one chunk at a time), E entries (targets read from those rows), V vocabulary.
 """
@@ -45,7 +45,7 @@ class _Chunk:
     """
 
     rows: slice
-    """Which rows of the batch these are."""
+    """The chunk's rows in the batch."""
     targets_E: Tensor
     """The target of each entry that reads the chunk."""
     local_E: Tensor
@@ -57,7 +57,7 @@ class _Chunk:
 
 
 def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """(rows, entries) slices that cover everything."""
+    """Slices (rows, entries) of the chunks, which cover all rows and entries."""
     num_rows = len(entries.row_tokens)
     step = max(16, for_device(device).facts.logits_chunk_bytes // (vocab_size * 4))
     bounds = np.searchsorted(entries.host_rows, np.arange(0, num_rows + step, step)).tolist()
@@ -77,7 +77,7 @@ class TargetHead:
         self._fused = self.ops.softmax_for(head.weight.dtype)
 
     def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logprobs and entropies [E], no gradient."""
+        """Compute logprobs and entropies [E] without a gradient."""
         logprobs, entropies = [], []
         for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
             chunk = self._forward(hidden_RH[rows], rows, picked)
@@ -87,7 +87,7 @@ class TargetHead:
         return _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def backward(self, hidden_RH: Tensor, gradients: TokenGradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d loss / d hidden [R, H], logprobs and entropies [E]; adapter gradients are added in place."""
+        """Compute d loss / d hidden [R, H], logprobs and entropies [E]; add adapter gradients in place."""
         grad_hidden = torch.empty_like(hidden_RH)
         logprobs, entropies = [], []
         for rows, picked in row_chunks(self.entries, self.head.out_features, hidden_RH.device):
@@ -177,7 +177,7 @@ class TargetHead:
 
 
 def _row_spans(head: LoraLinear, route: Route, entries: Entries) -> list[RowSpan]:
-    """The route's spans over packed tokens, as spans over the rows that the head reads (rows are sorted by token)."""
+    """Convert the route's spans over packed tokens into spans over the head's rows (rows are sorted by token)."""
     spans: list[RowSpan] = []
     for span in route.spans:
         if head.name not in span.weights.pairs:

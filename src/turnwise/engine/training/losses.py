@@ -1,7 +1,7 @@
 """Losses as pure functions of the trainer's target log-probabilities, looked up by Tinker's names.
 
-A loss is a sum over tokens; every normaliser is folded into the weights, so micro-batches, packing and data parallelism
-leave the gradient alone. Up to three policies meet in it: the sampler that drew the tokens, the old policy (trainer
+A loss is a sum over tokens. The weights contain every normaliser, so micro-batches, packing and data parallelism do not
+change the gradient. A loss uses up to three policies: the sampler that drew the tokens, the old policy (trainer
 weights frozen when the batch began, optional) and the trainer, the only one that is differentiated.
 
     anchor   = old where it is given, else the sampler ("bypass": no third policy)
@@ -44,9 +44,9 @@ from turnwise.losses.table import (
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before exp."""
 OUTLIER_BOUNDS = (1e-4, 100.0)
-"""`outlier_rejection` drops a sequence that holds a token whose ratio lies outside."""
+"""`outlier_rejection` drops a sequence if the ratio of one of its tokens lies outside these bounds."""
 NO_TERMS = PolicyOptions()
-"""What a loss that compares no policies has of the shared terms: none."""
+"""The shared terms of a loss that compares no policies: all are off."""
 
 _Index = slice | Tensor
 PolicyFunction = Callable[["_Tokens", Any], "_PolicyTerm"]
@@ -57,7 +57,7 @@ class LossColumns:
     """Per-token columns of a batch of datums laid end to end; every tensor is [T]."""
 
     mask_T: Tensor
-    """bool; the trained positions. Other columns are read at these positions only."""
+    """bool; the trained positions. The loss reads other columns only at these positions."""
     weights_T: Tensor
     """float32; they contain every normaliser."""
     advantages_T: Tensor
@@ -81,7 +81,7 @@ class LossColumns:
 
     @property
     def anchor_logprobs_T(self) -> Tensor:  # noqa: N802 - the axis suffix of every column
-        """What a ratio is taken against: the old policy where it is given, else the sampler."""
+        """The denominator of ratios: the old policy if it is given, else the sampler."""
         return self.sampler_logprobs_T if self.old_logprobs_T is None else self.old_logprobs_T
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class LossColumns:
             assert column.shape == self.mask_T.shape, f"{name} is {tuple(column.shape)}, mask is {self.mask_T.shape}"
 
     def slice(self, index: _Index) -> LossColumns:
-        """The same columns at fewer positions; a loss that is not separable needs whole datums."""
+        """The same columns at fewer positions. A loss that is not separable needs whole datums."""
         return LossColumns(num_datums=self.num_datums, **{k: v[index] for k, v in self._tensors().items()})
 
     def to(self, device: str | torch.device) -> LossColumns:
@@ -137,7 +137,7 @@ class Loss:
         return (*self.info.columns, "old_logprobs") if self.terms.needs_old_policy else self.info.columns
 
     def __call__(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> Tensor:
-        """[T] the loss of each token; its sum is the loss. Exactly 0, gradient included, where untrained."""
+        """[T] the loss of each token; the loss is their sum. Untrained tokens have exactly 0, also as gradient."""
         return self._evaluate(logprobs_T, entropies_T, columns).loss_T
 
     def _evaluate(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> _Evaluation:
@@ -165,10 +165,10 @@ class Loss:
 
     @torch.no_grad()
     def metrics(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> dict[str, float]:
-        """Diagnostics under `name:reduction` keys; a mean is over trained tokens, and 0 where there are none.
+        """Diagnostics under `name:reduction` keys. A mean is over trained tokens; it is 0 if there are none.
 
-        A separable loss may be asked slice by slice: sums add, means combine by `num_trained_tokens:sum`. Only
-        `ess_fraction:mean` is not a mean of tokens, so it wants the whole batch.
+        A separable loss may be evaluated slice by slice: add the sums, and combine the means with the weights
+        `num_trained_tokens:sum`. Only `ess_fraction:mean` is not a mean over tokens; it needs the whole batch.
         """
         evaluation = self._evaluate(logprobs_T, entropies_T, columns)
         found = {"loss:sum": evaluation.loss_T.sum(), "num_trained_tokens:sum": columns.mask_T.sum()}
@@ -182,7 +182,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The columns as the formulas read them: 0 wherever a token is not trained."""
+    """The columns for the formulas, with 0 at every token that is not trained."""
 
     mask_T: Tensor
     logprobs_T: Tensor
@@ -207,7 +207,7 @@ class _Tokens:
         return sums_D[self.datum_T]
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
-        """[T] the same over the tokens that enter a sequence-level ratio."""
+        """[T] the sum over the datum's tokens that enter a sequence-level ratio."""
         return self.datum_sum(torch.where(self.sequence_mask_T, values_T, 0.0))
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PolicyTerm:
-    """[T] a loss before factor and weight, its ratio, and where the ratio was clipped."""
+    """[T] a loss before factor and weight, with its ratio and where the ratio was clipped."""
 
     loss_T: Tensor
     ratio_T: Tensor
@@ -368,8 +368,8 @@ def _dro(tokens: _Tokens, config: DroOptions) -> _PolicyTerm:
 
 
 def _dppo_tv(tokens: _Tokens, config: DppoTvOptions) -> _PolicyTerm:
-    """-keep ratio A + penalty log(ratio)^2 (arXiv:2602.04879): a token whose probability, not ratio, has moved too far
-    the way its advantage pushes it is dropped."""
+    """-keep ratio A + penalty log(ratio)^2 (arXiv:2602.04879): a token is dropped if its probability (not its
+    ratio) has already moved too far in the direction of its advantage."""
     ratio_T = _ratio(tokens.log_ratio_T)
     moved_T = (tokens.logprobs_T.exp() - (tokens.logprobs_T - tokens.log_ratio_T).exp()).detach()
     clipped = {
@@ -412,7 +412,7 @@ def _mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def _max(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The largest of values that are not negative; 0 where nothing is trained."""
+    """The largest of non-negative values; 0 if nothing is trained."""
     masked_T = torch.where(mask_T, values_T, 0.0)
     return masked_T.amax() if masked_T.numel() else masked_T.sum()
 
@@ -426,17 +426,17 @@ LOSS_FUNCTIONS: Mapping[str, PolicyFunction] = {
     "dppo_tv": _dppo_tv,
     "gspo": _gspo,
 }
-"""The formulas of the table's losses over tokens; those over pairs stand in `preference_losses.py`."""
+"""The formulas of the table's losses over tokens; those over pairs are in `preference_losses.py`."""
 
 
 def make_loss(name: str, config: Settings | None = None) -> Loss:
-    """The loss of that name with the given settings; the rest take that loss's defaults."""
+    """Make a loss by name with the given settings; the others get the loss's defaults."""
     info = find_loss(name)
     return Loss(info=info, config=read_settings(info, config), policy=LOSS_FUNCTIONS[name])
 
 
 def make_outside_loss(function: LossFunction, config: Settings | None = None) -> Loss:
-    """A loss from outside the package (`losses/outside.py`) with the given settings."""
+    """Make a loss from outside the package (`losses/outside.py`) with the given settings."""
     info = outside_info(function)
     return Loss(info=info, config=read_settings(info, config), policy=partial(_outside, function, info))
 

@@ -13,7 +13,8 @@ from turnwise.types import AdamParams
 
 @torch.no_grad()
 def adamw_step(trainable: Trainable, params: AdamParams) -> dict[str, float]:
-    """One update from the accumulated gradient, which is cleared; a gradient that is not finite changes nothing."""
+    """Update the parameters from the accumulated gradient and clear it. A gradient that is not finite changes
+    nothing."""
     norm = float(torch.linalg.vector_norm(trainable.grad))
     if not math.isfinite(norm):
         trainable.grad.zero_()

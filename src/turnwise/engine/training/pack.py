@@ -21,7 +21,7 @@ from turnwise.engine.budget import PassLimit
 from turnwise.engine.ops import for_device
 
 MIN_SHARED = 16
-"""A shared beginning of fewer tokens does not get a node of its own."""
+"""A shared beginning needs at least this many tokens to get its own node."""
 NO_SHARING = 1 << 30
 """The `min_shared` that keeps every datum on its own."""
 
@@ -31,7 +31,7 @@ Array = np.ndarray
 @dataclass(slots=True)
 class _Node:
     start: int
-    """Offset in the packed sequence."""
+    """Offset of its first token in the packed sequence."""
     depth: int
     """Position id of its first token."""
     tokens: Array
@@ -51,7 +51,7 @@ class _Forest:
     def __init__(self, sequences: Sequence[Array], shared: Sequence[int], min_shared: int) -> None:
         self.sequences = sequences
         self.shared = shared
-        """[i] leading tokens that sequences i - 1 and i have in common."""
+        """[i] number of leading tokens that sequences i - 1 and i have in common."""
         self.min_shared = min_shared
         self.size = 0
         self.nodes: list[_Node] = []
@@ -59,13 +59,13 @@ class _Forest:
         self.roots = self._build(0, len(sequences), 0, [])
 
     def _joins(self, i: int, depth: int) -> bool:
-        """Sequences i - 1 and i share enough beyond `depth`, or one is the whole start of the other."""
+        """Whether sequences i - 1 and i share enough tokens beyond `depth`, or one is a prefix of the other."""
         return self.shared[i] > depth and is_worth_sharing(
             self.sequences[i - 1], self.sequences[i], self.shared[i], depth + self.min_shared
         )
 
     def _build(self, low: int, high: int, depth: int, path: list[_Node]) -> list[_Node]:
-        """Nodes for sequences [low, high), which all share their first `depth` tokens along `path`."""
+        """Build the nodes of sequences [low, high), which share their first `depth` tokens along `path`."""
         cuts = [i for i in range(low + 1, high) if not self._joins(i, depth)]
         nodes: list[_Node] = []
         for a, b in zip([low, *cuts], [*cuts, high], strict=True):
@@ -82,7 +82,7 @@ class _Forest:
             else:
                 ends = sum(len(self.sequences[i]) == common for i in range(a, b))
                 for i in range(a, a + ends):
-                    self.paths[i] = here  # sorted first: it ends where the others go on
+                    self.paths[i] = here  # the first in order: it ends where the others continue
                 if a + ends < b:
                     children = self._build(a + ends, b, common, here)
                     (node.children if node is not None else nodes).extend(children)
@@ -99,7 +99,7 @@ class PackedBatch:
     """[N]"""
     plan: TreePlan
     members: list[int]
-    """The numbers of the caller's sequences that are in this pass."""
+    """The indices of the caller's sequences in this pass."""
     packed_index: list[Array]
     """Per member: [its length], the packed token that holds each of its positions."""
 
@@ -109,7 +109,7 @@ class PackedBatch:
 
     @classmethod
     def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
-        """Several forests one after the other; none sees another's tokens."""
+        """Join several forests; none attends to another's tokens."""
         if len(batches) == 1:
             return batches[0]
         starts = np.cumsum([0, *(b.num_tokens for b in batches)]).tolist()
@@ -132,26 +132,27 @@ def _level(batch: PackedBatch, depth: int) -> Sequence[Pair]:
 
 
 def sort_key(sequence: Array) -> bytes:
-    """Bytes that sort like the token ids do."""
+    """Bytes that sort in the same order as the token ids."""
     return sequence.astype(">u4").tobytes()
 
 
 def num_shared(a: Array, b: Array) -> int:
-    """Leading tokens in common."""
+    """Number of leading tokens that two sequences have in common."""
     length = min(len(a), len(b))
     differ = np.nonzero(a[:length] != b[:length])[0]
     return int(differ[0]) if len(differ) else length
 
 
 def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
-    """Whether two sequences share enough tokens for a node, or one is the whole start of the other."""
+    """Whether two sequences share enough tokens for a node, or one is a prefix of the other."""
     return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
 
 
 def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
-    """Indices of `sequences`, sorted and cut into as few passes of about `limit` tokens, as even as they can be.
+    """Sort the indices of `sequences` and cut them into few passes of about `limit` tokens and of similar size.
 
-    A last pass of a few tokens costs almost as much as a full one where launching a pass is what takes its time.
+    Sizes are similar because launching a pass takes time: a last pass of a few tokens costs almost as much as a full
+    one.
     """
     order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
     shared = [0] * len(order)
@@ -176,9 +177,9 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
 
 
 def cut_passes(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
-    """Where passes begin when each takes as many sequences as it can, and the tokens of the largest pass.
+    """The starts of passes if each takes as many sequences as it can, and the tokens of the largest pass.
 
-    What a sequence shares with the one before it costs nothing.
+    Tokens that a sequence shares with the one before it cost nothing.
     """
     cuts: list[int] = []
     used = largest = 0
@@ -223,7 +224,7 @@ def _collect_pairs(nodes: Sequence[_Node], depth: int, levels: list[list[Pair]])
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Which hidden states the head reads, and which target of which datum each serves; sorted by row."""
+    """The hidden states that the head reads, and the targets that each of them serves; sorted by row."""
 
     host_tokens: Array
     """[R] packed token of each row, ascending; a token appears once per temperature asked of it."""
@@ -261,7 +262,7 @@ def make_entries(tokens: Array, temperatures: Array, targets: Array, columns: Ar
     """Join entries that read the same hidden state at the same temperature into one row."""
     levels, level = _levels(temperatures)
     keys = tokens * len(levels) + level
-    # Tokens come almost sorted, datum by datum, and a stable sort of runs is far quicker than one that knows nothing.
+    # Tokens are almost sorted, datum by datum, and a stable sort is much faster on sorted runs.
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     is_first = np.diff(ordered, prepend=-1) != 0
@@ -274,7 +275,7 @@ def make_entries(tokens: Array, temperatures: Array, targets: Array, columns: Ar
 
 
 def _levels(temperatures: Array) -> tuple[Array, Array | int]:
-    """The different temperatures, and which of them each entry has."""
+    """The different temperatures, and the index of each entry's temperature."""
     if len(temperatures) and (temperatures == temperatures[0]).all():
         return temperatures[:1], 0
     return np.unique(temperatures, return_inverse=True)

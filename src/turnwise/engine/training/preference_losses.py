@@ -4,8 +4,8 @@
     dpo      -log sigmoid(beta Delta - reward_offset (R - R'))              arXiv:2305.18290, 2404.12358, 2406.14868
     refuel   (Delta / eta - (R - R'))^2, or eta^2 times that (`repo`)       arXiv:2410.04612
 
-The sums run over trained tokens: what the policy said, never what the world said. The world's own probabilities are the
-same under both policies and cancel. w is the `turn_weights` column (DMPO's phi; 1 without one), R the `advantages`
+The sums are over trained tokens: the policy's words, never the world's. The world's own probabilities are the same
+under both policies and cancel. w is the `turn_weights` column (DMPO's phi; 1 without one), R the `advantages`
 column, of which only the difference within a pair counts, and ref the `ref_logprobs` column; where that is not sent,
 the engine computes it with the base model. `weights` holds the weight of the pair, the same at all its tokens.
 
@@ -38,7 +38,7 @@ PairFunction = Callable[["_Pairs", Any], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """One loss over pairs with its options; the trainer shows it the whole batch at once."""
+    """One loss over pairs with its options; the trainer gives it the whole batch at once."""
 
     info: LossInfo
     config: LossOptions
@@ -59,7 +59,7 @@ class PreferenceLoss:
         return (*self.info.columns, "advantages") if needs_rewards else self.info.columns
 
     def __call__(self, logprobs_T: Tensor, entropies_T: Tensor | None, columns: LossColumns) -> Tensor:  # noqa: ARG002
-        """[T] the loss of each pair, shared out evenly over its trained tokens; its sum is the loss."""
+        """[T] the loss of each pair, divided evenly among its trained tokens; the loss is their sum."""
         pairs = _Pairs.of(logprobs_T, columns)
         share_T = (pairs.weights_P * self.formula(pairs, self.config) / pairs.num_tokens_P.clamp(min=1))[pairs.pair_T]
         return torch.where(columns.mask_T, share_T, 0.0)
@@ -115,7 +115,7 @@ class _Pairs:
         def summed(values_T: Tensor, of_T: Tensor) -> Tensor:
             return values_T.new_zeros(num_pairs).index_add(0, pair_T, torch.where(of_T, values_T, 0.0))
 
-        # Mask before any arithmetic: an untrained token holds filler.
+        # Mask before any arithmetic, because untrained tokens hold filler.
         log_ratio_T = torch.where(mask_T, logprobs_T, 0.0) - torch.where(mask_T, columns.ref_logprobs_T, 0.0)
         weighted_T = log_ratio_T if columns.turn_weights_T is None else log_ratio_T * columns.turn_weights_T
         of_chosen_T, of_rejected_T = mask_T & is_chosen_T, mask_T & ~is_chosen_T
@@ -139,7 +139,7 @@ class _Pairs:
 
 
 def _sides(columns: LossColumns) -> tuple[Tensor, Tensor, int]:
-    """[T] which pair a token belongs to, [T] whether on its chosen side, and how many pairs there may be."""
+    """[T] the pair of each token, [T] whether it is on the chosen side, and the largest possible number of pairs."""
     if columns.pair_T is None:
         return columns.datum_T // 2, columns.datum_T % 2 == 0, (columns.num_datums + 1) // 2
     number_T = columns.pair_T.abs().to(torch.int64)
@@ -166,7 +166,7 @@ PAIR_FUNCTIONS: Mapping[str, PairFunction] = {"dpo": _dpo, "refuel": _refuel}
 
 
 def make_preference_loss(name: str, config: Settings | None = None) -> PreferenceLoss:
-    """The loss of that name with the given settings; the rest take their defaults."""
+    """Make a loss by name with the given settings; the others get their defaults."""
     info = find_loss(name)
     return PreferenceLoss(info=info, config=read_settings(info, config), formula=PAIR_FUNCTIONS[name])
 

@@ -27,14 +27,14 @@ MAX_SUMMED_RANK = 1024
 
 
 def write_snapshot(engine: Engine, adapter: Trainable, directory: Path) -> None:
-    """Fill `directory` with everything that further training needs; the caller syncs it and puts it in place."""
+    """Fill `directory` with everything that further training needs; the caller syncs it and moves it into place."""
     engine.save_adapter(adapter, directory, with_optimizer=True)
     if bool(adapter.grad.any()):
         adapter_files.save_tensors({"grad": adapter.grad.cpu()}, directory / GRADIENT_FILE)
 
 
 def read_snapshot(engine: Engine, lora: LoraConfig, directory: Path) -> Trainable:
-    """The adapter exactly as `write_snapshot` found it."""
+    """Restore an adapter exactly as `write_snapshot` saved it."""
     adapter = engine.create_saved(directory, lora)
     engine.load_adapter(adapter, directory, with_optimizer=True)
     gradient = directory / GRADIENT_FILE
@@ -48,7 +48,7 @@ def write_sum(
 ) -> LoraConfig:
     """Write an adapter whose change of every weight is the weighted sum of the others' changes; returns its shape.
 
-    Exact, not fitted: A matrices are stacked, and each B carries its coefficient and scale, so ranks add up.
+    The sum is exact: A matrices are stacked, and each B is multiplied by its coefficient and scale, so ranks add up.
     """
     loras = [adapter_files.read_lora_config(source) for source in directories]
     rank = sum(lora.rank for lora in loras)

@@ -1,7 +1,7 @@
 """What a training client trains.
 
-`Trainable` is all that the engine, the clients and the service know about it. There are two today: `LoraAdapter`, and
-the adapter with a value head (`critic.CriticAdapter`). Full weights are the next one: a class with these members.
+The engine, the clients and the service know only the protocol `Trainable`. It has two implementations: `LoraAdapter`,
+and the adapter with a value head (`critic.CriticAdapter`). To train full weights, write a class with these members.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Trainable(Protocol):
         ...
 
     def publish(self, dtype: torch.dtype) -> Policy:
-        """A frozen copy to sample from, or a ConfigError that says why there is none."""
+        """Return a frozen copy to sample from; raise a ConfigError if there is none, with the reason."""
         ...
 
     def save(self, directory: Path, base_model: str, *, with_optimizer: bool) -> None:
@@ -64,7 +64,7 @@ class Trainable(Protocol):
         ...
 
     def free(self) -> None:
-        """Give the device's memory back; the object cannot be used afterwards."""
+        """Free the device's memory; the object cannot be used afterwards."""
         ...
 
 
@@ -82,7 +82,7 @@ class LoraAdapter(LoraWeights):
         super().__init__(lora, shapes, flat)
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else torch.seed() % 2**63)
         for a, _ in self.pairs.values():
-            bound = 1 / math.sqrt(a.shape[1])  # Kaiming-uniform with a = sqrt(5), as PEFT starts; B starts at zero
+            bound = 1 / math.sqrt(a.shape[1])  # A starts as in PEFT, Kaiming-uniform with a = sqrt(5); B starts at zero
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         self.grad = torch.zeros_like(flat)
         self.exp_avg = torch.zeros_like(flat)
@@ -125,16 +125,16 @@ class LoraAdapter(LoraWeights):
             tensor.resize_(0)
 
     def _more_files(self) -> dict[str, adapter_files.TensorFile]:
-        """What a subclass saves beside A and B."""
+        """Further files that a subclass saves beside A and B."""
         return {}
 
     def _read_parameters(self, directory: Path) -> Tensor:
-        """`flat` as `directory` has it."""
+        """Read the value of `flat` from `directory`."""
         if adapter_files.is_critic(directory):
             raise CheckpointError(f"{directory} is a critic, not a policy; create a critic's client from it")
         return adapter_files.read_flat(directory, self.shapes, self.lora.rank, self.flat)
 
 
 def _leaf(view: Tensor) -> Tensor:
-    """The same storage as a leaf that collects gradients."""
+    """A leaf tensor with the same storage that collects gradients."""
     return view.detach().requires_grad_(True)

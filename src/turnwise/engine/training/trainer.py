@@ -1,4 +1,4 @@
-"""forward and forward_backward: checked datums in, gradients and outputs out.
+"""forward and forward_backward: they turn checked datums into gradients and outputs.
 
 Work is cut into passes (`pack.split_batches`). Each generator yields between passes, so that the engine's worker can
 let the sampler run. Losses are sums over positions, so any cut gives the same gradient. What is computed at a position
@@ -52,17 +52,17 @@ class TrainingJob:
 
 @dataclass(slots=True)
 class JobResult:
-    """What a job has so far; tensors are [T]."""
+    """The results of a job so far; tensors are [T]."""
 
     columns: Any
-    """What the loss reads besides the outputs."""
+    """The columns that the loss reads besides the outputs."""
     offsets: np.ndarray
     """[datums + 1] where each datum's positions start in T."""
     outputs: Tensor
     """The objective's number at each position that was read, 0 elsewhere."""
     entropies: Tensor | None
     is_known: Tensor
-    """The positions that were read."""
+    """True at positions that were read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Share:
     job: TrainingJob
     result: JobResult
     members: Sequence[int]
-    """Which of the job's datums run in this pass."""
+    """The indices of the job's datums in this pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Trainer:
     def read(
         self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
     ) -> Generator[None, None, JobResult]:
-        """The objective's numbers under `job.weights`, without a gradient."""
+        """Compute the objective's numbers with `job.weights`, without a gradient."""
         result = self._start(job, with_entropy)
         for members in self._passes(job, only_trained=only_trained):
             with torch.no_grad():
@@ -121,7 +121,7 @@ class Trainer:
     def forward_backward(
         self, jobs: Sequence[TrainingJob], loss: PassLoss, reference: Policy | None
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
-        """Add each job's gradient to its trainable's. Jobs run side by side, and all have one objective."""
+        """Add each job's gradient to its trainable. Jobs share passes, so all must have the same objective."""
         results = [self._start(job, loss.needs_entropy) for job in jobs]
         if reference is not None:
             for job, result in zip(jobs, results, strict=True):
@@ -151,7 +151,8 @@ class Trainer:
             yield
 
     def _whole_batch(self, job: TrainingJob, result: JobResult, loss: PassLoss) -> Generator[None, None, None]:
-        """A loss over pairs that no single pass can hold: all logprobs first, then the gradient through the model."""
+        """Run a loss over pairs that do not fit into one pass: first all logprobs, then the gradient through the
+        model."""
         known = yield from self.read(job, only_trained=True)
         result.outputs, result.is_known = known.outputs, known.is_known
         grad_T, _ = position_gradients(loss, result.outputs, None, result.columns)
@@ -166,14 +167,14 @@ class Trainer:
         return JobResult(columns, offsets, zeros, zeros.clone() if with_entropy else None, known)
 
     def _passes(self, job: TrainingJob, *, only_trained: bool) -> list[list[int]]:
-        """The job's datums, cut into passes; a datum that nothing is asked of does not run."""
+        """Cut the job's datums into passes; a datum without any position to read does not run."""
         chosen = [i for i, d in enumerate(job.datums) if len(d.asked(only_trained=only_trained).positions)]
         sequences = [job.datums[i].input_ids for i in chosen]
         batches = split_batches(sequences, self.limit, min_shared=self.min_shared)
         return [[chosen[i] for i in batch] for batch in batches]
 
     def _pack(self, shares: Sequence[_Share], *, only_trained: bool) -> _Pass:
-        """Each job's datums as a forest of their own, one after the other."""
+        """Pack each job's datums as one forest, one job after the other."""
         batches, spans, entries, edges = [], [], [], [0]
         token = 0
         for share in shares:
@@ -208,7 +209,7 @@ class Trainer:
         return objective.make_head(self.model, work.route, work.entries, with_entropy=with_entropy)
 
     def _backward_pass(self, shares: Sequence[_Share], loss: PassLoss) -> None:
-        """A loss of single positions: the head forms the gradient of each chunk right after its outputs."""
+        """Run a loss of single positions: the head computes each chunk's gradient right after its outputs."""
 
         def gradients(share: _Share, outputs: Tensor, entropies: Tensor | None, columns: Tensor):
             return position_gradients(loss, outputs, entropies, share.result.columns.slice(columns))
@@ -216,7 +217,7 @@ class Trainer:
         self._run_backward(shares, gradients)
 
     def _sequence_pass(self, share: _Share, loss: PassLoss) -> None:
-        """A loss over whole sequences: outputs first, then the gradient by a second head product."""
+        """Run a loss over whole sequences: outputs first, then the gradient with a second head product."""
         work = self._pack([share], only_trained=True)
         result, columns = share.result, work.entries.columns
         with torch.enable_grad():
@@ -242,7 +243,7 @@ class Trainer:
             rows.backward(grad_rows)
 
     def _run_backward(self, shares: Sequence[_Share], gradients: ShareGradients) -> None:
-        """One packed pass. The entries of a share are neighbours, so a slice finds them."""
+        """Run one packed pass backward. The entries of a share are neighbours, so a slice selects them."""
         work = self._pack(shares, only_trained=True)
         columns_E, edges = work.entries.columns, work.edges
         with torch.enable_grad():
@@ -273,7 +274,7 @@ class Trainer:
 
 def _store(result: JobResult, columns: Tensor, outputs: Tensor, entropies: Tensor | None) -> None:
     result.outputs[columns] = outputs
-    result.is_known.index_fill_(0, columns, True)  # an assignment of True would make the host wait
+    result.is_known.index_fill_(0, columns, True)  # assigning True by index would make the host wait for the device
     if result.entropies is not None and entropies is not None:
         result.entropies[columns] = entropies
 
@@ -310,6 +311,6 @@ def outputs_by_datum(job: TrainingJob, result: JobResult) -> list[dict[str, Tens
 
 
 def make_output(job: TrainingJob, result: JobResult, loss: PassLoss) -> ForwardBackwardOutput:
-    """A finished job as the client gets it."""
+    """Convert a finished job into the client's output."""
     metrics = loss.metrics(result.outputs, result.entropies, result.columns)
     return ForwardBackwardOutput("ArrayRecord", outputs_by_datum(job, result), metrics)

@@ -1,1 +1,1 @@
-"""Envs written for other libraries, as ours."""
+"""Adapters that run other libraries' envs as turnwise worlds."""

@@ -1,4 +1,4 @@
-"""Envs with `step(response, ground_truth) -> (reward, observation, done)` and `reset()`, run as ours.
+"""Runs env classes that have `step(response, ground_truth) -> (reward, observation, done)` and `reset()`.
 
     from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnvironmentWorld
 
@@ -12,9 +12,9 @@
 
     world = BaseEnvironmentWorld(Capital, [{"prompt": "Capital of France?", "ground_truth": {"city": "Paris"}}, ...])
 
-The reward of a step is the reward of that turn, so final-only, turn-level and progress rewards all work. `done` ends
-the attempt, and so does the turn number `max_turns` of the env: with classes of this kind it is part of the task. A
-class that reads `current_turn` but never counts it has it counted: in `step` it is the number of the turn that is
+The reward of a step is the reward of that turn, so final-only, turn-level and progress rewards all work. The attempt
+ends with `done`, or after the env's `max_turns` turns, because that limit is part of the task in such classes. If a
+class reads `current_turn` but never changes it, the adapter counts it: in `step` it is the number of the turn that is
 being judged, from 1, just as in a class that begins its `step` with `self.current_turn += 1`.
 """
 
@@ -42,19 +42,19 @@ DEFAULT_MAX_TOKENS = 256
 
 
 class BaseEnvironment(ABC):
-    """Subclass it and write `step`; `reset` is called once, before the first turn."""
+    """Subclass it and write `step`. `reset` is called once, before the first turn."""
 
     @abstractmethod
     def step(self, response: str, ground_truth: Any) -> tuple[Any, ...]:
-        """Judge one reply: `(reward, observation, done)`; the observation is None when it is over."""
+        """Judge one reply: return `(reward, observation, done)`. The observation is None at the end."""
 
     def reset(self) -> Any:
-        """Make ready for a new attempt."""
+        """Prepare for a new attempt."""
         return None
 
 
 class BaseEnvironmentWorld:
-    """A class of this style and its dataset, as a `World`."""
+    """A `World` made of such a class and its dataset."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class BaseEnvironmentWorld:
         """
         Args:
             dataset: Rows with `prompt` (text, or messages as dicts) and `ground_truth`, or a JSON or JSON lines file.
-            test_dataset: Rows that are held out; without them one row of `dataset` in five is, by hash.
-            max_turns: Also given to the constructor of the class when it takes it. The class's own by default.
-            success_reward: An attempt is a success when its last reward is at least this.
+            test_dataset: Held-out rows. Without them, one row of `dataset` in five is held out, by hash.
+            max_turns: Passed to the class's constructor if it takes it. The default is the class's own number.
+            success_reward: An attempt is a success if its last reward is at least this.
             env_options: More arguments for the constructor of the class.
         """
         self.name = name or env_class.__name__
@@ -110,7 +110,7 @@ class BaseEnvironmentWorld:
 
 
 class BaseEnvironmentEnv:
-    """One attempt; plain functions, for `as_env`."""
+    """One attempt. Its methods are plain functions; `as_env` runs them."""
 
     def __init__(
         self, inner: BaseEnvironment, prompt: object, ground_truth: object, *, max_turns: int, success_reward: float
@@ -149,7 +149,7 @@ class BaseEnvironmentEnv:
 
 
 def observation_to_messages(observation: object) -> list[Message]:
-    """Text, a message, `{"role": ..., "content": ...}`, or a list of the last two."""
+    """Convert text, a message, a dict with role and content, or a list of messages or dicts."""
     if isinstance(observation, str):
         return [user(observation)]
     items = cast(Iterable[object], observation) if isinstance(observation, list | tuple) else [observation]
@@ -161,7 +161,7 @@ def _to_message(item: object) -> Message:
         return item
     row = cast(Mapping[str, Any], item if isinstance(item, Mapping) else {})
     if row.get("role") not in get_args(Role) or not isinstance(row.get("content"), str):
-        raise DataError(f"{item!r:.60} is no message; expected text, or a dict with role and content")
+        raise DataError(f"{item!r:.60} is not a message; expected text, or a dict with role and content")
     return Message(role=row["role"], content=row["content"])
 
 
@@ -187,7 +187,7 @@ def _stores_attribute(env_class: type, name: str) -> bool:
             if any(i.opname == "STORE_ATTR" and i.argval == name for i in dis.get_instructions(function)):
                 return True
             if "super" not in function.__code__.co_names:
-                break  # what it overrides never runs
+                break  # the methods that it overrides never run
     return False
 
 

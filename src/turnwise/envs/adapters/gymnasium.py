@@ -10,12 +10,12 @@
                [F]HFH
 
 Actions are discrete (by name or by number) or text. Observations are text, numbers, or what the env prints in its
-"ansi" render mode. `terminated` and `truncated` stay what the env says they are. A reply that names no action, or
-several, is not handed to the env: it is flagged, answered with the list of actions, and uses up a turn. When the
-dialogue has had `max_turns` turns it is truncated.
+"ansi" render mode. `terminated` and `truncated` are what the env says. A reply that names no action, or several, is not
+passed to the env: it is flagged as unparsable, answered with the list of actions, and uses up a turn. After `max_turns`
+turns the attempt is truncated.
 
-A task is a seed for `reset`: even ones for training, odd ones held out. All of the env's randomness comes from it, so
-a replay with the same replies is the same game.
+A task is a seed for `reset`: even seeds are for training, odd ones are held out. All of the env's randomness comes from
+the seed, so the same replies always give the same game.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Known:
 
     actions: tuple[str, ...]
     success_return: float | None = None
-    """A terminated attempt with at least this return is a success; the env's own threshold when None."""
+    """A terminated attempt with at least this return is a success. None uses the env's own threshold."""
     describe: Callable[[Any, Any], str] | None = None
-    """(the bare env, an observation) in words."""
+    """Takes the unwrapped env and an observation, and describes the state in words."""
 
 
 def _describe_taxi(env: Any, observation: Any) -> str:
@@ -58,7 +58,7 @@ def _describe_taxi(env: Any, observation: Any) -> str:
     return f"Taxi in row {row}, column {column}. Passenger in {places[passenger]}, wants to go to {places[goal]}."
 
 
-def _describe_blackjack(env: Any, observation: Any) -> str:  # noqa: ARG001 - the observation says it all
+def _describe_blackjack(env: Any, observation: Any) -> str:  # noqa: ARG001 - the observation is enough
     own, dealer, ace = (int(part) for part in cast(Sequence[Any], observation))
     return f"Your hand: {own}{', with a usable ace' if ace else ''}. The dealer shows {dealer}."
 
@@ -94,10 +94,10 @@ class GymnasiumWorld:
         """
         Args:
             make: Arguments for `gymnasium.make`, such as {is_slippery: false}.
-            actions: Names of the discrete actions, in order; the numbers work beside them.
-            rules: Told to the policy before the first observation, in place of the line that names the env.
+            actions: Names of the discrete actions, in order. Numbers work too.
+            rules: Text before the first observation, instead of the line that names the env.
             view: What the policy sees: the printed board, the observation itself, or the board where there is one.
-            max_turns: Then the attempt is truncated; the env's own limit by default, and 32 at most.
+            max_turns: The attempt is truncated after so many turns. The default is the env's own limit, at most 32.
             success_return: A terminated attempt with at least this return is a success; the env's own threshold by
                 default, or any return above 0.
         """
@@ -135,7 +135,7 @@ class GymnasiumWorld:
         return []
 
     def describe(self, env: Any, observation: Any) -> str:
-        """What the policy sees of a state."""
+        """The text of a state for the policy."""
         parts = [clean_board(env.render())] if self._render_mode == "ansi" else []
         if self._known is not None and self._known.describe is not None:
             parts.append(self._known.describe(env.unwrapped, observation))
@@ -214,7 +214,7 @@ class GymnasiumEnv:
 
 @dataclass(frozen=True, slots=True)
 class DiscreteActions:
-    """Actions by name or by number: exactly one of them in the last line of a reply."""
+    """Reads an action by name or number. The last line of a reply must hold exactly one."""
 
     by_word: Mapping[str, int]
     listed: str
@@ -232,7 +232,7 @@ class DiscreteActions:
 
 @dataclass(frozen=True, slots=True)
 class TextActions:
-    """The whole reply is the action, if the space holds it."""
+    """Takes the whole reply as the action, if the action space contains it."""
 
     space: Any
 
@@ -246,7 +246,7 @@ class TextActions:
 
 
 def make_codec(space: Any, names: Sequence[str] | None) -> DiscreteActions | TextActions:
-    """How text becomes an action of this space."""
+    """Choose how text becomes an action of this space."""
     kind = type(space).__name__
     if kind == "Text":
         return TextActions(space)
@@ -258,7 +258,7 @@ def make_codec(space: Any, names: Sequence[str] | None) -> DiscreteActions | Tex
     words = {str(start + number): start + number for number in range(count)}
     for number, name in enumerate(names or ()):
         if not _WORD.fullmatch(name.lower()):
-            raise ConfigError(f"the action name {name!r} is no single word; use letters, digits and _")
+            raise ConfigError(f"the action name {name!r} is not a single word; use letters, digits and _")
         words[name.lower()] = start + number
     if names:
         listed = ", ".join(names)
@@ -270,12 +270,12 @@ def make_codec(space: Any, names: Sequence[str] | None) -> DiscreteActions | Tex
 
 
 def clean_board(text: str) -> str:
-    """A printed board without colours; what was coloured stands in brackets."""
+    """Remove colours from a printed board, and put what was coloured in brackets."""
     return _COLOURED.sub(r"[\1]", text).strip("\n")
 
 
 def observation_to_text(observation: Any) -> str:
-    """An observation of any space in words: text as it is, numbers in a row, parts by name."""
+    """Write an observation of any space as text: text as it is, numbers in a row, parts by name."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):

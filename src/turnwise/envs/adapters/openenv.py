@@ -1,15 +1,15 @@
 """OpenEnv servers as worlds: `turnwise train openenv:http://localhost:8000`.
 
-Each attempt is one session over a web socket, in the messages that OpenEnv's own client sends: `reset` with the task's
-seed, `step` with an action, `close`. Every call has a deadline. Spoken directly, the protocol needs no package but
-`websockets` here; `openenv-core` is what the server needs.
+Each attempt is one session over a web socket. It sends the messages that OpenEnv's own client sends: `reset` with the
+task's seed, `step` with an action, `close`. Every call has a deadline. This side needs only the package `websockets`;
+the server needs `openenv-core`.
 
-The server's `/schema` says what an action is: one text field takes the whole reply; one field of another type takes the
-reply as a JSON value; several fields take the first JSON object in the reply, and the first message lists them. What
-the schema refuses is flagged and answered with the server's words.
+The server's `/schema` says what an action is. A single text field takes the whole reply. A single field of another type
+takes the reply as a JSON value. Several fields take the first JSON object in the reply, and the first message lists
+them. A reply that the server refuses is flagged as unparsable and answered with the server's error.
 
-`done` terminates; the protocol knows no truncation, so an attempt that is not done after `max_turns` turns is truncated
-here. A task is a seed (even: training, odd: held out). Whether equal seeds give equal attempts is up to the server.
+`done` means terminated. The protocol has no truncation, so the adapter truncates an attempt after `max_turns` turns. A
+task is a seed (even: training, odd: held out). Whether equal seeds give equal attempts depends on the server.
 """
 
 # pyright: basic
@@ -60,15 +60,15 @@ class OpenEnvWorld:
         """
         Args:
             reset: Arguments for the server's `reset`, beside the seed.
-            action_field: The field of the action that takes the whole reply; read from the schema by default.
-            observation_field: The field of the observation to show; all of them by default.
-            rules: Told to the policy before the first observation.
+            action_field: The field of the action that takes the whole reply. The default comes from the schema.
+            observation_field: The field of the observation to show. The default shows all of them.
+            rules: Text before the first observation.
             max_turns: An attempt that is not done by then is truncated.
             success_return: An attempt that is done is a success when its rewards add up to at least this.
-            timeout_s: For every call of the server.
+            timeout_s: Time limit of every call of the server.
         """
         if urlsplit(url).scheme not in ("http", "https", "ws", "wss"):
-            raise ConfigError(f"{url!r} is no address of a server; expected openenv:http://HOST:PORT")
+            raise ConfigError(f"{url!r} is not an address of a server; expected openenv:http://HOST:PORT")
         self.websockets = import_peer("websockets.asyncio.client", extra="openenv")
         self.websocket_errors = import_peer("websockets.exceptions", extra="openenv")
         self.url = url.rstrip("/")
@@ -103,7 +103,7 @@ class OpenEnvEnv:
         self._return = 0.0
 
     async def start(self) -> list[Message]:
-        """Open a session; a server that is full is asked again until `timeout_s` has passed."""
+        """Open a session. If the server is full, try again until `timeout_s` has passed."""
         world = self._world
         give_up_s = asyncio.get_running_loop().time() + world.timeout_s
         result = await self._open()
@@ -120,7 +120,7 @@ class OpenEnvEnv:
         return [user(f"{world.rules}\n\n{text}" if world.rules else text)]
 
     async def _open(self) -> Mapping[str, Any] | ServerError:
-        """The first observation, or that the server is full."""
+        """Return the first observation, or the error of a server that is full."""
         world = self._world
         self._socket = await world.websockets.connect(
             web_socket_address(world.url),
@@ -169,14 +169,14 @@ class OpenEnvEnv:
                     await socket.send(json.dumps({"type": "close"}))
                     await socket.close()
         finally:
-            socket.transport.abort()  # a server that does not say goodbye is left
+            socket.transport.abort()  # do not wait longer for a server that does not answer
             await socket.wait_closed()
 
     async def _call(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send one message and read its answer."""
         async with asyncio.timeout(self._world.timeout_s):
             with contextlib.suppress(self._world.websocket_errors.ConnectionClosed):
-                # A server that is full says so and hangs up at once; what it said can still be read.
+                # A full server sends an error and closes at once; the error can still be read.
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.recv())
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
@@ -187,7 +187,7 @@ class OpenEnvEnv:
 
 
 class ServerError(DataError):
-    """What a server says when it cannot do what it was asked."""
+    """An error that the server sent."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -210,7 +210,7 @@ def _refusal(why: str, is_last: bool) -> EnvStep:
 
 
 def is_local(url: str) -> bool:
-    """No proxy stands between this machine and itself."""
+    """Whether the address is on this machine, so that no proxy is needed."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
@@ -222,12 +222,12 @@ def web_socket_address(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionCodec:
-    """How a reply becomes an action."""
+    """Turns a reply into an action."""
 
     fields: Mapping[str, str]
-    """Names and JSON types of what an action holds."""
+    """Names and JSON types of an action's fields."""
     whole: str | None
-    """The field that takes the whole reply; None when the reply is a JSON object."""
+    """The field that takes the whole reply. None if the reply is a JSON object."""
 
     @property
     def hint(self) -> str:
@@ -264,7 +264,7 @@ def read_codec(schema: Mapping[str, Any], action_field: str | None) -> ActionCod
 
 
 def observation_to_text(observation: Any, field: str | None) -> str:
-    """An observation in words: one field's text, or all fields by name."""
+    """Write an observation as text: one field's text, or all fields by name."""
     if not isinstance(observation, Mapping):
         return str(observation)
     fields = {str(name): value for name, value in observation.items() if name not in _OWN_FIELDS}

@@ -1,4 +1,4 @@
-"""What the adapters of other libraries share: finding the library, and tasks out of seeds or rows."""
+"""Shared parts of the adapters: importing the other library, and making tasks of seeds or rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NUM_SEEDS = 2**30
 
 
 def import_peer(module: str, *, extra: str) -> Any:
-    """Another library, imported when a world of it is made; without it, the command that installs it."""
+    """Import another library. If it is missing, `ConfigError` gives the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as cause:
         if cause.name is None or cause.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # it is there; something that it needs is not
+            raise  # the library is installed, but something that it needs is not
         raise ConfigError(
             f"envs of {extra} need the package {module.partition('.')[0]!r}, which is not installed; "
             f"install it with: pip install 'turnwise[{extra}]'"
@@ -33,14 +33,14 @@ def import_peer(module: str, *, extra: str) -> Any:
 
 
 def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[Task]:
-    """Tasks that are numbers to seed an env with: even ones for training, odd ones held out."""
+    """Tasks that are seeds for an env: even ones for training, odd ones held out."""
     rng = random_for(name, split, seed)
     numbers = [2 * number + (split == "test") for number in rng.sample(range(_NUM_SEEDS), count)]
     return [Task(id=f"{split}-{number}", data={"seed": number}) for number in numbers]
 
 
 def row_tasks(data: Path, test_data: Path | None) -> Mapping[Split, Sequence[Task]]:
-    """A file's rows as tasks; without a file of its own for `test`, one row in five is held out, by hash."""
+    """Tasks from the rows of a file. Without a file for `test`, one row in five is held out, by hash."""
     tasks = {task.id: task for task in map(_row_task, read_rows(data))}
     if test_data is None:
         return {"train": in_split(tasks.values(), "train"), "test": in_split(tasks.values(), "test")}

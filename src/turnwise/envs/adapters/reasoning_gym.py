@@ -6,12 +6,12 @@
     user       That is not right. Try again.                            (attempts=2)
     assistant  <answer>7</answer>                                       reward 1.0, terminated, a success
 
-The data set scores every answer from 0 to 1. With one attempt that score is the reward; with several, a turn earns
-what it adds to the best score so far, so that the sum is the best score. A reply without an answer is flagged and uses
-up an attempt.
+The data set scores every answer from 0 to 1. With one attempt that score is the reward. With several, a turn earns what
+it adds to the best score so far, so that the sum is the best score. A reply without an answer is flagged as unparsable
+and uses up an attempt.
 
-A task is the number of an item of the data set with seed 0; which items are held out depends on their question alone,
-so no question of the test split occurs in training. Items are made by number, so a replay is exact.
+A task is the number of an item of the data set with seed 0. Only an item's question decides whether it is held out, so
+no question of the test split occurs in training. Items are made by number, so a replay is exact.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ReasoningGymWorld:
         """
         Args:
             config: Options of the data set, such as {min_terms: 2, max_terms: 3}.
-            attempts: How often the policy may answer; that is the number of turns.
-            items: How many items the data set has; fewer where it makes all of them at once.
-            rules: The system message; the answer is read between <answer> and </answer>.
+            attempts: How often the policy may answer. This is the number of turns.
+            items: Number of items of the data set. Use fewer if it makes all of them at once.
+            rules: The system message. The answer is read between <answer> and </answer>.
         """
         if attempts < 1:
             raise ConfigError(f"attempts={attempts}; expected at least 1")
@@ -85,12 +85,12 @@ class ReasoningGymWorld:
         return as_env(ReasoningGymEnv(self._peer, self._dataset, task.data["item"], self.max_turns, self._rules))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """The data set's own answers; none where it has a check and no answer."""
+        """The data set's own answers. None if the data set can check answers but does not give them."""
         return play_demonstrations(self, self._player, count, seed) if self._has_answers() else []
 
     def _player(self, task: Task) -> ScriptedPlayer:
         answer = self._dataset[task.data["item"]]["answer"]
-        return lambda dialogue: f"<answer>{answer}</answer>"  # noqa: ARG005 - it knows the answer
+        return lambda dialogue: f"<answer>{answer}</answer>"  # noqa: ARG005 - the script knows the answer
 
     def _has_answers(self) -> bool:
         items = [self._dataset[number] for number in range(min(3, len(self._dataset)))]
@@ -118,7 +118,7 @@ class ReasoningGymWorld:
 
 
 class ReasoningGymEnv:
-    """One question; plain functions, for `as_env`."""
+    """One question. Its methods are plain functions; `as_env` runs them."""
 
     def __init__(self, peer: Any, dataset: Any, number: int, attempts: int, rules: str) -> None:
         self._peer = peer

@@ -1,13 +1,13 @@
 """SkyRL-Gym envs as worlds: `turnwise train skyrl_gym:gsm8k`.
 
-Any id of its registry, or a `BaseTextEnv` of your own as `skyrl_gym:module:Class` or `skyrl_gym:file.py:Class`. The
-env gets what SkyRL's generator gives it: `env_config`, and the row of the data set as `extras`. Rows come from a file
-(JSON, JSON lines, parquet) with `prompt` (messages) and whatever the env reads, `reward_spec.ground_truth` most of the
-time. `gsm8k` and `gsm8k_multi_turn` work without a file too: their rows are then word problems made here.
+The name is an id of SkyRL-Gym's registry, or your own `BaseTextEnv` as `skyrl_gym:module:Class` or
+`skyrl_gym:file.py:Class`. The env gets what SkyRL's generator gives it: `env_config`, and the row of the data set as
+`extras`. Rows come from a file (JSON, JSON lines, parquet) with `prompt` (messages) and what the env reads, usually
+`reward_spec.ground_truth`. `gsm8k` and `gsm8k_multi_turn` also work without a file, on generated word problems.
 
-The reward of a step is the reward of that turn. `done` terminates; these envs know no truncation and no seed. Numbers
-in `metadata` and `get_metrics()` are logged. `postprocessed_action` is not used: what the policy said stays, token for
-token, and `info["postprocessed"]` counts the turns where the env would have had it otherwise.
+The reward of a step is the reward of that turn. `done` means terminated; these envs have no truncation and no seed.
+Numbers in `metadata` and `get_metrics()` are logged. `postprocessed_action` is not used, because the policy's tokens
+must stay as they are; `info["postprocessed"]` counts the turns in which the env wanted to change them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 GENERATED = ("gsm8k", "gsm8k_multi_turn")
-"""The envs that can be fed with word problems made here."""
+"""The envs that can use generated word problems."""
 
 _MAX_STEPS = 3
 _FORM = 'Solve it step by step. The last line is "#### " and the number.'
@@ -53,10 +53,10 @@ class SkyRLGymWorld:
     ) -> None:
         """
         Args:
-            data: Rows with `prompt` and what the env reads; gsm8k and gsm8k_multi_turn make their own.
-            test_data: Rows that are held out; without them one row of `data` in five is, by hash.
+            data: Rows with `prompt` and what the env reads. gsm8k and gsm8k_multi_turn need none.
+            test_data: Held-out rows. Without them, one row of `data` in five is held out, by hash.
             env_config: The env's own config, as `environment.skyrl_gym.<env>` holds it in SkyRL.
-            max_turns: Put into the env's `extras`; the env's own number by default.
+            max_turns: Put into the env's `extras`. The default is the env's own number.
             success_reward: An attempt is a success when its rewards add up to at least this.
         """
         self._env_class = _find_class(env_id)
@@ -82,11 +82,11 @@ class SkyRLGymWorld:
             raise ConfigError(f"{self.name} has no {split} rows; give it more rows, or a test_data of their own")
         return draw(self._rows[split], count, rng)
 
-    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - these envs know no seed
+    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - these envs take no seed
         return as_env(SkyRLGymEnv(self, self._make_inner, task.data))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Worked solutions of the generated problems; a file's rows have none."""
+        """Solutions of the generated problems. Rows from a file have none."""
         return play_demonstrations(self, self._player, count, seed) if self._rows is None else []
 
     def _make_inner(self, row: Mapping[str, Any]) -> Any:
@@ -94,7 +94,7 @@ class SkyRLGymWorld:
         return self._env_class(env_config=self._env_config, extras=extras)
 
     def _read_max_turns(self) -> int:
-        """What an env of the first task says; that also finds out early that rows lack something."""
+        """Make an env of the first task and read its limit. This also finds incomplete rows early."""
         task = self.tasks("train", 1, 0)[0]
         try:
             inner = self._make_inner(task.data)
@@ -119,11 +119,11 @@ class SkyRLGymWorld:
 
     def _player(self, task: Task) -> ScriptedPlayer:
         steps, truth = task.data["extra_info"]["steps"], task.data["reward_spec"]["ground_truth"]
-        return lambda dialogue: "\n".join([*steps, f"#### {truth}"])  # noqa: ARG005 - it knows the answer
+        return lambda dialogue: "\n".join([*steps, f"#### {truth}"])  # noqa: ARG005 - the script knows the answer
 
 
 class SkyRLGymEnv:
-    """One attempt; plain functions, for `as_env`."""
+    """One attempt. Its methods are plain functions; `as_env` runs them."""
 
     def __init__(self, world: SkyRLGymWorld, make: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> None:
         self._world = world
@@ -180,7 +180,7 @@ def _find_class(env_id: str) -> type:
 
 
 def _make_config(env_class: type, given: Mapping[str, Any]) -> Any:
-    """What was given, over the defaults of the dataclass that the constructor's `env_config` is annotated with."""
+    """The given values, and the defaults of the dataclass that annotates the constructor's `env_config`."""
     omegaconf = import_peer("omegaconf", extra="skyrl-gym")
     annotation = get_type_hints(env_class.__init__).get("env_config")
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and is_dataclass(kind)]

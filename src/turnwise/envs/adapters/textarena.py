@@ -1,17 +1,16 @@
 """TextArena games as worlds: `turnwise train textarena:TicTacToe-v0`.
 
-The policy has one seat, others have the rest: a player that makes a random legal move, or a function of yours as
-`module:function`, called with (seat, what that seat has read, a random generator) and giving its move. In self-play
-(`turnwise.rollout.self_play`) the policy has all seats, each a trajectory of its own. The policy reads
-what its seat reads, as it happens; its own moves are not repeated to it. The reward comes at the end: what the game
-gives this seat.
+The policy plays one seat. The other seats are played by a player that makes random legal moves, or by your function
+`module:function`, which gets (seat, what that seat has read, a random generator) and returns a move. In self-play
+(`turnwise.rollout.self_play`) the policy plays all seats, and each seat is a trajectory. The policy reads what its seat
+reads, but not its own moves again. The reward comes at the end: what the game gives to the policy's seat.
 
-A move that the game cannot read or does not allow is flagged; the game itself decides what it costs (most allow one
-per turn, the next one loses). After `max_turns` turns of the policy a game is truncated.
+A move that the game cannot read or does not allow is flagged as unparsable. The game decides what it costs: most games
+forgive one per turn, and a second one loses. After `max_turns` turns of the policy a game is truncated.
 
-A task is a seed, even ones for training and odd ones held out; it also picks the seat unless `seat` does. TextArena
-draws from Python's and numpy's global generators. Here every game has a state of these of its own, put in place for
-each call: games with equal seeds and moves are equal, whatever runs beside them.
+A task is a seed: even ones are for training, odd ones are held out. It also picks the seat, unless `seat` is given.
+TextArena draws from Python's and numpy's global generators. The adapter keeps a state of these for every game and sets
+it for each call, so games with equal seeds and moves are equal, whatever else runs at the same time.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 Opponent = Callable[[int, str, random.Random], str]
-"""(seat, what that seat has read so far, a generator) to a move."""
+"""Takes the seat, what that seat has read so far, and a random generator. Returns a move."""
 
 DEFAULT_MAX_TURNS = 32
 
 _MAX_PLAYERS = 8
 _MAX_TRIES = 200
 _MAX_MOVE_CHARS = 4_000
-"""What a game gets to read of a reply; some of them break on numbers of more digits."""
+"""Longest part of a reply that a game gets. Some games fail on numbers with more digits."""
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _NUMBER = re.compile(r"[0-9]+")
 _GLOBAL_RANDOM = threading.Lock()
@@ -69,10 +68,10 @@ class TextArenaWorld:
         """
         Args:
             make: Arguments for `textarena.make`, such as {max_rounds: 3}.
-            players: How many play; the fewest that the game takes by default.
-            seat: The policy's, from 0; each task has its own by default.
+            players: Number of players. The default is the smallest number that the game takes.
+            seat: The policy's seat, from 0. By default each task picks one.
             opponent: "random" (a random legal move) or module:function.
-            max_turns: Turns of the policy; then the game is truncated.
+            max_turns: The game is truncated after so many turns of the policy.
         """
         self.peer = import_peer("textarena", extra="textarena")
         self.game = game
@@ -101,11 +100,11 @@ class TextArenaWorld:
         return []
 
     def make_game(self, task: Task, seed: int) -> TextArenaGame:  # noqa: ARG002 - the task's seed is the game's
-        """The game for self-play, all seats open."""
+        """Make a game for self-play, with all seats free."""
         return TextArenaGame(self, seed=task.data["seed"])
 
     def open_game(self) -> Any:
-        """TextArena's game without the wrappers that repeat a whole history in every observation."""
+        """Make TextArena's game without the wrappers that repeat the whole history in every observation."""
         return _without_observation_wrappers(self.peer, self.peer.make(self.game, **self._make_options))
 
     def _find_players(self, numbers: Sequence[int]) -> int:
@@ -136,7 +135,7 @@ class TextArenaGame:
         self.random = GlobalRandom(seed)
         self.inner: Any = world.open_game()
         self.read = dict.fromkeys(range(world.players), "")
-        """All that each seat has been told."""
+        """Everything that each seat has read."""
         self._unread = dict.fromkeys(range(world.players), "")
         self._moves = [str(seed)]
         with self.random.in_place():
@@ -151,7 +150,7 @@ class TextArenaGame:
         return []
 
     def view(self, seat: int) -> list[Message]:
-        """What this seat has been told since its last move; at the end also why it ended."""
+        """What this seat has read since its last move, and at the end why the game ended."""
         self._take_in(seat)
         state = self.inner.state
         reason = str(state.game_info[seat].get("reason") or "") if state.done else ""
@@ -173,7 +172,7 @@ class TextArenaGame:
         return SeatOutcome(reward=reward, is_success=is_success, info={"seat": float(seat)})
 
     def key(self) -> str:
-        """The seed and every move: TextArena names no states."""
+        """The seed and every move, because TextArena has no names for states."""
         return json.dumps(self._moves)
 
     def _take_in(self, seat: int) -> None:
@@ -185,7 +184,7 @@ class TextArenaGame:
 
 
 class TextArenaEnv:
-    """One seat of a game for the policy, the others for opponents; plain functions, for `as_env`."""
+    """A game in which the policy has one seat and opponents have the others. Its methods are plain functions."""
 
     def __init__(self, world: TextArenaWorld, *, seat: int, seed: int) -> None:
         self._world = world
@@ -223,7 +222,7 @@ class TextArenaEnv:
         self._game = None
 
     def _play_others(self, game: TextArenaGame) -> None:
-        """The other seats move until it is the policy's turn, or the game is over."""
+        """Play the other seats until it is the policy's turn, or the game is over."""
         while (seat := game.to_move) not in (None, self._seat):
             game.view(seat)
             game.move(assistant(self._choose(game, seat)))
@@ -244,7 +243,7 @@ class GlobalRandom:
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None, None, None]:
-        """While inside, the global generators are this game's; one game at a time."""
+        """Use this game's state in the global generators inside the block. Only one game can do so at a time."""
         with _GLOBAL_RANDOM:
             python, numpy = random.getstate(), np.random.get_state()
             random.setstate(self._python)
@@ -258,11 +257,11 @@ class GlobalRandom:
 
 
 def random_legal_move(game: Any, read: str, rng: random.Random) -> str:
-    """A move of the kind that the game's text shows in brackets, tried on a copy of the game first."""
+    """A random move like those that the game's text shows in brackets. It is tried on a copy of the game first."""
     for move in itertools.islice(_candidates(read, rng), _MAX_TRIES):
         if _is_legal(copy.deepcopy(game), move):
             return move
-    return "[pass]"  # nothing that the text shows is allowed; the game says what happens then
+    return "[pass]"  # no move that the text shows is allowed; the game decides what happens
 
 
 def _candidates(read: str, rng: random.Random) -> Iterator[str]:
@@ -287,7 +286,7 @@ def _is_legal(game: Any, move: str) -> bool:
 
 
 def is_refused(game: Any, player: int) -> bool:
-    """Whether the move that this player just made was none: it is asked again, or has lost by it."""
+    """Whether the game refused this player's last move: the player is asked again, or has lost."""
     is_asked_again = game.state.current_player_id == player and getattr(game.state, "error_count", 0) > 0
     return is_asked_again or bool(game.state.game_info[player].get("invalid_move"))
 
@@ -300,7 +299,7 @@ def _without_observation_wrappers(peer: Any, game: Any) -> Any:
 
 
 def _to_text(observation: Any, reader: int, names: Any) -> str:
-    """Messages of a game in words; the reader's own moves are left out, it knows them."""
+    """Write a game's messages as text, without the reader's own moves."""
     lines: list[str] = []
     for sender, message, kind in observation or ():
         if kind.name == "PLAYER_ACTION" and sender == reader:

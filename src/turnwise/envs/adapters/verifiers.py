@@ -1,16 +1,15 @@
 """verifiers tasksets and envs as worlds: `turnwise train verifiers:my_taskset`.
 
-The name is what verifiers itself takes: an installed taskset package, or a `Taskset` of your own as
-`verifiers:module:Class` or `verifiers:file.py:Class`. The env is the taskset's own or the single-agent one.
+The name is what verifiers itself takes: an installed taskset package, or your own `Taskset` as
+`verifiers:module:Class` or `verifiers:file.py:Class`. The env is the taskset's own, or the single-agent one.
 
-A verifiers episode runs by itself and asks a model; here the policy is that model. Each attempt starts the episode with
-an address that the seats' model calls go to. A call becomes the messages of `start` or `step`, and the reply becomes
-the model's answer. What the taskset scores at the end is the reward; metrics and the single rewards are logged.
+A verifiers episode runs by itself and calls a model. Here the policy is that model: each attempt starts an episode and
+gives it an address for its model calls. A call becomes the messages of `start` or `step`, and the policy's reply
+becomes the model's answer. The taskset's score at the end is the reward; metrics and single rewards are logged.
 
-One dialogue per attempt: an env that asks the policy in two seats, or rewrites what was said before, is refused, and so
-are tasksets with tool servers. verifiers knows no seeds: an attempt can be replayed when the taskset's own code repeats
-itself. The tasks are the taskset's; one in five is held out, by a hash of its content, unless `test_taskset` says
-otherwise.
+An attempt is one dialogue: an env that calls the policy in two seats, or rewrites earlier messages, is refused, and so
+are tasksets with tool servers. verifiers has no seeds, so an attempt can be replayed only if the taskset's code is
+deterministic. One task of the taskset in five is held out, by a hash of its content, unless `test_taskset` is given.
 """
 
 # pyright: basic
@@ -66,11 +65,11 @@ class VerifiersWorld:
         Args:
             taskset: The taskset's own config, such as {split: train}.
             test_taskset: Its config for the held-out tasks, such as {split: test}.
-            env: The env's config, such as {id: best-of-n}; a seat with a client of its own is not the policy's.
-            num_tasks: At most so many are read from the taskset.
-            max_turns: Of the policy; a single-agent taskset has one, others 10 by default.
+            env: The env's config, such as {id: best-of-n}. The policy does not play a seat that has its own client.
+            num_tasks: The largest number of tasks to read from the taskset.
+            max_turns: Turns of the policy. The default is 1 for a single-agent taskset, else 10.
             success_reward: An attempt is a success when its reward is at least this.
-            timeout_s: For each of setting up, finalising and scoring an attempt.
+            timeout_s: Time limit of each part: setting up, finalising and scoring an attempt.
         """
         self._vf = import_peer("verifiers.v1", extra="verifiers")
         self._loaders = import_peer("verifiers.v1.utils.loaders", extra="verifiers")
@@ -92,7 +91,7 @@ class VerifiersWorld:
             raise ConfigError(f"{self.name} has no {split} tasks; give it more tasks, or a test_taskset of their own")
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - verifiers knows no seeds
+    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - verifiers has no seeds
         if task.id not in self._theirs:
             raise ConfigError(f"{self.name} has no task {task.id!r}; the taskset has changed since it was drawn")
         return as_env(VerifiersEnv(self, self._theirs[task.id]))
@@ -101,16 +100,16 @@ class VerifiersWorld:
         return []
 
     def load_env(self) -> Any:
-        """A fresh verifiers env; one attempt each, since it holds the servers of its episodes."""
+        """Make a verifiers env. Each attempt needs its own, because the env holds the servers of its episodes."""
         return self._loaders.load_environment(self.config)
 
     def model_at(self, address: str) -> Any:
-        """The policy as a model that verifiers can ask."""
+        """Describe the policy as a model that verifiers can call."""
         client = self._vf.EvalClientConfig(base_url=address, api_key_var="TURNWISE_NO_KEY")
         return self._vf.ModelContext(model=_MODEL, client=client)
 
     def _make_config(self, taskset: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
-        """The env's config, with all seats played in this process; one without a client of its own is the policy's."""
+        """The env's config, with all seats played in this process. The policy plays the seat that has no client."""
         harness = importlib.import_module("turnwise.envs.adapters.verifiers_harness").HARNESS_ID
         try:
             kind = self._loaders.env_config_type(self._id, env.get("id") or "")
@@ -134,7 +133,7 @@ class VerifiersWorld:
             raise ConfigError(f"{self.name}: {cause}") from cause
 
     def _check_needs(self) -> None:
-        """What this process does not offer is said before anything is spent."""
+        """Refuse early what this process cannot offer."""
         kind, config = self._loaders.taskset_class(self._id), self.config.taskset
         task = kind.task_type()
         tools = [type(server).__name__ for server in (*kind.toolsets(config), *task.toolsets(config.task))]
@@ -184,7 +183,7 @@ class VerifiersWorld:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One model call: what was said, in which dialogue, and where the reply goes."""
+    """One model call: its messages, its dialogue, and where the reply goes."""
 
     messages: Sequence[Mapping[str, Any]]
     session: str
@@ -192,10 +191,9 @@ class Ask:
 
 
 class VerifiersEnv:
-    """One episode; plain functions, for `as_env`.
+    """One episode. Its methods are plain functions; `as_env` runs them.
 
-    The episode lives in an event loop of its own that runs only while it is the episode's turn: until it asks the
-    policy, or ends.
+    The episode has its own event loop, which runs only during the episode's turn: until it calls the policy or ends.
     """
 
     def __init__(self, world: VerifiersWorld, theirs: Any) -> None:
@@ -230,7 +228,7 @@ class VerifiersEnv:
         loop, episode = self._loop, self._episode
         if loop is None or episode is None or loop.is_closed():
             return
-        if loop.is_running():  # a call is stuck in it, in another thread; that one cleans up when it comes back
+        if loop.is_running():  # a call is stuck in another thread; that thread cleans up when the call returns
             self._is_abandoned = True
             loop.call_soon_threadsafe(episode.cancel)
             return
@@ -243,7 +241,7 @@ class VerifiersEnv:
                 return await env.run_episode(self._theirs, self._world.model_at(address))
 
     def _advance(self) -> bool:
-        """Run the episode until it asks the policy (True) or ends (False)."""
+        """Run the episode until it calls the policy (return True) or ends (return False)."""
         loop, episode = self._loop, self._episode
         assert loop is not None
         assert episode is not None
@@ -261,7 +259,7 @@ class VerifiersEnv:
         return True
 
     def _news(self) -> list[Message]:
-        """What this call says beyond what was said before."""
+        """The messages of this call that are new."""
         assert self._ask is not None
         if self._session not in (None, self._ask.session):
             raise DataError(
@@ -310,7 +308,7 @@ class VerifiersEnv:
         try:
             loop.run_until_complete(end())
             if episode.done() and not episode.cancelled():
-                episode.exception()  # somebody looked
+                episode.exception()  # read the exception, so that asyncio does not warn
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
@@ -322,7 +320,7 @@ _LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_toke
 
 @contextlib.asynccontextmanager
 async def policy_address(asks: asyncio.Queue[Ask]) -> AsyncIterator[str]:
-    """An OpenAI-compatible address on this machine whose model is whoever answers `asks`."""
+    """Serve an OpenAI-compatible address on this machine. Calls are put into `asks` and wait for their answer."""
     web = import_peer("aiohttp.web", extra="verifiers")
 
     async def complete(request: Any) -> Any:
@@ -356,17 +354,17 @@ async def policy_address(asks: asyncio.Queue[Ask]) -> AsyncIterator[str]:
 
 
 def _to_text(content: Any) -> str:
-    """The text of a message; what is no text is refused."""
+    """The text of a message. `DataError` if it holds anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part for part in content if isinstance(part, Mapping)]
     if any(part.get("type") != "text" for part in parts):
-        raise DataError(f"a message holds {sorted({str(part.get('type')) for part in parts})}; expected text alone")
+        raise DataError(f"a message holds {sorted({str(part.get('type')) for part in parts})}; expected only text")
     return "\n".join(str(part.get("text", "")) for part in parts)
 
 
 def _register(target: str, vf: Any) -> str:
-    """A taskset class under a module name of its own, since verifiers finds tasksets by top-level module."""
+    """Register a taskset class under a new module name, because verifiers finds tasksets by top-level module."""
     taskset = load_attribute(target)
     if not (isinstance(taskset, type) and issubclass(taskset, vf.Taskset)):
         raise ConfigError(f"{target} is {taskset!r:.60}; expected a subclass of verifiers.v1.Taskset")
@@ -381,6 +379,6 @@ def _register(target: str, vf: Any) -> str:
     for exported in (taskset, *envs):
         setattr(module, exported.__name__, exported)
     vars(module)["__all__"] = [exported.__name__ for exported in (taskset, *envs)]
-    module.__spec__ = source.__spec__  # what `find_spec` looks at for a module that is there already
+    module.__spec__ = source.__spec__  # `find_spec` reads this for a module that is already imported
     sys.modules[name] = module
     return name

@@ -1,4 +1,4 @@
-"""The program that plays a seat of a verifiers env for the policy: one chat call per turn, inside this process.
+"""The harness that plays a seat of a verifiers env for the policy: one chat call per turn, inside this process.
 
 verifiers finds harnesses by the name of a top-level module; `HARNESS_ID` is the name under which this one is known.
 """
@@ -17,11 +17,11 @@ _aiohttp: Any = import_peer("aiohttp", extra="verifiers")
 
 
 class PolicyHarnessConfig(_vf.HarnessConfig):
-    """No options of its own."""
+    """This harness has no options."""
 
 
 class PolicyHarness(_vf.Harness[PolicyHarnessConfig]):
-    """Hands the conversation to the model's address and is done; the env goes on from there."""
+    """Sends the conversation to the model's address and returns. The env continues from there."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -44,7 +44,7 @@ class PolicyHarness(_vf.Harness[PolicyHarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message.model_dump(mode="json", exclude_none=True) for message in prompt or ()]
-        no_limit = _aiohttp.ClientTimeout(total=None)  # the policy takes its time; the rollout has the deadlines
+        no_limit = _aiohttp.ClientTimeout(total=None)  # no timeout here, because the rollout has deadlines
         async with (
             _aiohttp.ClientSession(timeout=no_limit) as session,
             session.post(

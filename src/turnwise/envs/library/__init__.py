@@ -1,1 +1,1 @@
-"""The worlds that come with turnwise: one file each, data, env and reward together."""
+"""The worlds that come with turnwise. The file of a world holds its env and its reward."""

@@ -10,16 +10,15 @@
     user       I am glad. No deal. The cup is worth 4.
     assistant  8                                                        payoff (5 + 8 + 8) / 26 = 0.81, terminated
 
-The mood is drawn with the env's seed, glad or sad, and told from the answer to the first price on; the policy
-cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood moves
-the payoff by more than any price does. There is no reward before the end; then it is what was earned, as a share of
-what a glad buyer would have paid for everything: 0 to 1. `is_success` means 75 % of what could be earned once the mood
-was known. A reply without one price from 1 to 9 sells nothing and is flagged as unparsable. One list of things in five
-is held out. The env can be forked at any turn.
+The mood, glad or sad, is drawn with the env's seed. The buyer tells it with the answer to the first price, and the
+policy cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood
+changes the payoff more than any price does. The only reward comes at the end: what was earned, divided by what a glad
+buyer would have paid for everything. `is_success` means 75 % of what could be earned once the mood was known. A reply
+without exactly one price from 1 to 9 sells nothing and is flagged as unparsable. One list of things in five is held
+out. The env can be forked at any turn.
 
-With `mood_from="price"` the mood follows from the seed and the first price together, by a hash that nobody can foresee:
-attempts from one start that begin with other prices meet other moods, so the luck lies inside a group whose attempts
-share their seed.
+With `mood_from="price"` the mood is a hash of the seed and the first price. So attempts that share a seed but ask for
+different first prices meet different moods: the luck then varies inside a group.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PRICE = re.compile(r"[0-9]+")
 
 
 def highest_price(worth: int, mood: Mood) -> int:
-    """What the buyer pays at most."""
+    """The most that the buyer pays."""
     return 2 * worth if mood == "glad" else worth - 1
 
 
@@ -60,11 +59,11 @@ class Bargain:
     max_tokens: ClassVar[int] = 4
 
     num_goods: int = 4
-    """One turn each."""
+    """Number of things to sell, one per turn."""
     glad_share: float = 0.5
-    """How often the buyer is glad."""
+    """Probability that the buyer is glad."""
     mood_from: Literal["seed", "price"] = "seed"
-    """What the mood is drawn with: the attempt's seed, or that and the first price."""
+    """Draw the mood from the attempt's seed, or from the seed and the first price."""
     demonstration_skill: float = 1.0
     """How often a demonstration asks the highest price that will be paid instead of any price."""
 
@@ -97,7 +96,7 @@ class Bargain:
         return Task(id="sell-" + "-".join(f"{good['name']}{good['worth']}" for good in goods), data={"goods": goods})
 
     def _player(self, rng: random.Random) -> ScriptedPlayer:
-        """Ask for the most; before the mood is known, for what a glad buyer pays."""
+        """Ask for the highest price that will be paid. Before the mood is known, assume that the buyer is glad."""
 
         def reply(dialogue: Sequence[Message]) -> str:
             said = " ".join(message.content for message in dialogue)
@@ -113,7 +112,7 @@ class BargainEnv:
     """One day at the market."""
 
     def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood | Callable[[int | None], Mood]) -> None:
-        """`mood` is known, or follows from the first price."""
+        """`mood` is a mood, or a function that gives the mood for the first price."""
         self._goods = goods
         self._mood_of = mood if callable(mood) else None
         self._mood: Mood | None = None if callable(mood) else mood
@@ -143,7 +142,7 @@ class BargainEnv:
         pass
 
     def state_key(self) -> str:
-        """The mood counts from when it is drawn, though not yet told."""
+        """The state includes the mood as soon as it is drawn, even before the buyer tells it."""
         return f"turn {self._turn} {self._mood} earned {self._earned_first}+{self._earned - self._earned_first}"
 
     def fork(self) -> BargainEnv:
@@ -168,7 +167,7 @@ class BargainEnv:
 
 
 def _read_price(text: str) -> int | None:
-    """The one number of a reply, from 1 to 9."""
+    """Read the price: the only number in a reply, from 1 to 9. None if there is no such number."""
     numbers = set(_PRICE.findall(text))
     if len(numbers) != 1:
         return None

@@ -6,9 +6,10 @@
     tool       408                                                      format +0.1 (the first call that works)
     assistant  Answer: 408                                              outcome +1.0, terminated, a success
 
-A wrong answer costs `wrong_penalty` and ends the attempt. A right answer without a call that worked is worth 0 and is
-no success: the task is to use the tool. Three turns without an answer end it with 0. A reply with a call is a call,
-whatever else it says, so a result cannot be made up in the same breath; a reply with neither is flagged as unparsable.
+A wrong answer costs `wrong_penalty` and ends the attempt. A right answer without a working call is worth 0 and is not a
+success, because the task is to use the tool. `max_turns` turns without an answer end the attempt with 0. A reply with a
+call counts as a call, whatever else it says, so the policy cannot invent the result in the same reply. A reply with
+neither a call nor an answer is flagged as unparsable.
 
 `protocol="line"` reads `calc(12*34)`, which a small model learns quickly; `protocol="tool_call"` reads
 `<tool_call>{"name": "calc", "arguments": {"expression": "12*34"}}</tool_call>`. One problem in five is held out.
@@ -46,7 +47,7 @@ _ANSWER = re.compile(r"\banswer:\s*(-?[0-9]{1,18})(?![0-9])", re.IGNORECASE)
 
 
 def evaluate(expression: str) -> int:
-    """Work out whole numbers with + - * and brackets, from the syntax tree; nothing else is run."""
+    """Compute an expression of whole numbers, + - * and brackets from its syntax tree. No code is run."""
     if len(expression) > MAX_EXPRESSION_LENGTH:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_EXPRESSION_LENGTH}")
     if not _ALLOWED.fullmatch(expression):
@@ -87,17 +88,17 @@ class Calculator:
     name: ClassVar[str] = "calculator"
 
     max_digits: int = 3
-    """Of either operand."""
+    """Most digits of either operand."""
     operators: str = _SIGNS
     """Any of + - *."""
     protocol: Literal["line", "tool_call"] = "line"
     max_turns: int = 3
     format_reward: float = 0.1
-    """For the first call that works."""
+    """Reward for the first call that works."""
     wrong_penalty: float = 0.5
-    """Taken off for a wrong answer. Where most answers are wrong, a policy that minds it learns to say none."""
+    """Penalty for a wrong answer. If most answers are wrong, a high penalty teaches a policy not to answer."""
     demonstration_skill: float = 1.0
-    """How often a demonstration calls with the problem instead of any other; what it is told it says in any case."""
+    """How often a demonstration computes the given problem, not another one. It always answers the result."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_digits <= 9:
@@ -155,7 +156,7 @@ class CalculatorEnv:
         self._target = evaluate(expression)
         self._toolbox = Toolbox(calc)
         self._turn = 0
-        self._result: str | None = None  # of the last call that worked
+        self._result: str | None = None  # the result of the last call that worked
 
     async def start(self) -> list[Message]:
         if self._world.protocol == "line":
@@ -190,7 +191,7 @@ class CalculatorEnv:
         return ParsedReply(reply.content, calls[:1], None)
 
     async def _run(self, calls: Sequence[ToolCall]) -> EnvStep:
-        messages = await self._toolbox.call_all(calls[:1])  # one at a time: the policy is told to wait
+        messages = await self._toolbox.call_all(calls[:1])  # only one call, because the policy is told to wait
         if messages[0].content.startswith("error:"):
             return self._go_on(messages)
         is_first, self._result = self._result is None, messages[0].content

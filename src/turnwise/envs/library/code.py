@@ -1,4 +1,4 @@
-"""Write a function, see what the tests say, fix it, submit.
+"""Write a function, read the test results, fix it, submit.
 
     system     Write the Python function in a ```python block. Tests answer it. When they pass, say submit.
     user       Write solve(n). It returns n times 4, plus 3.
@@ -15,8 +15,8 @@
     user       2 of 2 tests pass. Say submit, or write it again.
     assistant  submit                                                   outcome 1.0: all hidden tests pass
 
-Code runs in a sandbox (docs/sandbox.md). The last code is what counts: `submit` judges it by the hidden tests, and so
-does the last turn. Problems are generated (`code_problems.py`; one in five is held out, by hash), or come from MBPP,
+Code runs in a sandbox (docs/sandbox.md). Only the last code counts: `submit`, or the last turn, runs it against the
+hidden tests. Problems are generated (`code_problems.py`; one in five is held out, by hash), or come from MBPP,
 HumanEval or APPS files (`code_data.py`): `path=` names a file, or a folder with train.jsonl and test.jsonl.
 """
 
@@ -53,7 +53,7 @@ _SHOWN_CHARS = 400
 
 
 def read_reply(text: str) -> tuple[str | None, bool]:
-    """The code in a reply, if any, and whether it says submit."""
+    """Return the code in a reply, if there is any, and whether the reply says submit."""
     fences = _FENCE.findall(text)
     rest = _FENCE.sub("\n", text)
     if fences:
@@ -72,19 +72,19 @@ class Code:
     name: ClassVar[str] = "code"
 
     level: Level = "easy"
-    """Of generated problems."""
+    """Level of generated problems."""
     path: Path | None = None
     """Problems from a file, in the layout of MBPP, HumanEval or APPS."""
     num_visible: int = 2
-    """Tests that are shown, of problems from a file."""
+    """Number of tests to show, for problems from a file."""
     max_turns: int = 4
     max_tokens: int = 96
     format_reward: float = 0.1
-    """For the first reply with code that can be tested."""
+    """Reward for the first reply with code that can be tested."""
     partial_credit: float = 0.0
-    """Share of the outcome that is paid by hidden tests passed; the rest needs all of them."""
+    """Share of the outcome that is paid in proportion to the hidden tests passed. The rest is paid if all pass."""
     sandbox: SandboxKind = "bubblewrap"
-    """`subprocess`: limits without walls."""
+    """`subprocess` sets limits but does not isolate."""
     _sandbox: Sandbox = field(init=False, repr=False, compare=False)
     _from_file: Mapping[Split, Sequence[Task]] = field(init=False, repr=False, compare=False)
 
@@ -109,7 +109,7 @@ class Code:
         return CodeEnv(self, self._sandbox, task.data)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """The solution, then `submit`; a wrong first try would teach mistakes."""
+        """The solution, then `submit`. There is no wrong first try, because it would teach mistakes."""
         if self._from_file and not all(task.data["solution"] for task in self._from_file["train"]):
             return []
         return play_demonstrations(self, lambda task: self._player(task.data["solution"]), count, seed, concurrency=8)
@@ -178,11 +178,11 @@ class CodeEnv:
         pass
 
     def state_key(self) -> str:
-        """The code that counts, and how many turns are gone."""
+        """The last code, and the number of turns played."""
         return f"turn {self._turn} {hashlib.sha256((self._code or '').encode('utf-8', 'replace')).hexdigest()[:16]}"
 
     def fork(self) -> CodeEnv:
-        return copy.copy(self)  # text and numbers; every run has a sandbox of its own
+        return copy.copy(self)  # only text and numbers; every run has its own sandbox
 
     async def _run(self, tests: Sequence[PythonTest]) -> TestsOutcome:
         code = f"{self._setup}\n{self._code}" if self._setup else str(self._code)
@@ -206,7 +206,7 @@ def _can_be_tested(code: str | None) -> bool:
 
 
 def describe_outcome(outcome: TestsOutcome, tests: Sequence[PythonTest]) -> str:
-    """What the tests say, for the policy: how many pass, and what the first ones that fail gave."""
+    """The test results as text for the policy: how many pass, and the values of the first ones that fail."""
     if outcome.ending != "finished":
         return f"0 of {len(tests)} tests pass. The code was {outcome.verdict}."
     lines = [f"{outcome.num_passed} of {len(tests)} tests pass."]

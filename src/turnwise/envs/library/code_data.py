@@ -1,11 +1,11 @@
-"""Programming problems as published: rows in the layouts of MBPP, HumanEval and APPS, one JSON object per line.
+"""Reads programming problems as published: rows in the layouts of MBPP, HumanEval and APPS, one JSON object per line.
 
     MBPP       {"task_id", "text" or "prompt", "code", "test_list": ["assert f(1) == 2", ...]}
     HumanEval  {"task_id", "prompt", "entry_point", "canonical_solution", "test": "def check(candidate): ..."}
     APPS       {"question", "input_output": {"fn_name", "inputs", "outputs"}, "solutions"}; problems that are
                called, not those that read standard input
 
-A test that compares a call with a literal is judged outside of the sandbox; any other is run inside as it is.
+A test that compares a call with a literal is checked outside the sandbox. Any other test runs inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAYOUTS = "MBPP (test_list), HumanEval (entry_point and test) or APPS (input_ou
 
 
 def load_problems(path: Path, num_visible: int) -> Mapping[Split, Sequence[Task]]:
-    """Both splits: `train.jsonl` and `test.jsonl` of a folder, or one file divided by the hash of its ids."""
+    """Load both splits: `train.jsonl` and `test.jsonl` of a folder, or one file, divided by the hash of its ids."""
     path = path.expanduser()
     if path.is_dir():
         train, test = (_read_file(path / f"{split}.jsonl", num_visible) for split in ("train", "test"))
@@ -49,7 +49,7 @@ def _read_file(path: Path, num_visible: int) -> list[Task]:
 
 
 def row_to_task(row: Row, num_visible: int) -> Task:
-    """A task from a row of any known layout."""
+    """Make a task from a row of any known layout."""
     if isinstance(row.get("test_list"), list):
         return _mbpp(row, num_visible)
     if isinstance(row.get("entry_point"), str) and isinstance(row.get("test"), str):
@@ -78,13 +78,13 @@ def _human_eval(row: Row, num_visible: int) -> Task:
     tests = check_to_tests(str(row["test"]), name)
     solution = prompt + str(row["canonical_solution"]) if "canonical_solution" in row else None
     question = f"Complete the function.\n{prompt.rstrip()}"
-    # The imports before the first function are the problem's own: an answer need not repeat them.
+    # The imports before the first function belong to the problem: an answer need not repeat them.
     setup = "\n".join(line for line in prompt.splitlines() if line.startswith(("import ", "from ")))
     return _task(str(row.get("task_id")), question, name, _divide(tests, num_visible), solution, setup)
 
 
 def check_to_tests(source: str, name: str) -> list[PythonTest]:
-    """`def check(candidate)` as one test for each assert; as a whole where it does more than assert."""
+    """Turn `def check(candidate)` into one test per assert, or into a single test if it does more than assert."""
     whole = StatementTest(f"{source}\n\ncheck({name})")
     try:
         tree = ast.parse(source)
@@ -101,7 +101,7 @@ def check_to_tests(source: str, name: str) -> list[PythonTest]:
             return ast.Name(id=name, ctx=node.ctx) if node.id == "candidate" else node
 
     tests = [statement_to_test(ast.unparse(Named().visit(node))) for node in checks[0].body]
-    telling = [test for test in tests if name in str(test)]  # some files assert True to begin with
+    telling = [test for test in tests if name in str(test)]  # some files begin with `assert True`
     return telling or [whole]
 
 
@@ -127,7 +127,7 @@ def _apps(row: Row, num_visible: int) -> Task:
 
 
 def _divide(tests: Sequence[PythonTest], num_visible: int) -> tuple[Sequence[PythonTest], Sequence[PythonTest]]:
-    """Shown and hidden tests; where there is only one, it is both."""
+    """Divide tests into shown and hidden ones. A single test is both."""
     shown = tests[: max(1, min(num_visible, len(tests) - 1))]
     return shown, tests[len(shown) :] or tests
 
@@ -161,7 +161,7 @@ def json_to_test(item: Sequence[str]) -> PythonTest:
 
 
 def _called_name(tests: Sequence[PythonTest]) -> str:
-    """The first function that a test calls and that is not Python's own."""
+    """The first function called by a test that is not a Python builtin."""
     for test in tests:
         for node in ast.walk(ast.parse(test.call if isinstance(test, CallTest) else test.statements)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in _BUILTINS:

@@ -1,12 +1,12 @@
-"""Small programming problems, put together from steps that are known in words, in Python, and as functions.
+"""Small programming problems, composed of steps that have a text, Python code and a function.
 
     easy     Write solve(n). It returns n times 4, plus 3.
     medium   Write solve(numbers). It returns the sum of the numbers that are above 5.
     hard     Write solve(numbers). Take the numbers that are even, square each, and return the largest, or 0 when there
              are none.
 
-The words of a problem name its solution, so a model that knows a little Python can find it. Tests are drawn from the
-problem's own name: same problem, same tests.
+The text of a problem describes its solution, so a model that knows a little Python can find it. The problem's name
+seeds its tests, so the same problem always has the same tests.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _MAX_DRAWS = 200
 
 @dataclass(frozen=True, slots=True)
 class CodeStep:
-    """One thing to do with a value."""
+    """One operation on a value."""
 
     words: str
     code: str
-    """An expression with `{}` where the value stands."""
+    """An expression with `{}` in place of the value."""
     apply: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedProblem:
-    """What to write, how it is tested, and one way to write it."""
+    """A problem, its tests, and one solution."""
 
     key: str
-    """Names the problem for good."""
+    """A stable name of the problem."""
     question: str
     entry_point: str
     visible: tuple[tuple[str, str], ...]
-    """Calls, each with the repr of its value."""
+    """Calls, each with the repr of the expected value."""
     hidden: tuple[tuple[str, str], ...]
     solution: str
 
 
 def draw_problem(rng: random.Random, level: Level) -> GeneratedProblem:
-    """A problem of a level; `mixed` takes each level as often."""
+    """Draw a problem of a level. `mixed` draws each level equally often."""
     level = rng.choice(LEVELS) if level == "mixed" else level
     if level == "easy":
         return _number_problem(rng) if rng.random() < 0.6 else _text_problem(rng)
@@ -184,7 +184,7 @@ def _make(
     draw_input: Callable[[random.Random], Any],
     near_misses: Sequence[Callable[[Any], Any]] = (),
 ) -> GeneratedProblem:
-    """Tests with different inputs; shown ones differ in their answers, and each near miss fails a hidden one."""
+    """Choose tests with different inputs. Shown tests have different answers; each near miss fails a hidden test."""
     rng = random_for("code", words)
     drawn = {repr(value): value for value in (draw_input(rng) for _ in range(_MAX_DRAWS))}
     inputs = list(drawn.values())
@@ -207,7 +207,7 @@ def _make(
 
 
 def _first_that_tells(inputs: Sequence[Any], apply: Callable[[Any], Any], near_miss: Callable[[Any], Any]) -> Any:
-    """An input on which a near miss goes wrong; None when it is as good as the solution."""
+    """An input on which a near miss is wrong. None if it is as good as the solution."""
     return next((value for value in inputs if repr(near_miss(value)) != repr(apply(value))), None)
 
 

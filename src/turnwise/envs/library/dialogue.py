@@ -1,14 +1,14 @@
-"""A conversation whose user side is written down, with a reward for every turn.
+"""A conversation with prepared user messages and a reward for every turn.
 
     user       What is the capital of France?
     assistant  It is Paris.                                             outcome 1.0: keyword "Paris"
     user       On which continent is it?
     assistant  In Asia, I think.                                        outcome 0.0, terminated: half of what was there
 
-Each turn is a user text and a way to score the reply to it: `keywords` (the share of them that occurs, whole words,
-`a|b` for either), `regex` (found or not), or a reference `assistant` text (overlap of words, F1). The turn's reward is
-its `reward` (1.0 unless said otherwise) times that score. The conversation is a success when it earns `success_share`
-of what its turns have to give. A reply with more than `max_words` words scores 0: listing everything is no answer.
+Each turn has a user text and a way to score the reply: `keywords` (the share of them that occurs, as whole words; `a|b`
+means either), `regex` (found or not), or a reference `assistant` text (overlap of words, F1). The turn's reward is its
+`reward` (default 1.0) times that score. The conversation is a success if it earns `success_share` of the most that it
+can earn. A reply with more than `max_words` words scores 0, so that listing everything does not pay.
 
 `path=` loads conversations of your own, as JSON (a list) or JSON lines:
 
@@ -41,7 +41,7 @@ _CONVERSATION_KEYS = ("id", "split", "system", "turns")
 _TURN_KEYS = ("user", "assistant", "keywords", "regex", "reward")
 _WORD = re.compile(r"\w+")
 _SCORED_CHARACTERS = 4000
-"""Of a reply; a pattern of the user's own must not meet a text without end."""
+"""Longest part of a reply that is scored, because a user's regex could be slow on a very long text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class DialogueWorld:
     """Conversations as JSON or JSON lines."""
     success_share: float = 0.75
     max_words: int = 30
-    """Per reply; 0 is no limit."""
+    """Most words of a reply. 0 sets no limit."""
     max_tokens: int = 32
     max_turns: int = field(init=False)
-    """As many as the longest conversation has."""
+    """The number of turns of the longest conversation."""
     _tasks: Mapping[Split, Sequence[Task]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class DialogueWorld:
             raise ConfigError(f'no {split} conversation in {self.path}; add some, or mark some with "split": "{split}"')
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> DialogueEnv:  # noqa: ARG002 - the user side is written down
+    def make_env(self, task: Task, seed: int) -> DialogueEnv:  # noqa: ARG002 - the user messages are fixed
         return DialogueEnv(task.data, success_share=self.success_share, max_words=self.max_words)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """The reference replies; none when some turn of the train split has no `assistant` text."""
+        """The reference replies. Empty if some turn of the train split has no `assistant` text."""
         if any("assistant" not in turn for task in self._tasks["train"] for turn in task.data["turns"]):
             return []
         return play_demonstrations(self, _reference_player, count, seed)
@@ -130,7 +130,7 @@ class DialogueEnv:
 
 
 def score_reply(turn: Mapping[str, Any], text: str) -> float:
-    """0 to 1: how well `text` answers a turn, by its keywords, its pattern or its reference."""
+    """Score a reply from 0 to 1 by the turn's keywords, regex or reference."""
     if "keywords" in turn:
         keywords: Sequence[str] = turn["keywords"]
         return sum(_has_keyword(text, keyword) for keyword in keywords) / len(keywords)
@@ -140,7 +140,7 @@ def score_reply(turn: Mapping[str, Any], text: str) -> float:
 
 
 def word_overlap(text: str, reference: str) -> float:
-    """F1 of the words of two texts, counted with repetitions, without case."""
+    """F1 of the words of two texts, with repetitions, ignoring case."""
     ours, theirs = (Counter(_WORD.findall(t.lower())) for t in (text, reference))
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
@@ -153,12 +153,12 @@ def _has_keyword(text: str, keyword: str) -> bool:
 
 
 def load_conversations(path: Path) -> list[dict[str, Any]]:
-    """Conversations of a JSON or JSON lines file, each checked and given an id."""
+    """Read conversations from a JSON or JSON lines file, check each, and give each an id."""
     rows = read_rows(path)
     conversations = [_check_conversation(f"{path}, conversation {i}", i, row) for i, row in enumerate(rows, start=1)]
     twice = [name for name, times in Counter(row["id"] for row in conversations).items() if times > 1]
     if twice:
-        raise ConfigError(f"{path}: two conversations with the id {twice[0]!r}; ids are unique")
+        raise ConfigError(f"{path}: two conversations with the id {twice[0]!r}; ids must be unique")
     return conversations
 
 

@@ -61,12 +61,12 @@ PEOPLE = (
 )
 COLOURS = ("red", "blue", "green", "yellow", "black", "white")
 COLOURS_EACH = 3
-"""Conversations with each person."""
+"""Number of conversations with each person."""
 SUMS = tuple((a, b, (a + b) % 3 + 1) for a in range(2, 10) for b in range(1, 9))
 
 
 def make_conversations() -> list[dict[str, Any]]:
-    """All of them, in the form that `dialogue.load_conversations` reads."""
+    """Make all conversations, in the form that `dialogue.load_conversations` reads."""
     return [
         *(_capital(*row) for row in CAPITALS),
         *(_opposite(*row) for row in OPPOSITES),

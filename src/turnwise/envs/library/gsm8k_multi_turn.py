@@ -6,9 +6,9 @@
     user       Check your steps and solve it again. End with #### and the number.
     assistant  3 * 4 = 12. 5 + 12 = 17. #### 17                         outcome 1.0, terminated, a success
 
-A turn is worth 1.0 when its `#### number` is right, 0.2 / max_turns when there is one that is wrong, and 0 otherwise.
-The answer to a turn is always the same text, so it gives nothing away; before the last turn it asks for the number
-alone. The last `####` of a reply counts. After `max_turns` the attempt is over, without success.
+A turn is worth 1.0 if its `#### number` is right, 0.2 / max_turns if it has a wrong one, and 0 otherwise. The env
+always answers with the same text, which tells nothing about the solution; before the last turn it asks for the number
+only. The last `####` of a reply counts. After `max_turns` the attempt ends without success.
 
 Problems come from templates (`gsm_problems.py`; one in five is held out, by hash), or from GSM8K as published:
 `path=` names `train.jsonl`/`test.jsonl`, the Hugging Face parquet files, or a folder that holds either pair. A folder
@@ -45,7 +45,7 @@ _NOTE = re.compile(r"<<[^>\n]*>>")
 
 
 def read_answer(text: str) -> Decimal | None:
-    """The number after the last `####`; None when the form is not kept."""
+    """The number after the last `####`. None if there is none."""
     found = _ANSWER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -58,7 +58,7 @@ class Gsm8kMultiTurn:
 
     max_turns: int = 5
     max_steps: int = MAX_STEPS
-    """Of generated problems: 1 to 3."""
+    """Most steps of a generated problem: 1 to 3."""
     path: Path | None = None
     """GSM8K's own files instead of generated problems."""
     max_tokens: int = 96
@@ -82,7 +82,7 @@ class Gsm8kMultiTurn:
         return Gsm8kMultiTurnEnv(task.data["question"], task.data["solution"], self.max_turns)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """The solution at once, without GSM8K's `<<3*4=12>>` notes; a wrong first turn would teach mistakes."""
+        """The solution in the first turn, without GSM8K's `<<3*4=12>>` notes. A wrong one would teach mistakes."""
         return play_demonstrations(self, lambda task: lambda _: _NOTE.sub("", task.data["solution"]), count, seed)
 
     def _draw_task(self, rng: random.Random) -> Task:
@@ -117,12 +117,12 @@ class Gsm8kMultiTurnEnv:
         pass
 
     def state_key(self) -> str:
-        """The world remembers nothing but how often it was answered."""
+        """The number of turns played, which is the whole state."""
         return f"turn {self._turn}"
 
 
 def load_gsm8k(path: Path) -> Mapping[Split, Sequence[Task]]:
-    """Both splits of a folder, or the two parts of one file."""
+    """Load both splits from a folder, or divide one file."""
     path = path.expanduser()
     if path.is_file():
         tasks = _read_file(path)
@@ -135,7 +135,7 @@ def load_gsm8k(path: Path) -> Mapping[Split, Sequence[Task]]:
 
 
 def _find(folder: Path, split: Split) -> Path:
-    """`train.jsonl`, or `train-00000-of-00001.parquet`, here or in the folder `main` that the hub has."""
+    """Find `train.jsonl` or `train-00000-of-00001.parquet`, here or in the folder `main`, as on the hub."""
     for place in (folder, folder / "main"):
         found = [*sorted(place.glob(f"{split}.jsonl")), *sorted(place.glob(f"{split}*.parquet"))]
         if found:

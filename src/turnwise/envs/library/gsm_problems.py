@@ -1,11 +1,12 @@
-"""Word problems in the style of GSM8K, made from templates: one to three steps, small numbers, whole answers.
+"""Makes word problems in the style of GSM8K from templates: one to three steps, small numbers, whole answers.
 
     Tom has 5 pears and buys 3 bags with 4 pears in each. How many pears does Tom have now?
     3 * 4 = 12 pears in the bags.
     5 + 12 = 17 pears in all.
     #### 17
 
-Every template draws its numbers so that no step goes below zero and every division comes out even.
+Every template draws its numbers so that no result is below zero and every division has no remainder. The templates
+repeat each other's shape: each one is a story with its own sentences, and it is easiest to read as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ THINGS = ("apples", "pears", "books", "coins", "stamps", "cards", "marbles", "sh
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, the lines of its solution, and the number that comes out."""
+    """A question, the lines of its solution, and the answer."""
 
     question: str
     steps: tuple[str, ...]
@@ -32,14 +33,14 @@ class Problem:
 
 
 def draw_problem(rng: random.Random, max_steps: int) -> Problem:
-    """A problem with one to `max_steps` steps, each number of steps equally often."""
+    """Draw a problem with one to `max_steps` steps. Each number of steps is equally likely."""
     templates = _TEMPLATES[rng.randint(1, max_steps)]
     name, other = rng.sample(NAMES, 2)
     return rng.choice(templates)(_Draw(rng, name, other, rng.choice(THINGS)))
 
 
 class _Draw:
-    """What a template is filled with."""
+    """The words and numbers that fill a template."""
 
     def __init__(self, rng: random.Random, name: str, other: str, thing: str) -> None:
         self._rng = rng

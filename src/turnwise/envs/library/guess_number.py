@@ -8,14 +8,14 @@
     user       Lower than 12.
     assistant  10                                                       reward 1.0, terminated, a success
 
-A reply counts as a guess when it holds exactly one number of the range, in whatever words; any other reply is flagged
-as unparsable and uses up a try. When the tries are used up the game is lost: terminated, reward 0.
+A reply counts as a guess if it holds exactly one number of the range, with any words around it. Any other reply is
+flagged as unparsable and uses up a try. When all tries are used up, the game is lost: terminated, reward 0.
 
-What is held out. The secret cannot be seen in the prompt, so holding out whole secrets would only teach a policy never
-to guess them. A task is a secret together with one of 16 ways of asking, and the test split holds out combinations: a
-quarter of the secrets under each way of asking, another quarter under the next. In training every secret and every way
-of asking occurs, no held-out pair does. `holdout="phrasing"` holds out four ways of asking altogether instead, with
-all of their secrets: there the first message of every test task is new.
+The held-out tasks are combinations. The prompt does not show the secret, so holding out whole secrets would only teach
+a policy never to guess them. A task is a secret together with one of 16 ways of asking. The test split holds out a
+quarter of the secrets under each way of asking, and another quarter under the next. Every secret and every way of
+asking occurs in training, but no held-out pair does. `holdout="phrasing"` instead holds out four ways of asking with
+all of their secrets, so that the first message of every test task is new.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class GuessNumber:
     low: int = 1
     high: int = 16
     max_turns: int = 5
-    """Guesses; halving the range always finds the number when it has at most 2**max_turns - 1 candidates."""
+    """Number of guesses. Halving always finds a number among at most 2**max_turns - 1 candidates."""
     turn_decay: float = 1.0
     """A win on turn k is worth turn_decay**(k - 1)."""
     holdout: Literal["combination", "phrasing"] = "combination"
     demonstration_skill: float = 1.0
-    """How often a demonstration halves the range instead of guessing anywhere in it; 0 shows the form and no skill."""
+    """How often a demonstration halves the range instead of guessing at random. 0 shows only the form of a reply."""
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -98,7 +98,7 @@ class GuessNumber:
         return Task(id=name, data={"secret": secret, "phrasing": phrasing})
 
     def _player(self, rng: random.Random) -> ScriptedPlayer:
-        """Halve what is left, or, as often as `demonstration_skill` says not to, take any number of the range."""
+        """Halve what is left with probability `demonstration_skill`, else guess any number of the range."""
 
         def reply(dialogue: Sequence[Message]) -> str:
             low, high = self.low, self.high
@@ -124,7 +124,7 @@ class GuessNumberEnv:
         self._secret = secret
         self._phrasing = phrasing
         self._turn = 0
-        self._low, self._high = world.low, world.high  # what the hints leave
+        self._low, self._high = world.low, world.high  # the range that the hints leave
 
     async def start(self) -> list[Message]:
         opening, question = divmod(self._phrasing, len(QUESTIONS))
@@ -154,11 +154,11 @@ class GuessNumberEnv:
         pass
 
     def state_key(self) -> str:
-        """What is left to search and how many tries are gone; the words of the guesses do not matter."""
+        """The range that is left, and the number of tries used. The words of the guesses do not matter."""
         return f"{self._low}..{self._high} turn {self._turn}"
 
     def fork(self) -> GuessNumberEnv:
-        return copy.copy(self)  # numbers and a frozen world: nothing is shared that can change
+        return copy.copy(self)  # only numbers and a frozen world, so the copy shares nothing that can change
 
     def _read_guess(self, text: str) -> int | None:
         numbers = set(_NUMBER.findall(text))

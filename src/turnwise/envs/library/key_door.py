@@ -12,14 +12,14 @@
     user       You hold the blue key.                                   shaping 0.25
     assistant  open                                                     outcome 0.25, terminated, a success
 
-Every room is worth 1 / num_rooms, half for its key and half for its door, each paid once, so all rewards add up to 1.
-A room can only be left through its door, a key fits one door, and taking a key puts the other one back. The turn that
-earned a reward is the turn that gets it: a policy that learns from rewards per turn should beat one that spreads the
-sum over the attempt. `pays="exit"` pays nothing on the way and 1 for the last door: one reward, as late as can be. The
-turns allowed are two per room and `spare_turns`; then it is over, without success. `second_chances=false` makes rooms
-independent of each other: a door that is tried without its key shuts for good, a window leads on, and what the room was
-worth is lost; a success has opened them all. Replies with no action or two are flagged as unparsable. One chain in five
-is held out.
+Every room is worth 1 / num_rooms, half for its key and half for its door. Each is paid once, so all rewards add up to
+1. A room can only be left through its door, a key fits one door, and taking a key puts the other one back. The turn
+that earned a reward gets it, so a method that learns from rewards per turn should beat one that spreads the sum over
+the attempt. `pays="exit"` pays nothing on the way and 1 for the last door: one reward, as late as possible. An attempt
+has two turns per room and `spare_turns` more; then it ends without success. `second_chances=false` makes the rooms
+independent: a door that is tried without its key shuts for good, the policy goes on through a window, and the room's
+reward is lost; a success has opened all doors. A reply with no action or with two is flagged as unparsable. One chain
+in five is held out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KeyDoor:
     """Keys in each room."""
     spare_turns: int = 3
     pays: Literal["room", "exit"] = "room"
-    """Every key and door for itself, or the last door for all of them."""
+    """`room` pays for every key and door, `exit` only for the last door."""
     second_chances: bool = True
     """A door that was tried without its key can be tried again."""
     demonstration_skill: float = 1.0
@@ -97,7 +97,7 @@ class KeyDoor:
         return Task(id="rooms-" + "-".join(names), data={"rooms": rooms})
 
     def _player(self, rng: random.Random) -> ScriptedPlayer:
-        """Take a key, and open when one was taken; a key that does not fit is followed by another."""
+        """Take a key, then open the door. After a key that does not fit, take another one."""
 
         def reply(dialogue: Sequence[Message]) -> str:
             if dialogue[-1].content.startswith("You hold"):
@@ -111,7 +111,7 @@ class KeyDoor:
 
 
 class KeyDoorEnv:
-    """One way through the rooms."""
+    """One walk through the rooms."""
 
     def __init__(self, rooms: Sequence[Mapping[str, Any]], world: KeyDoor) -> None:
         self._rooms = rooms
@@ -123,7 +123,7 @@ class KeyDoorEnv:
         self._turn = 0
         self._room = 0
         self._key: str | None = None
-        self._key_was_paid = False  # in this room
+        self._key_was_paid = False  # the state of this room
 
     async def start(self) -> list[Message]:
         return [system("Get out. Each turn say one thing: take and a colour, or open."), user(self._describe_room())]
@@ -144,7 +144,7 @@ class KeyDoorEnv:
         return f"room {self._room} key {self._key} {paid} turn {self._turn}"
 
     def potential(self) -> float:
-        """The share of the way that is behind us; the right key in hand is half a room."""
+        """The share of the way that is done. Holding the right key counts as half a room."""
         has_key = self._room < len(self._rooms) and self._key == self._rooms[self._room]["door"]
         return (self._room + 0.5 * has_key) / len(self._rooms)
 

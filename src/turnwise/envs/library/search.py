@@ -11,13 +11,13 @@
     user       <information> ... Norhaven is a town in Selmark. ... </information>
     assistant  <answer>Selmark</answer>                                 outcome 1.0, terminated, a success
 
-The first complete tag of a reply is what it does; the rest is passed over, and so are closed <think> blocks. A reply
-without a tag, or with an empty one, is flagged as unparsable and uses up a turn. After `max_turns` it is over, without
-success. An answer is right when it equals a target after normalisation (`search_answers.py`); `reward=f1` pays for
-overlap in words instead, and success stays the exact match.
+The first complete tag of a reply is its action; the rest is ignored, and so are closed <think> blocks. A reply without
+a tag, or with an empty one, is flagged as unparsable and uses up a turn. After `max_turns` the attempt ends without
+success. An answer is right if it equals a target after normalisation (`search_answers.py`). `reward=f1` pays for the
+overlap of words instead; success still needs the exact match.
 
-Passages come from an index in this process, or from a retriever server (`retriever_url`). They are observations: they
-are never trained on. A retriever that fails is the tool's fault: the attempt is not scored.
+Passages come from an index in this process, or from a retriever server (`retriever_url`). They are observations, so
+they are never trained on. If the retriever fails, the tool is blamed and the attempt is not scored.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ NOTHING = "Nothing was found."
 
 MAX_QUERY_CHARS = 500
 QUICK_DOCUMENTS = 20_000
-"""An index of up to so many passages answers within a millisecond or so, so it is asked in the event loop."""
+"""An index with at most so many passages answers in about a millisecond, so it is searched in the event loop."""
 
 _ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
 _TAGS = re.compile(r"</?(?:search|answer|information|think)>")
 
 
 class SearchAction(NamedTuple):
-    """What a reply does."""
+    """The action of a reply."""
 
     name: Literal["search", "answer"]
     text: str
 
 
 def read_action(reply: str) -> SearchAction | None:
-    """The first complete tag with something in it; None when there is none."""
+    """The first complete tag that is not empty. None if there is none."""
     found = _ACTION.search(_drop_thinking(reply))
     if found is None or not found[2].strip():
         return None
@@ -75,7 +75,7 @@ def read_action(reply: str) -> SearchAction | None:
 
 
 def _drop_thinking(reply: str) -> str:
-    """Without closed <think> blocks; what is considered there is not done."""
+    """Remove closed <think> blocks, because a tag inside them is not an action."""
     pieces: list[str] = []
     place = 0
     while (start := reply.find("<think>", place)) >= 0 and (end := reply.find("</think>", start)) >= 0:
@@ -85,14 +85,14 @@ def _drop_thinking(reply: str) -> str:
 
 
 def format_information(hits: Sequence[Hit], max_passage_chars: int) -> str:
-    """What the policy sees of a search; a passage cannot close the tag that holds it."""
+    """The passages as text for the policy. A passage cannot close the tag around it."""
     texts = [_TAGS.sub("", hit.document.contents)[:max_passage_chars].strip() for hit in hits]
     lines = [f"Doc {number}: {text}" for number, text in enumerate(texts, start=1)] or [NOTHING]
     return "<information>\n" + "\n".join(lines) + "\n</information>"
 
 
 class Retriever(Protocol):
-    """Where passages come from."""
+    """Finds passages."""
 
     async def search(self, query: str, topk: int) -> Sequence[Hit]: ...
 
@@ -121,27 +121,27 @@ class Search:
     name: ClassVar[str] = "search"
 
     kind: QuestionKind = "one_hop"
-    """Of generated questions: one search is enough, two that build on each other, two to compare, or all of these."""
+    """Kind of generated questions: one search, two searches that build on each other, a comparison, or all of these."""
     max_turns: int = 4
     topk: int = 2
     """Passages per search."""
     reward: Literal["exact_match", "f1"] = "exact_match"
     format_reward: float = 0.1
-    """For the first readable search of an attempt."""
+    """Reward for the first readable search of an attempt."""
     corpus_seed: int = 0
-    """Of the invented corpus."""
+    """Seed of the invented corpus."""
     path: Path | None = None
-    """Questions of a data set in place of generated ones."""
+    """Questions of a data set, instead of generated ones."""
     corpus: Path | None = None
-    """Its passages, JSON lines with id and contents; not needed with `retriever_url`."""
+    """Passages for `path`: JSON lines with id and contents. Not needed with `retriever_url`."""
     index: IndexKind = "bm25"
-    """Of the retriever in this process."""
+    """Kind of the index in this process."""
     index_cache: Path | None = None
-    """A folder where that index is kept."""
+    """A folder to store that index in."""
     retriever_url: str = ""
-    """A retriever server in place of one in this process."""
+    """Address of a retriever server to use instead of an index in this process."""
     deadline_s: float = 10.0
-    """For one search, tries included."""
+    """Time limit of one search, with all tries."""
     max_passage_chars: int = 400
     max_tokens: int = 32
     _tasks: Mapping[Split, Sequence[Task]] = field(init=False, repr=False, compare=False)
@@ -174,7 +174,7 @@ class Search:
         return SearchEnv(self, self._retriever, question=task.data["question"], targets=task.data["answers"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Each search that leads to the answer, then the answer. A data set says no searches: it has none to show."""
+        """The searches that lead to the answer, then the answer. A data set has no such searches to show."""
         if self.path is not None:
             return []
         return play_demonstrations(self, _script, count, seed)
@@ -223,11 +223,11 @@ class SearchEnv:
         pass
 
     def state_key(self) -> str:
-        """What was shown so far, and how many turns are gone; how it was asked for does not matter."""
+        """The passages shown so far, and the number of turns played. The words of the searches do not matter."""
         return f"turn {self._turn} knows {','.join(sorted(self._found)) or 'nothing'}"
 
     def fork(self) -> SearchEnv:
-        return copy.copy(self)  # numbers, a frozen set, and a retriever that remembers nothing
+        return copy.copy(self)  # only numbers, a frozen set, and a retriever without state
 
     async def _search(self, query: str) -> EnvStep:
         hits = await self._retriever.search(query[:MAX_QUERY_CHARS], self._world.topk)
@@ -266,13 +266,13 @@ def _script(task: Task) -> _Script:
 
 
 class _Script:
-    """The searches in their order, then the answer."""
+    """A player that makes the searches in order, then answers."""
 
     def __init__(self, searches: Sequence[str], answer: str) -> None:
         replies = [*(f"<search>{query}</search>" for query in searches), f"<answer>{answer}</answer>"]
         self._replies = iter(replies)
 
-    def __call__(self, dialogue: Sequence[Message]) -> str:  # noqa: ARG002 - it knows what to say
+    def __call__(self, dialogue: Sequence[Message]) -> str:  # noqa: ARG002 - the script knows what to say
         return next(self._replies)
 
 

@@ -1,6 +1,7 @@
-"""When an answer is right: compared after the normalisation that open-domain question answering has agreed on.
+"""Compares answers after the usual normalisation of open-domain question answering.
 
-Lower case, no punctuation, no articles, single spaces (as SQuAD's evaluation does it): "The Norhaven." is "norhaven".
+It makes text lower-case, and removes punctuation, articles and repeated spaces, as SQuAD's evaluation does: "The
+Norhaven." becomes "norhaven".
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def normalise(text: str) -> str:
 
 
 def exact_match(answer: str, targets: Sequence[str]) -> bool:
-    """Equal to one of the targets; nothing left after normalisation matches nothing."""
+    """Whether an answer equals one of the targets. An answer that normalises to nothing never does."""
     given = normalise(answer)
     return bool(given) and given in {normalise(target) for target in targets}
 
 
 def f1(answer: str, targets: Sequence[str]) -> float:
-    """The best overlap in words with a target: 2 * shared / (words here + words there)."""
+    """The best overlap of words with a target: 2 * shared / (words of the answer + words of the target)."""
     return max((_f1(normalise(answer).split(), normalise(target).split()) for target in targets), default=0.0)
 
 

@@ -1,7 +1,7 @@
 """Questions for the world `search`: made from the invented corpus, or read from a data set.
 
-A question is about one subject (a comparison about two), and subjects are held out, not questions: nothing that is
-asked in training is about a person or a town that is asked about in the test.
+A question is about one subject (a comparison is about two). Subjects are held out, not questions: training never asks
+about a person or a town of the test split.
 
 Data sets come in the layouts that search agents are trained on: rows with `question` and `golden_answers` (NQ,
 TriviaQA), with `question` and `answer` (HotpotQA), or with `question` and `reward_model.ground_truth.target`.
@@ -43,7 +43,7 @@ _COMPARISONS_PER_PERSON = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchQuestion:
-    """A question of the generator, with the searches that lead to its answer."""
+    """A generated question, with the searches that lead to its answer."""
 
     text: str
     answer: str
@@ -121,7 +121,7 @@ def _ask_about_birthplace(person: Person) -> list[SearchQuestion]:
 
 
 def _compare_people(people: Sequence[Person]) -> list[SearchQuestion]:
-    """Each person with a few others of the same split who were born in another year."""
+    """Compare each person with a few others of the same split who were born in another year."""
     questions: list[SearchQuestion] = []
     for person in people:
         split = split_of(person.name)
@@ -143,7 +143,7 @@ def _compare_people(people: Sequence[Person]) -> list[SearchQuestion]:
 
 
 def load_questions(path: Path) -> Mapping[Split, Sequence[Task]]:
-    """Both splits of a folder (`train` and `test` or `dev`, JSON lines or parquet), or the two parts of one file."""
+    """Load both splits from a folder (`train`, and `test` or `dev`; JSON lines or parquet), or divide one file."""
     path = path.expanduser()
     if path.is_file():
         tasks = _read_file(path)

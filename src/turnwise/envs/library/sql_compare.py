@@ -1,4 +1,4 @@
-"""Are two query results the same answer?
+"""Compares two query results.
 
 rows       as a multiset: duplicates count, and their order only where the question asks for it
 order      asked for exactly when the gold query has ORDER BY at its outermost level
@@ -54,7 +54,7 @@ def same_result(gold: Sequence[Row], given: Sequence[Row], *, ordered: bool) -> 
 
 
 def _by_text(rows: Sequence[Row]) -> dict[tuple[object, ...], list[tuple[float, ...]]]:
-    """Rows by everything in them that is compared exactly, with the numbers apart."""
+    """Group rows by the values that are compared exactly, and keep their numbers separate."""
     bags: defaultdict[tuple[object, ...], list[tuple[float, ...]]] = defaultdict(list)
     for row in rows:
         key = tuple("#" if _is_number(value) else (type(value).__name__, value) for value in row)
@@ -63,7 +63,7 @@ def _by_text(rows: Sequence[Row]) -> dict[tuple[object, ...], list[tuple[float, 
 
 
 def _same_bag(golds: list[tuple[float, ...]], givens: list[tuple[float, ...]]) -> bool:
-    """The same numbers, each as often. Sorted, they meet in pairs, but for rows that rounding has put elsewhere."""
+    """Whether both hold the same rows of numbers. Sorting pairs them up, except rows that rounding moved elsewhere."""
     if len(golds) != len(givens):
         return False
     golds, givens = sorted(golds), sorted(givens)

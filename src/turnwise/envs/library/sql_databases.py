@@ -1,11 +1,11 @@
-"""Small databases that are drawn from a number, and the files they live in.
+"""Generates small databases from a number, and writes them to files.
 
     cats(name, age, city, owner)          10 to 14 rows
     owners(name, town)                    6 rows; levels above easy only
 
-The same name and variant give the same bytes of content on every machine. Every database has variants: the same schema
-with other rows. A policy sees variant 0; an answer counts when it is right on variant 1 too, so that a number which was
-read off, or guessed, is no answer.
+The same number and variant give the same content on every machine. Every database has variants: the same schema with
+other rows. A policy sees variant 0. An answer must be right on variant 1 too, so a query that only contains the right
+value does not count.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ THEMES: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "pilots": (("city", "team", "country"), ("age", "score", "speed")),
     "dolls": (("color", "team", "country"), ("size", "price", "weight")),
 }
-"""What a table is about, with the text and number columns that it may have."""
+"""The subjects of tables, with the text and number columns that each may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +110,14 @@ class Database:
         connection.commit()
 
     def open(self) -> sqlite3.Connection:
-        """In memory, for queries that are our own."""
+        """Open the database in memory, for our own queries."""
         connection = sqlite3.connect(":memory:")
         self.write(connection)
         return connection
 
 
 def draw_database(level: Level, number: int, variant: int) -> Database:
-    """Database `number` of a level; variants share the schema and the owners' names, not the rows."""
+    """Generate database `number` of a level. Variants share the schema and the owners' names, not the rows."""
     shape, rows = random_for("schema", level, number), random_for("rows", level, number, variant)
     theme = shape.choice(sorted(THEMES))
     words_of, numbers_of = THEMES[theme]
@@ -139,13 +139,13 @@ def _draw_table(
     for row_name in rng.sample(NAMES, rng.randint(10, 14)):
         row: list[str | int] = [row_name, *(rng.randint(*NUMBERS[column]) for column in numbers)]
         row += [rng.choice(WORDS[column]) for column in words]
-        row += [rng.choice(owners[:-1])] if owners else []  # the last owner has nothing, so that one can ask who
+        row += [rng.choice(owners[:-1])] if owners else []  # the last owner has nothing, for questions about that
         rows.append(tuple(row))
     return Table(name=name, words=words, numbers=numbers, link="owner" if owners else None, rows=tuple(rows))
 
 
 class DatabaseFolder:
-    """Drawn databases as files, written when first asked for; they go with this object."""
+    """Generated databases as files. A file is written when it is first needed, and deleted with this object."""
 
     def __init__(self) -> None:
         outer = Path(tempfile.mkdtemp(prefix="turnwise-sql-"))  # closed to others, who may be shown what is in it

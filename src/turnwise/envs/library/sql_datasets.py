@@ -1,12 +1,12 @@
-"""Spider and BIRD as published: questions in JSON, databases as SQLite files.
+"""Reads Spider and BIRD as published: questions in JSON, databases as SQLite files.
 
     spider/   train_spider.json  train_others.json  dev.json  tables.json     database/DB/DB.sqlite
     bird/     train/train.json  train/train_databases/DB/DB.sqlite
               dev/dev.json      dev/dev_databases/DB/DB.sqlite
 
-A row has `db_id`, `question` and the gold as `query` (Spider) or `SQL` (BIRD); BIRD's `evidence` is a hint that goes
-with the question. Train files are for training and dev files are held out. A folder with one of the two alone is split
-by database, so that no held-out question is about a database that was trained on.
+A row has `db_id`, `question` and the right query as `query` (Spider) or `SQL` (BIRD). BIRD's `evidence` is a hint that
+is shown with the question. Train files are for training and dev files are held out. A folder with only one of the two
+is split by database, so that no held-out question is about a database of the training split.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_dataset(path: Path) -> Mapping[Split, Sequence[DatasetQuestion]]:
     """Both splits of a Spider or BIRD folder."""
     path = path.expanduser()
     if not path.is_dir():
-        raise ConfigError(f"path={path} is no folder; expected Spider's or BIRD's, with dev.json and the databases")
+        raise ConfigError(f"path={path} is not a folder; expected Spider's or BIRD's, with dev.json and the databases")
     found: dict[Split, list[DatasetQuestion]] = {
         split: [question for file in _find(path, split) for question in _read_file(path, file, split)]
         for split in _FILES
@@ -107,7 +107,7 @@ def _split_by_database(questions: Sequence[DatasetQuestion], path: Path) -> Mapp
 
 
 def read_schema(database: Path) -> str:
-    """`table(column type, ...)` per line, with the keys that link tables; cut when it is very long."""
+    """Describe each table in one line, with the keys that link tables. A very long text is cut."""
     with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         connection.text_factory = lambda text: bytes(text).decode("utf-8", errors="replace")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         tables = connection.execute(

@@ -1,13 +1,12 @@
-"""Questions about drawn databases, with gold SQL that was run before it was asked.
+"""Generates questions about generated databases. The right query of each was run before the question is asked.
 
     easy      one table        How many cats have age over 3?             SELECT COUNT(*) FROM cats WHERE age > 3
     medium    join, group      How many cats are there for each city?     SELECT city, COUNT(*) FROM cats GROUP BY city
     hard      nested, having,  Which cats have age above the average?     SELECT name FROM cats WHERE age > (SELECT
               order                                                       AVG(age) FROM cats)
 
-A question is asked only when its answer is not empty, says something (not every row), and is another one on the
-database's other variant: no constant query is right on both. A question that asks for an order has no ties, so that
-there is one right order.
+A question is asked only if its answer is not empty, is not every row, and differs on the database's other variant, so
+that no constant query is right on both. A question about an order has no ties, so that there is one right order.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _TRIES = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlQuestion:
-    """What is asked, and a query that answers it."""
+    """A question and a query that answers it."""
 
     text: str
     gold: str
     tie_free: str | None = None
-    """The expression that the gold orders by: its values must all differ."""
+    """The expression that the right query orders by. All of its values must differ."""
 
 
 def draw_question(level: Level, number: int, rng: random.Random) -> SqlQuestion | None:
-    """A question about database `number` of a level; None when none was found that says something."""
+    """Draw a question about database `number` of a level. None if no useful question was found."""
     variants = [draw_database(level, number, variant) for variant in (0, 1)]
     with closing(variants[0].open()) as first, closing(variants[1].open()) as second:
         for _ in range(_TRIES):

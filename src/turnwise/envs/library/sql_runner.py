@@ -1,12 +1,12 @@
-"""Queries in worker processes, from the outside.
+"""Runs SQL queries in worker processes.
 
     runner = SqlRunner([path])                                    # refuses when bubblewrap is missing
     result = await runner.run(path, "SELECT name FROM cats")      # QueryResult, or QueryRefused for the policy to read
     runner.close()
 
-A worker (`sql_worker.py`) serves one query after the other, in a sandbox that shows it the databases and nothing else
-of yours. One that gives no answer in time is killed and replaced. Few of them are enough: a query of a small database
-takes less than a millisecond. The event loop never waits.
+A worker (`sql_worker.py`) runs one query after the other, in a sandbox that shows it the databases and no other file of
+yours. A worker that does not answer in time is killed and replaced. A few workers are enough, because a query of a
+small database takes less than a millisecond. The event loop is never blocked.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from turnwise.runtime.per_loop import PerLoop
 Value = None | int | float | str | bytes
 
 MAX_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
-"""Queries that run at once; the other half of the machine plays and learns."""
+"""Number of queries at the same time. The rest of the machine is left to sampling and training."""
 WAIT_FOR_WORKER_S = 60.0
 KILL_AFTER_S = 2.0
-"""Beyond a query's own limit."""
+"""A worker is killed this many seconds after its query's own time limit."""
 MAX_READ_AT_ONCE = 1 << 16
-"""Bytes of an answer that an event loop may read itself."""
+"""An answer of more bytes is parsed in a thread, not in the event loop."""
 
 _WORKER_LIMITS = Limits(
-    cpu_s=10**7,  # of its whole life; the worker sets a limit for each query
+    cpu_s=10**7,  # for the worker's whole life; the worker limits each query itself
     memory_bytes=sql_worker.MAX_MEMORY_BYTES,
     processes=1,
     file_bytes=sql_worker.MAX_FILE_BYTES,
@@ -51,11 +51,11 @@ _WORKER_LIMITS = Limits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryLimits:
-    """What one query may cost."""
+    """How much one query may use."""
 
     time_limit_s: float = 5.0
     max_steps: int = 50_000_000
-    """Of SQLite's virtual machine; a bound that does not depend on how busy the machine is."""
+    """Steps of SQLite's virtual machine. This limit does not depend on how busy the machine is."""
     max_rows: int = 10_000
     max_bytes: int = 2_000_000
 
@@ -67,12 +67,12 @@ class QueryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryResult:
-    """What a query gave."""
+    """The result of a query."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Value, ...], ...]
     is_cut: bool
-    """There are more rows than were asked for."""
+    """Whether rows beyond `max_rows` were left out."""
 
 
 class SqlRunner:
@@ -81,10 +81,10 @@ class SqlRunner:
     def __init__(
         self, databases: Sequence[Path], *, sandbox: SandboxKind = "bubblewrap", max_workers: int = MAX_WORKERS
     ) -> None:
-        """`ConfigError` says what to install.
+        """Check that the sandbox works. `ConfigError` says what to install.
 
         Args:
-            databases: All that queries may be about: SQLite files, and folders in which there will be some.
+            databases: Everything that may be queried: SQLite files, and folders that will hold some.
         """
         self._sandbox = Sandbox(sandbox, limits=_WORKER_LIMITS)
         self._places = _place_databases(databases)
@@ -94,7 +94,7 @@ class SqlRunner:
         self._ending = weakref.finalize(self, _stop_all, self._idle)
 
     async def run(self, path: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
-        """Run one query without holding up the event loop."""
+        """Run one query without blocking the event loop."""
         limits = limits or QueryLimits()
         request = _request(self._find(path), sql, limits)
         async with self._slot():
@@ -106,7 +106,7 @@ class SqlRunner:
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None, None]:
-        """One of the queries that an event loop may have under way."""
+        """Wait until this event loop may run another query."""
         slots = self._slots.get()
         try:
             async with asyncio.timeout(WAIT_FOR_WORKER_S):
@@ -119,7 +119,7 @@ class SqlRunner:
             slots.release()
 
     async def _ask(self, request: bytes, within_s: float) -> bytes | None:
-        """None when no worker lives to answer it. One death may have another reason, two are the query's fault."""
+        """Ask a worker; if it dies, ask another, since the first may die by chance. None if late or dead again."""
         for _ in range(2):
             worker = self._find_idle() or await self._start_async()
             answer = None
@@ -137,16 +137,16 @@ class SqlRunner:
 
     @property
     def idle_pids(self) -> tuple[int, ...]:
-        """Workers that wait for a query."""
+        """The pids of workers that wait for a query."""
         with self._lock:
             return tuple(worker.pid for worker in self._idle)
 
     def close(self) -> None:
-        """End the workers; a later query starts new ones."""
+        """End the workers. A later query starts new ones."""
         _stop_all(self._idle)
 
     async def _start_async(self) -> Worker:
-        """A worker that comes after its query was given up serves another one."""
+        """Start a worker. If the query is cancelled meanwhile, the worker serves another one."""
         starting = asyncio.ensure_future(call_in_thread(self._start))
         try:
             return await asyncio.shield(starting)
@@ -178,7 +178,7 @@ class SqlRunner:
         return self._sandbox.start_worker(argv, files={script.name: script.read_bytes()}, shown=shown)
 
     def _find(self, path: Path) -> str:
-        """The path that a worker knows it by."""
+        """The path of a database inside the sandbox."""
         path = path.absolute()
         for place, name in ((path, ""), (path.parent, f"/{path.name}")):
             if place in self._places:
@@ -189,7 +189,7 @@ class SqlRunner:
 
 
 def _place_databases(databases: Sequence[Path]) -> dict[Path, str]:
-    """Where a worker sees each file or folder: numbered, so that no path of the host is seen."""
+    """The paths inside the sandbox. They are numbered, so that a worker sees no path of the host."""
     places = list(dict.fromkeys(database.absolute() for database in databases))
     return {
         place: f"/databases/{number}" if place.is_dir() else f"/databases/{number}/database.sqlite"
@@ -198,7 +198,7 @@ def _place_databases(databases: Sequence[Path]) -> dict[Path, str]:
 
 
 def _with_journals(places: Mapping[Path, str]) -> Iterator[tuple[str, Path]]:
-    """Also what a database that was not closed well has beside it: without it, it would read as older than it is."""
+    """Add the journals beside a database that was not closed properly. Without them a query would see older data."""
     for place, inside in places.items():
         for suffix in ("", *sql_worker.JOURNALS):
             yield f"{inside}{suffix}", place.with_name(f"{place.name}{suffix}")

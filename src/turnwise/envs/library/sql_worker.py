@@ -1,15 +1,15 @@
-"""Runs SQL that a policy wrote, in a process of its own: read-only, bounded, and nothing but SELECT.
+"""Runs SQL that a policy wrote, in a separate process: only SELECT, read-only, with limits.
 
     python -I -S sql_worker.py        `ready`, then one JSON request per line in, one JSON answer per line out
 
-Two walls. Inside, SQLite itself: the file is opened read-only, an authorizer allows SELECT, reads of the tables that
-the file holds and a list of functions, limits bound the size of values and statements, and a progress handler stops a
-query after so many steps or seconds. Around it, the process: it is in a sandbox, memory, file size and processor time
-are limited, and `sql_runner.py` kills it when it gives no answer. The second wall is there because the first has doors:
-a statement of 900 characters can make SQLite's planner copy itself until the memory is gone, where no handler is asked.
+There are two protections. The first is SQLite: the file is opened read-only, an authorizer allows only SELECT, reads of
+the file's tables and listed functions, the size of values and statements is limited, and a progress handler stops a
+query after so many steps or seconds. The second is the process: it runs in a sandbox with limits on memory, file size
+and CPU time, and `sql_runner.py` kills it if it does not answer. The second is needed because the first has gaps: a
+statement of 900 characters can make SQLite's planner use all memory, and no handler is called there.
 
-The limit in steps comes first on purpose: it gives the same answer on a busy machine as on an idle one.
-Standard library only; a request names its file, and no answer ever does.
+The limit on steps is the one that is usually reached first, because it gives the same answer on a busy machine.
+This file uses only the standard library. A request names its database file; an answer never does.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAX_SQL_LENGTH: Final = 4000
 MAX_VALUE_BYTES: Final = 1_000_000
 MAX_MEMORY_BYTES: Final = 512 * 2**20
 MAX_FILE_BYTES: Final = 64 * 2**20
-"""Of the temporary files that sorting may need; the database itself is never written."""
+"""Largest temporary file, which sorting may need. The database itself is never written."""
 STEPS_PER_LOOK: Final = 2000
 JOURNALS: Final = ("-wal", "-journal")
-"""Beside a database that somebody writes, or that was not closed well."""
+"""Endings of the files beside a database that is being written, or was not closed properly."""
 
 _LIMITS: Final = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
@@ -53,7 +53,7 @@ _FUNCTIONS: Final = """
     percent_rank pi pow power printf radians rank replace round row_number rtrim sign sin soundex sqrt strftime
     string_agg substr substring sum tan time total trim trunc typeof unicode unixepoch upper
 """
-"""No randomness, no look at the library, no way to a file."""
+"""The allowed functions. None is random, shows the SQLite library, or reaches a file."""
 _ALLOWED: Final = frozenset(_FUNCTIONS.split())
 _SCHEMA_TABLES: Final = frozenset({"sqlite_master", "sqlite_schema"})
 
@@ -63,19 +63,19 @@ TOO_BIG: Final = "the query needs too much memory and was stopped"
 
 
 class QueryRefused(Exception):  # noqa: N818 - it names what happened to a query
-    """The query is wrong, not allowed, or too expensive; the policy reads the text."""
+    """The query is wrong, not allowed, or too expensive. The policy reads the text."""
 
 
 def run_query(
     path: str, sql: str, *, max_rows: int, max_bytes: int, max_steps: int, time_limit_s: float
 ) -> tuple[list[str], list[list[Any]], bool]:
-    """Column names, rows, and whether rows were left out; `QueryRefused` says what is wrong with the query."""
+    """Return column names, rows, and whether rows were left out. `QueryRefused` says what is wrong with the query."""
     if len(sql) > MAX_SQL_LENGTH:
         raise QueryRefused(f"the query has {len(sql)} characters; at most {MAX_SQL_LENGTH}")
     if "\x00" in sql:
         raise QueryRefused("the query holds a null character")
-    # Nobody writes the file. Said so, it needs no lock and no file beside it, which a read-only folder could not hold.
-    is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times as fast
+    # `immutable` says: nobody writes the file. SQLite then needs no lock file, which a read-only folder cannot hold.
+    is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times faster than Path.exists
     options = "mode=ro&immutable=1" if is_settled else "mode=ro"
     connection = sqlite3.connect(f"file://{quote(path)}?{options}", uri=True, isolation_level=None)
     try:
@@ -86,7 +86,7 @@ def run_query(
 
 
 class _Guard:
-    """A connection on which only reading is possible."""
+    """A connection that can only read."""
 
     def __init__(self, connection: sqlite3.Connection, max_steps: int, time_limit_s: float) -> None:
         self._connection = connection
@@ -116,7 +116,7 @@ class _Guard:
             raise QueryRefused(TOO_BIG) from error
 
     def _explain(self, error: Exception) -> str:
-        """SQLite's own words, but for what its words would hide."""
+        """SQLite's own message, except where it would hide the real reason."""
         if self._is_stopped:
             return TOO_LONG
         if self._denied is not None:
@@ -173,12 +173,12 @@ def _decode(text: bytes) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """One request to one answer; a file that cannot be read is the caller's fault and told apart."""
+    """Answer one request. A file that cannot be read is the caller's fault and gets a separate key."""
     try:
         columns, rows, is_cut = run_query(**request)
     except QueryRefused as refusal:
         return {"refused": str(refusal)}
-    except sqlite3.Error as error:  # before the query: the file is missing, or no database
+    except sqlite3.Error as error:  # this happened before the query: the file is missing, or is not a database
         return {"broken": str(error)}
     return {"columns": columns, "rows": rows, "is_cut": is_cut}
 
@@ -190,7 +190,7 @@ def _limit_process() -> None:
 
 
 def _limit_processor(seconds: float) -> None:
-    """From now on: a query that outlives the parent who would kill it ends by itself."""
+    """Limit CPU time from now on, so that a query ends by itself even if the parent process is dead."""
     spent_s = time.process_time()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(spent_s + seconds) + 1

@@ -1,4 +1,4 @@
-"""Fix a bug in a repo: look around in a shell, edit, test, submit.
+"""Fix a bug in a repo: explore it in a shell, edit, test, submit.
 
     system     Fix the repo. One action in a reply: ...
     user       test_ledger.SplitTest.test_split fails: AssertionError: Lists differ: [2, 3, 3] != [4, 3, 3].
@@ -13,10 +13,10 @@
     tool       9 of 9 tests pass.
     assistant  submit                                                   outcome 1.0: shown and hidden tests pass
 
-The shell lives through the dialogue, in a sandbox (docs/sandbox.md). What counts is a fresh copy of the repo with the
-policy's changes, in which tests, and the settings of test runners, are put back: editing them changes nothing. The last
-turn submits. Bugs are shipped (`swe_bugs.py`; one in five is held out, by hash), or tasks come from a file of rows in
-the style of SWE-bench (`swe_tasks.py`): `path=tasks.jsonl`.
+The shell lives through the dialogue, in a sandbox (docs/sandbox.md). The judge tests a new copy of the repo with the
+policy's changes. Tests and settings of test runners are restored there, so editing them has no effect. The last turn
+submits. Bugs are shipped (`swe_bugs.py`; one in five is held out, by hash), or tasks come from a file of rows in the
+style of SWE-bench (`swe_tasks.py`): `path=tasks.jsonl`.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ class Swe:
     """Tasks from a file in the style of SWE-bench, instead of shipped bugs."""
     protocol: Literal["text", "tool_call"] = "text"
     hint: Literal["none", "line"] = "none"
-    """`line`: the statement of a shipped bug says where it is, so that what is wrong there is all there is to find."""
+    """With `line`, the text of a shipped bug names its line, so the policy only has to find what is wrong there."""
     max_turns: int = 8
     max_tokens: int = 128
     command_s: float = 10.0
-    """For one command, and for the tests twice that."""
+    """Time limit of one command. The tests may take twice as long."""
     observation_chars: int = 1000
-    """Longer output loses its middle."""
+    """The middle of a longer output is left out."""
     format_reward: float = 0.1
-    """For the first edit that fits."""
+    """Reward for the first edit that can be applied."""
     packages: list[str] = field(default_factory=list[str])
     """Installed packages that the repo may import; pytest is added when the tests need it."""
     sandbox: SandboxKind = "bubblewrap"
-    """`subprocess`: limits without walls."""
+    """`subprocess` sets limits but does not isolate."""
     _sandbox: Sandbox = field(init=False, repr=False, compare=False)
     _tasks: Sequence[Task] = field(init=False, repr=False, compare=False)
 
@@ -109,10 +109,10 @@ class Swe:
         return SweEnv(self, self._sandbox, load_repo_task(task), self._where(task))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Look for the function, or at the line that the hint names; put the right token back, test, submit.
+        """Find the function, or read the line that the hint names; restore the right token, test, submit.
 
-        There are none for tasks from a file. Every line number was shown before it is used: one that nobody has seen
-        could only be learned by heart.
+        Tasks from a file have none. A demonstration uses a line number only after it was shown, because a model could
+        only learn an unseen number by heart.
         """
         if self.path is not None or self.protocol != "text":
             return []
@@ -152,7 +152,7 @@ def _look(path: str, lines: Sequence[str], number: int) -> list[str]:
 
 
 def read_action(text: str) -> ToolCall | None:
-    """The first action of a reply in the text protocol."""
+    """Read the first action of a reply in the text protocol."""
     fence = _FENCE.search(text)
     lines = text.split("\n")
     for number, line in enumerate(lines):
@@ -197,7 +197,7 @@ class SweEnv:
     async def start(self) -> list[Message]:
         rules = RULES if self._world.protocol == "text" else f"Fix the repo.\n{self._toolbox.describe()}"
         statement = self._task.statement
-        if self._where:  # one file is named, so the list of files says nothing more
+        if self._where:  # only one file is named, so the list of files adds nothing
             statement = f"{statement.rpartition(FILES)[0]}{self._where}"
         return [system(rules), user(shorten_middle(statement, 4 * self._world.observation_chars))]
 
@@ -224,7 +224,7 @@ class SweEnv:
             await self._session.close()
 
     def state_key(self) -> str:
-        """Everything that was said: a shell remembers it all."""
+        """The whole dialogue, because the shell's state depends on all of it."""
         return f"turn {self._turn} {self._said.hexdigest()[:16]}"
 
     def _read(self, reply: Message) -> ParsedReply:
@@ -235,7 +235,7 @@ class SweEnv:
 
     @property
     def _shell(self) -> Session:
-        """Opened when it is first needed: a policy that says nothing sensible costs nothing."""
+        """The shell. It is opened at the first command, so that attempts without one cost nothing."""
         if self._session is None:
             self._session = self._sandbox.open(files=self._task.files)
         return self._session
@@ -290,14 +290,14 @@ class SweEnv:
         return ""
 
     def _read_text(self, path: str) -> str | None:
-        """A file of the repo; None when there is none."""
+        """Read a file of the repo. None if there is no such file."""
         try:
             return self._shell.files.read(path).decode("utf-8", "surrogateescape")
         except FileNotFoundError:
             return None
 
     def _work(self) -> Mapping[str, bytes]:
-        """The repo as the policy has made it."""
+        """The repo with the policy's changes."""
         if self._session is None:
             return self._task.files
         try:
@@ -315,8 +315,8 @@ class SweEnv:
         )
 
     async def _judge(self, reward: dict[str, float] | None = None) -> EnvStep:
-        """Shown and hidden tests in a fresh copy. A repo that nobody touched is not fixed, nor is one that has become
-        too large to be copied."""
+        """Run shown and hidden tests in a new copy. A repo without changes is not fixed, nor is one that has become too
+        large to copy."""
         try:
             files = fresh_copy(self._task, self._work()) if self._session is not None else None
         except ToolError:
@@ -337,7 +337,7 @@ class SweEnv:
 
 
 def _edited(text: str | None, old: str, new: str, line: int) -> tuple[str, int]:
-    """The file after the edit, and the number of the first changed line."""
+    """Return the file after the edit, and the number of the first changed line."""
     if text is None:
         if old or line:
             raise ToolError("there is no such file")
@@ -354,7 +354,7 @@ def _edited(text: str | None, old: str, new: str, line: int) -> tuple[str, int]:
 
 
 def _find(lines: Sequence[str], old: str) -> int:
-    """Where the old lines stand, if that is one place."""
+    """Find the old lines. They must occur exactly once."""
     if not old:
         raise ToolError("the file is there already; say which line to replace")
     wanted = old.split("\n")

@@ -2,8 +2,8 @@
 
     python -m turnwise.envs.library.swe_bugs       # tries every change of every repo and writes swe_bugs.json
 
-Each repo is a package with the tests that the policy sees (`tests/`) and tests that it does not (`hidden/`). A change
-becomes a bug when both catch it and the run comes to its end; the fix is the token that was there.
+Each repo is a package with tests that the policy sees (`tests/`) and tests that it does not see (`hidden/`). A change
+becomes a bug if both catch it and the test run finishes. The fix is the original token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CHANGES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """One changed token, and what the tests say of it."""
+    """One changed token, and the tests that fail because of it."""
 
     repo: str
     path: str
@@ -69,7 +69,7 @@ class Bug:
     old: str
     new: str
     shown_failures: tuple[tuple[str, str], ...]
-    """Tests that the policy sees, each with what it says."""
+    """Tests that the policy sees, each with its message."""
     hidden_failures: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ def repo_names() -> tuple[str, ...]:
 
 @cache
 def read_repo(name: str) -> Mapping[str, bytes]:
-    """What the policy sees: the package and its tests, without a bug."""
+    """Read the part of a repo that the policy sees: the package and its tests, without a bug."""
     root = REPOS / name
     files = [file for folder in (name, "tests") for file in sorted((root / folder).rglob("*.py"))]
     return {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
@@ -130,12 +130,12 @@ def apply_bug(bug: Bug) -> dict[str, bytes]:
 
 
 def changes_of(source: str) -> Iterator[tuple[int, int, str, str]]:
-    """Every token that could be another one: line, column, what stands there, what could."""
+    """Every token that can be changed: line, column, the token, its replacement."""
     depth_of_def = False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line, column = token.start
         if token.type == tokenize.NAME and token.string == "def":
-            depth_of_def = True  # a signature is not changed: its callers are the tests
+            depth_of_def = True  # do not change a signature, because the tests call it
         elif token.type == tokenize.NEWLINE:
             depth_of_def = False
         if depth_of_def or token.line.lstrip().startswith(("import ", "from ")):
@@ -157,10 +157,10 @@ async def try_bug(sandbox: Sandbox, bug: Bug) -> SuiteReport:
 
 
 def judge_bug(bug: Bug, report: SuiteReport) -> Bug | None:
-    """The bug with its failures; None when it is not caught, or when the tests do not come to their end."""
+    """Return the bug with its failures. None if no test catches it, or if the test run does not finish."""
     hidden = tuple(sorted(test for test in report.failed if test.startswith(HIDDEN_MODULE)))
     shown = tuple(sorted((test, text) for test, text in report.failed.items() if not test.startswith(HIDDEN_MODULE)))
-    runs_wild = any(text.startswith("MemoryError") for text in report.failed.values())  # it depends on the machine
+    runs_wild = any(text.startswith("MemoryError") for text in report.failed.values())  # depends on the machine
     if report.verdict or runs_wild or not hidden or not shown:
         return None
     rest = {key: value for key, value in asdict(bug).items() if key not in ("shown_failures", "hidden_failures")}
@@ -177,7 +177,7 @@ def candidates(repo: str) -> Iterator[Bug]:
 
 
 async def find_bugs(sandbox: Sandbox, repo: str) -> list[Bug]:
-    """Every change of one repo that the tests catch."""
+    """Find every change of one repo that the tests catch."""
     free = asyncio.Semaphore(8)
 
     async def judge(bug: Bug) -> Bug | None:

@@ -1,8 +1,8 @@
 """The program that runs a repo's unittest suites in a sandbox; `swe_tests.py` starts it.
 
 It reads `{"root", "modules"}` from stdin and writes one JSON line for each test, then `done`. The repo comes last on
-Python's path, so that no file of it stands in for the standard library. At the end a test that must fail is run: where
-it passes, the code under test has changed the rules. Nothing of turnwise is imported.
+Python's path, so that its files cannot replace the standard library. At the end it runs a test that must fail: if it
+passes, the code under test has tampered with unittest. Nothing of turnwise is imported.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 class Reporter(unittest.TestResult):
-    """Says how each test went, as it goes."""
+    """Writes the result of each test as soon as it is known."""
 
     def __init__(self, results: TextIO) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def describe(error: BaseException) -> str:
 
 
 class MustFail(unittest.TestCase):
-    """Passes only where assertions no longer assert."""
+    """Passes only if somebody has disabled assertions."""
 
     def test_equal(self) -> None:
         self.assertEqual(1, 2)  # noqa: PT009 - unittest is what is checked

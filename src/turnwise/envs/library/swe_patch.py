@@ -1,4 +1,4 @@
-"""Unified diffs, applied to files in memory: what `git diff` writes, strictly read, with hunks that may have moved."""
+"""Applies unified diffs, as `git diff` writes them, to files in memory. Parsing is strict; hunks may have moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOWHERE = "/dev/null"
 @dataclass(slots=True)
 class _Hunk:
     start: int
-    """Line of the old file, from 1."""
+    """Line number in the old file, from 1."""
     old: list[str] = field(default_factory=list[str])
     new: list[str] = field(default_factory=list[str])
 
@@ -28,7 +28,7 @@ class _FilePatch:
 
 
 def apply_patch(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
-    """The files after the patch; `DataError` when a hunk has no place in them."""
+    """Return the files after the patch. `DataError` if a hunk does not fit."""
     changed = dict(files)
     for file_patch in _parse(patch):
         lines = [] if file_patch.old_path == _NOWHERE else _lines(changed, file_patch.old_path)
@@ -47,7 +47,7 @@ def apply_patch(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
 
 
 def patched_paths(patch: str) -> list[str]:
-    """The files that a patch makes or changes."""
+    """The paths of the files that a patch adds or changes."""
     return [each.new_path for each in _parse(patch) if each.new_path != _NOWHERE]
 
 
@@ -58,7 +58,7 @@ def _lines(files: Mapping[str, bytes], path: str) -> list[str]:
 
 
 def _parse(patch: str) -> list[_FilePatch]:
-    """Hunks say how long they are, so a removed line that looks like a header is none."""
+    """Parse a patch. Hunks give their length, so a removed line that looks like a header is not taken for one."""
     found: list[_FilePatch] = []
     old_path, num_old, num_new = "", 0, 0
     for line in patch.split("\n"):
@@ -81,13 +81,13 @@ def _parse(patch: str) -> list[_FilePatch]:
 
 
 def _path(line: str) -> str:
-    """`--- a/dir/file.py<tab>time` to `dir/file.py`."""
+    """Turn `--- a/dir/file.py<tab>time` into `dir/file.py`."""
     path = line[4:].split("\t", maxsplit=1)[0].strip().strip('"')
     return path if path == _NOWHERE else re.sub(r"^[abciw]/", "", path)
 
 
 def _find(lines: list[str], hunk: _Hunk, offset: int) -> int | None:
-    """Where the hunk's old lines stand: where it says, or as near to that as possible."""
+    """Find the hunk's old lines at its line number, or as near to it as possible."""
     expected = hunk.start - 1 + offset
     size = len(hunk.old)
     if not size:

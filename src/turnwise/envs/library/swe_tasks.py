@@ -1,7 +1,6 @@
-"""Tasks of `swe`: a repo as the policy gets it, what it is told, and how its work is judged.
+"""Tasks of `swe`: the repo for the policy, the text of the task, and the tests that judge the result.
 
-A task comes from a shipped bug (`swe_bugs.py`) or from a row in the style of SWE-bench, with the repo at hand instead
-of on a server:
+A task comes from a shipped bug (`swe_bugs.py`) or from a row in the style of SWE-bench, with the repo on disk:
 
     {"instance_id": "x-1", "repo": "repos/x.tar.gz", "base_commit": "", "problem_statement": "...",
      "test_patch": "diff --git ...", "FAIL_TO_PASS": ["tests/test_x.py::test_y"], "PASS_TO_PASS": [...]}
@@ -43,7 +42,7 @@ MAX_REPO_BYTES = 64 << 20
 SKIPPED_FOLDERS = frozenset({".git", "__pycache__", ".pytest_cache", ".hg", ".svn", "node_modules"})
 
 FILES = "Files: "
-"""What the last line of a shipped bug's statement begins with."""
+"""The start of the last line of a shipped bug's text."""
 
 _GIT_S = 60.0
 _SHOWN_CHARS = 60
@@ -59,30 +58,30 @@ class RepoTask:
 
     name: str
     files: Mapping[str, bytes]
-    """What the policy gets."""
+    """The files that the policy gets."""
     hidden: Mapping[str, bytes]
-    """Test files that it does not see, and test files as they are meant to be."""
+    """Test files that the policy does not see, and the original versions of those that it sees."""
     statement: str
     shown_tests: tuple[str, ...]
-    """What the action `test` runs: modules or files."""
+    """Modules or files that the action `test` runs."""
     judged_tests: tuple[str, ...]
-    """What is run at the end: modules or files."""
+    """Modules or files that are run at the end."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     runner: Runner
 
 
 def fresh_copy(task: RepoTask, work: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The repo as it was, with the policy's changes to everything but tests, and with the real tests in place."""
+    """Return the repo with the policy's changes to everything except tests, and with the original tests."""
     kept = {path: data for path, data in task.files.items() if is_protected(path)}
     restored = {**kept, **task.hidden}
-    folders = {str(parent) for path in restored for parent in PurePosixPath(path).parents}  # no file takes their place
+    folders = {str(parent) for path in restored for parent in PurePosixPath(path).parents}  # no file replaces them
     changed = {path: data for path, data in work.items() if not is_protected(path) and path not in folders}
     return {**changed, **restored}
 
 
 def is_protected(path: str) -> bool:
-    """Tests, and what tells a test runner what to do: put back, whatever became of it."""
+    """Whether a path is a test or a setting of a test runner. Changes to these are undone."""
     parts = PurePosixPath(path).parts
     name = parts[-1]
     in_tests = any(part in ("tests", "test", "testing") for part in parts[:-1])
@@ -94,7 +93,7 @@ def bug_to_task(bug: Bug) -> Task:
 
 
 def load_repo_task(task: Task) -> RepoTask:
-    """Everything about a task, from its data."""
+    """Load everything that a task needs, from its data."""
     if "bug" in task.data:
         return _bug_task(shipped_bugs()[task.data["bug"]])
     return _row_task(json.dumps(dict(task.data), sort_keys=True))
@@ -123,7 +122,7 @@ def _bug_task(bug: Bug) -> RepoTask:
 
 
 def _unittest_ids(path: str, data: bytes) -> list[str]:
-    """`tests.test_x.Class.test_y` for every test that a file spells out."""
+    """The ids (`tests.test_x.Class.test_y`) of all tests that a file defines."""
     if not is_protected(path):
         return []
     module = path.removesuffix(".py").replace("/", ".")
@@ -137,7 +136,7 @@ def _unittest_ids(path: str, data: bytes) -> list[str]:
 
 
 def read_swe_rows(path: Path) -> list[Task]:
-    """Tasks from a file of rows; a row whose repo or tests cannot be had is a `ConfigError` now, not in the middle."""
+    """Read tasks from a file of rows. A missing repo or test is a `ConfigError` now, not in the middle of a run."""
     tasks: dict[str, Task] = {}
     for number, row in enumerate(read_rows(path), start=1):
         try:
@@ -161,7 +160,7 @@ def read_swe_rows(path: Path) -> list[Task]:
 
 
 def _test_list(value: Any) -> list[str]:
-    """A list, or a list written as JSON, which is how SWE-bench has it."""
+    """Read a list, or a list written as JSON text, as in SWE-bench."""
     try:
         tests = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -197,7 +196,7 @@ def _row_task(text: str) -> RepoTask:
 
 
 def _target(test: str, runner: Runner) -> str:
-    """What has to be run to run a test: its file, or its module."""
+    """The file or module to run for a test."""
     return test.partition("::")[0] if runner == "pytest" else test.rsplit(".", 2)[0]
 
 
@@ -206,7 +205,7 @@ def _path_of(target: str) -> str:
 
 
 def read_repo_files(place: Path, commit: str) -> dict[str, bytes]:
-    """The files of a folder, an archive, or a commit."""
+    """Read the files of a folder, an archive, or a commit."""
     if place.is_dir() and commit:
         command = ["git", "-C", str(place), "archive", "--format=tar", commit]
         done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=False)
@@ -248,7 +247,7 @@ def _read_tar(data: bytes) -> dict[str, bytes]:
 
 
 def _without_top(files: Mapping[str, bytes], *, is_stripped: bool) -> dict[str, bytes]:
-    """Archives often hold one folder that holds everything; it is left out."""
+    """Remove the top folder from all paths, because archives often hold one folder with everything in it."""
     names = {name.removeprefix("./"): data for name, data in files.items()}
     tops = {PurePosixPath(name).parts[0] for name in names}
     if is_stripped and len(tops) == 1 and all("/" in name for name in names):

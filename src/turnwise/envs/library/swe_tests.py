@@ -1,8 +1,8 @@
-"""Runs the tests of a repo in a sandbox of their own, from a fresh copy of its files.
+"""Runs the tests of a repo in a new sandbox, on a new copy of its files.
 
-Tests run in the process of the code that they test, as test suites do: code that sets out to deceive them can. What is
-done against it: tests and the settings of test runners are put back first, the standard library cannot be shadowed, a
-suite that does not come to its end passes nothing, and assertions that no longer fail are noticed.
+Tests run in the same process as the code that they test, so malicious code can deceive them. These measures make it
+harder: tests and settings of test runners are restored first, the standard library cannot be shadowed, a test run that
+does not finish passes nothing, and disabled assertions are noticed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class SuiteReport:
     """How each test went, and how the run ended."""
 
     problems: Mapping[str, str | None]
-    """By test: what went wrong, None when it passed. Tests that were not reached are not there."""
+    """What went wrong, by test; None if it passed. Tests that did not run are missing."""
     verdict: str
-    """Why it did not come to its end; empty when it did."""
+    """Why the test run did not finish. Empty if it did."""
 
     @property
     def failed(self) -> dict[str, str]:
         return {test: problem for test, problem in self.problems.items() if problem is not None}
 
     def share_passed(self, tests: Sequence[str]) -> float:
-        """Of these tests; a run that did not come to its end passed none. 1 when there are none to pass."""
+        """The share of these tests that passed: 0 if the test run did not finish, 1 if there are no tests."""
         if self.verdict:
             return 0.0
         passed = sum(test in self.problems and self.problems[test] is None for test in tests)
@@ -69,7 +69,7 @@ async def run_suite(
 async def _run_unittest(
     sandbox: Sandbox, files: Mapping[str, bytes], modules: Sequence[str], limits: Limits
 ) -> SuiteReport:
-    name = f"{secrets.token_hex(8)}.py"  # the code under test has no name to write to
+    name = f"{secrets.token_hex(8)}.py"  # the file has no name, so the code under test cannot write to it
     command = f"{_UNPACK}python3 -I -S -B {name}"
     request = json.dumps({"root": "repo", "modules": list(modules)})
     given = {".repo.tar": _to_tar(files), name: _child_source()}
@@ -91,7 +91,7 @@ async def _run_unittest(
 
 
 async def _run_pytest(sandbox: Sandbox, files: Mapping[str, bytes], ids: Sequence[str], limits: Limits) -> SuiteReport:
-    targets = sorted({test.partition("::")[0] for test in ids})  # whole files: an id with brackets needs no quoting
+    targets = sorted({test.partition("::")[0] for test in ids})  # whole files, so that ids need no quoting
     command = f"{_UNPACK}bash -c 'cd repo && exec {_PYTEST} {' '.join(map(shlex.quote, targets))}'"
     result = await sandbox.run(["bash", "-c", command], files={".repo.tar": _to_tar(files)}, limits=limits)
     if "No module named pytest" in result.stderr:

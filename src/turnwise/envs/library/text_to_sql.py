@@ -1,4 +1,4 @@
-"""Answer a question about a database: write a query, look at the result, refine, submit.
+"""Answer a question about a database: write a query, read the result, improve it, submit.
 
     system     Answer with SQL. Write one query and see its result. Write submit when the last result is the answer.
     user       cats(name, age, city)
@@ -9,14 +9,14 @@
     tool       7                                                        format +0.1 (the first query that runs)
     assistant  submit                                                   outcome +1.0, terminated, a success
 
-`submit` hands in the last query that ran; `submit SELECT ...` hands in another one. It is run on the database, and for
-drawn questions on a second one with the same schema and other rows: a constant that happens to be right is not right.
-How results are compared is said in `sql_compare.py`, what a query may do in `sql_worker.py`. Queries run in a sandbox
-(docs/sandbox.md). `max_turns` replies without a submission end the attempt with nothing. A reply that is neither is
-flagged as unparsable.
+`submit` submits the last query that ran; `submit SELECT ...` submits another one. The query is run on the database and,
+for generated questions, on a second one with the same schema and other rows, so that a constant is not a right answer.
+`sql_compare.py` says how results are compared, `sql_worker.py` what a query may do. Queries run in a sandbox
+(docs/sandbox.md). After `max_turns` replies without a submission the attempt ends with reward 0. A reply that is
+neither a query nor a submission is flagged as unparsable.
 
 `protocol="tags"` reads `<sql>...</sql>` and `<solution>...</solution>` instead, as models trained for SkyRL's world
-write them. Databases are drawn (`difficulty`), one in five held out; or `path=` names Spider's or BIRD's folder.
+write them. Databases are generated (`difficulty`), one in five is held out; or `path=` names Spider's or BIRD's folder.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Difficulty = Literal["easy", "medium", "hard", "mixed"]
 Protocol = Literal["line", "tags"]
 
 NUM_DATABASES = 400
-"""Per level; a run meets them in random order."""
+"""Number of generated databases per level. A run uses them in random order."""
 MAX_CELL_LENGTH = 40
 MAX_RESULT_LENGTH = 1000
 MAX_ROWS_KEPT, MAX_RESULTS_KEPT = 200, 1000
-"""Of right answers that need not be computed again."""
+"""Limits of the cache of right answers: rows of each, and number of answers."""
 
 _RULES: Mapping[Protocol, str] = {
     "line": "Answer with SQL. Write one query and see its result. Write submit when the last result is the answer.",
@@ -71,15 +71,15 @@ _STATEMENT = re.compile(rf"\(*\s*(?:{'|'.join(_SQL_WORDS.split())})\b", re.IGNOR
 
 
 class SqlAction(NamedTuple):
-    """What a reply says to do."""
+    """The action of a reply."""
 
     is_submission: bool
     sql: str
-    """Empty in a submission: the last query that ran."""
+    """The query. Empty in a submission of the last query that ran."""
 
 
 def read_action(text: str, protocol: Protocol) -> SqlAction | None:
-    """The one action of a reply; None when there is none, or more than one."""
+    """The action of a reply. None if there is none, or more than one."""
     if protocol == "tags":
         found = _TAG.findall(text)
         if len(found) != 1 or not found[0][1].strip():
@@ -100,7 +100,7 @@ def _unfence(text: str) -> str:
 
 
 def format_result(result: QueryResult, max_rows: int) -> str:
-    """A result as the policy sees it: a line per row, column names above when there are several, cut short."""
+    """A result as text for the policy: a line per row, and column names above if there are several."""
     if not result.rows:
         return "no rows"
     lines = [" | ".join(_clip(name) for name in result.columns)] if len(result.columns) > 1 else []
@@ -132,23 +132,23 @@ class TextToSql:
     name: ClassVar[str] = "text_to_sql"
 
     difficulty: Difficulty = "easy"
-    """Of drawn questions; `mixed` draws from all three levels."""
+    """Level of generated questions. `mixed` draws from all three levels."""
     path: Path | None = None
-    """Spider's or BIRD's folder instead of drawn questions."""
+    """Spider's or BIRD's folder, instead of generated questions."""
     protocol: Protocol = "line"
     max_turns: int = 4
     max_rows: int = 5
-    """Of a result that the policy gets to see."""
+    """Most rows of a result that the policy sees."""
     time_limit_s: float = 5.0
-    """Of one query; then it is stopped."""
+    """Time limit of one query."""
     format_reward: float = 0.1
-    """For the first query that runs."""
+    """Reward for the first query that runs."""
     demonstration_skill: float = 1.0
-    """How often a demonstration asks the right query; the others answer another question about the database."""
+    """How often a demonstration uses the right query. The others answer another question about the database."""
     demonstration_mistakes: float = 0.2
-    """How often a demonstration begins with a query that fails, and mends it."""
+    """How often a demonstration begins with a query that fails, and corrects it."""
     sandbox: SandboxKind = "bubblewrap"
-    """`subprocess`: limits without walls."""
+    """`subprocess` sets limits but does not isolate."""
     _runner: SqlRunner = field(init=False, repr=False, compare=False)
     _folder: DatabaseFolder = field(init=False, repr=False, compare=False)
     _dataset: Mapping[Split, Mapping[str, DatasetQuestion]] = field(init=False, repr=False, compare=False)
@@ -199,7 +199,7 @@ class TextToSql:
         return TextToSqlEnv(self, self._runner, databases, task.data["prompt"], task.data["gold"])
 
     async def gold_result(self, database: Path, gold: str) -> QueryResult:
-        """What the right query gives, run once for all attempts; its failure is the data's error, not a policy's."""
+        """The result of the right query, run once for all attempts. `DataError` if the query fails."""
         found = self._gold_results.get((database, gold))
         if found is not None:
             return found
@@ -269,7 +269,7 @@ def _draw_task(level: Level, number: int, rng: random.Random) -> Task | None:
 
 
 def _spoil(sql: str, rng: random.Random) -> str:
-    """The query with a slip that SQLite refuses: a table's name without its last letter, or a misspelt keyword."""
+    """Add a mistake that SQLite refuses: a table's name without its last letter, or a misspelt keyword."""
     tables = re.findall(r"\bFROM (\w+)", sql)
     if tables and rng.random() < 0.7:
         return re.sub(rf"\b{tables[0]}\b", tables[0][:-1], sql)
@@ -282,7 +282,7 @@ class TextToSqlEnv:
     def __init__(self, world: TextToSql, runner: SqlRunner, databases: Sequence[Path], prompt: str, gold: str) -> None:
         self._world = world
         self._runner = runner
-        self._databases = databases  # the first is the one to query; all of them judge
+        self._databases = databases  # the policy queries the first; a submission is judged on all
         self._prompt = prompt
         self._gold = gold
         self._turn = 0
@@ -312,11 +312,11 @@ class TextToSqlEnv:
         pass
 
     def state_key(self) -> str:
-        """The queries before the last have left no trace."""
+        """The last query and the number of turns, because earlier queries have no effect."""
         return f"turn {self._turn} errors {self._num_errors} last {self._last_sql}"
 
     def fork(self) -> TextToSqlEnv:
-        return copy.copy(self)  # text and numbers; the databases are never written
+        return copy.copy(self)  # only text and numbers; the databases are never written
 
     async def _query(self, sql: str) -> EnvStep:
         try:
@@ -329,7 +329,7 @@ class TextToSqlEnv:
         return self._answer(_tool(text), format_reward=self._world.format_reward if is_first else 0.0)
 
     async def _is_right(self, sql: str) -> bool:
-        """Equal results on every database."""
+        """Whether the query gives the right result on every database."""
         for database in self._databases:
             gold = await self._world.gold_result(database, self._gold)
             try:
@@ -341,7 +341,7 @@ class TextToSqlEnv:
         return True
 
     async def _given(self, database: Path, sql: str) -> QueryResult:
-        """What was handed in; the policy has mostly seen its result on the first database already."""
+        """The result of the submitted query. On the first database it is usually known already."""
         if self._last_result is not None and sql == self._last_sql and database == self._databases[0]:
             return self._last_result
         return await self._runner.run(database, sql, self._world.limits)

@@ -11,13 +11,14 @@
     assistant  6
     ...
 
-A win is worth 1, a draw 0, a loss -1; the two seats of a game always add up to 0. `is_success` means not lost, which
-is what perfect play guarantees; wins are counted in `env_win`. A taken square or an unreadable reply gets the board
-again, once (`max_illegal`); the next one loses the game. Only the second kind is flagged as unparsable.
+A win is worth 1, a draw 0, a loss -1; the two seats of a game always add up to 0. `is_success` means that the game was
+not lost, which perfect play guarantees; wins are counted in `env_win`. After a taken square or an unreadable reply the
+board is shown again, once (`max_illegal`); the next one loses the game. Only an unreadable reply is flagged as
+unparsable.
 
-A task is an opening of up to two moves and a number; openings are what is held out. The seat that moves next is the
-policy's. `opponent="random"` takes any free square; `"minimax"` plays perfectly but for `epsilon` of its moves. What it
-plays depends on the task and the board alone, so every attempt of a group meets the same opponent.
+A task is an opening of up to two moves, and a number. Openings are held out. The policy plays the seat that moves next.
+`opponent="random"` takes any free square; `"minimax"` plays perfectly, except for a share `epsilon` of its moves. Its
+moves depend only on the task and the board, so every attempt of a group meets the same opponent.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ EMPTY: Board = " " * 9
 SEATS = "XO"
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 NUM_OPPONENTS = 1000
-"""Different scripted opponents per opening."""
+"""Number of different scripted opponents per opening."""
 
 _SQUARE = re.compile(r"(?<![\w.-])[1-9](?![\w]|\.\d)")
 
@@ -54,7 +55,7 @@ def free_squares(board: Board) -> list[int]:
 
 
 def mover(board: Board) -> int:
-    """0 (X) when both have moved as often, else 1 (O)."""
+    """The seat to move: 0 (X) if both have moved equally often, else 1 (O)."""
     return sum(mark != " " for mark in board) % 2
 
 
@@ -76,7 +77,7 @@ def is_over(board: Board) -> bool:
 
 @functools.cache
 def value(board: Board) -> int:
-    """What perfect play brings the seat to move: 1, 0 or -1."""
+    """The result of perfect play for the seat to move: 1, 0 or -1."""
     if winner(board) is not None:
         return -1  # the other seat has just won
     return max((-value(place(board, square)) for square in free_squares(board)), default=0)
@@ -93,7 +94,7 @@ def openings() -> list[Board]:
 
 
 class TicTacToeGame:
-    """Both seats."""
+    """A game with two seats."""
 
     num_seats = 2
 
@@ -134,7 +135,7 @@ class TicTacToeGame:
         return SeatOutcome(reward=reward, is_success=reward >= 0, info=info)
 
     def key(self) -> str:
-        """Names the state: the board, and the illegal moves so far."""
+        """The state: the board, and the number of illegal moves so far."""
         return f"{self.board.replace(' ', '.')} illegal {self._num_illegal[0]} {self._num_illegal[1]}"
 
     def copy(self) -> TicTacToeGame:
@@ -152,11 +153,11 @@ class TicTacToe:
 
     opponent: Literal["random", "minimax"] = "random"
     epsilon: float = 0.0
-    """How often `minimax` takes any free square instead."""
+    """How often `minimax` takes a random free square instead."""
     max_illegal: int = 1
     """Illegal replies that are forgiven in one game."""
     demonstration_skill: float = 1.0
-    """How often a demonstration plays a best move instead of any free square; 0 shows the form and no skill."""
+    """How often a demonstration plays a best move instead of a random one. 0 shows only the form of a reply."""
 
     def __post_init__(self) -> None:
         check_fractions(self, "epsilon", "demonstration_skill")
@@ -182,7 +183,7 @@ class TicTacToe:
         return TicTacToeGame(task.data["board"], max_illegal=self.max_illegal)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """Perfect play, as the opening allows, but for the moves that `demonstration_skill` leaves to chance."""
+        """Games of perfect play, except for the random moves that `demonstration_skill` allows."""
 
         def player_of(task: Task) -> ScriptedPlayer:
             return _player(f"demo:{seed}:{task.id}", self.demonstration_skill)
@@ -190,7 +191,7 @@ class TicTacToe:
         return play_demonstrations(self, player_of, count, seed)
 
     def reply(self, board: Board, number: int) -> int:
-        """What scripted opponent `number` plays."""
+        """The move of scripted opponent `number`."""
         rng = random_for(self.opponent, number, board)
         if self.opponent == "random" or rng.random() < self.epsilon:
             return rng.choice(free_squares(board))

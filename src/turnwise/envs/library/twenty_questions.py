@@ -1,4 +1,4 @@
-"""Find out which thing it is with questions that are answered yes or no.
+"""Find the secret thing with questions that are answered yes or no.
 
     system     Find the thing. Ask about one word, or guess the thing. Words: alive big food hard home red sea wet
     user       It is one of: ant, bee, hat, sun. Ask.
@@ -10,9 +10,9 @@
     user       no, not the ant
     assistant  bee                                                      reward 1.0, terminated, a success
 
-A reply counts when it holds exactly one word of the list or one of the things, in whatever words around it. A question
-is answered from the table below, a wrong guess is told as such. When the turns are used up the game is lost. A task is
-a choice of things and the one that is meant; one in five is held out.
+A reply counts if it holds exactly one word of the list or one of the things, with any words around it. A question is
+answered from the table below; a wrong guess is answered with no. When the turns are used up, the game is lost. A task
+is a choice of things and the secret one; one task in five is held out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ THINGS: Mapping[str, str] = {
     "whale": "alive big sea wet",
     "wine": "food red wet",
 }
-"""What is true of each thing; no two are alike."""
+"""The words that are true of each thing. No two things have the same words."""
 WORDS = tuple(sorted({word for words in THINGS.values() for word in words.split()}))
 
 _MAX_DRAWS = 20
@@ -77,13 +77,13 @@ class TwentyQuestions:
     max_tokens: ClassVar[int] = 8
 
     num_things: int = 6
-    """To choose from; halving them finds one in log2(num_things) questions and a guess."""
+    """Number of things to choose from. Halving finds the right one in log2(num_things) questions and a guess."""
     max_turns: int = 6
-    """Questions and guesses together; with as many turns as things, guessing them one by one would do."""
+    """Questions and guesses together. Keep it below `num_things`, or guessing one by one is enough."""
     turn_decay: float = 1.0
     """A win on turn k is worth turn_decay**(k - 1)."""
     demonstration_skill: float = 1.0
-    """How often a demonstration asks the best question instead of any; 0 shows the form and no skill."""
+    """How often a demonstration asks the best question instead of a random one. 0 shows only the form of a reply."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_things <= len(THINGS):
@@ -106,7 +106,7 @@ class TwentyQuestions:
 
     def _draw_task(self, rng: random.Random) -> Task:
         things, secret = list[str](), ""
-        for _ in range(_MAX_DRAWS):  # a game that the best questions do not win is drawn again, if any can be won
+        for _ in range(_MAX_DRAWS):  # draw again if the best questions cannot win the game; give up after a few draws
             things = sorted(rng.sample(sorted(THINGS), self.num_things))
             secret = rng.choice(things)
             if num_turns(things, secret) <= self.max_turns:
@@ -125,7 +125,7 @@ class TwentyQuestions:
 
 
 def things_left(things: Sequence[str], dialogue: Sequence[Message]) -> list[str]:
-    """What the answers so far leave."""
+    """The things that agree with all answers so far."""
     left = list(things)
     for asked, answer in itertools.pairwise(dialogue):
         if asked.role != "assistant":
@@ -138,12 +138,12 @@ def things_left(things: Sequence[str], dialogue: Sequence[Message]) -> list[str]
 
 
 def best_question(left: Sequence[str]) -> str:
-    """The word that cuts what is left most evenly."""
+    """The word that divides the remaining things most evenly."""
     return min(WORDS, key=lambda word: abs(2 * sum(is_true(word, thing) for thing in left) - len(left)))
 
 
 def num_turns(things: Sequence[str], secret: str) -> int:
-    """Questions and the guess that the best questions need."""
+    """Number of turns that the best questions need, with the guess."""
     left, turns = list(things), 1
     while len(left) > 1:
         word = best_question(left)
@@ -194,13 +194,13 @@ class TwentyQuestionsEnv:
         pass
 
     def state_key(self) -> str:
-        """What the answers leave and how many turns are gone; which questions led there does not matter."""
+        """The remaining things and the number of turns played. The words of the questions do not matter."""
         return f"left {' '.join(self._left)} turn {self._turn}"
 
     def fork(self) -> TwentyQuestionsEnv:
-        return copy.copy(self)  # nothing is shared that can change
+        return copy.copy(self)  # the copy shares nothing that can change
 
     def _read(self, text: str) -> str | None:
-        """The one word or thing that a reply names."""
+        """Read the only word or thing that a reply names. None if there is no single one."""
         found = {word for word in re.findall(r"[a-z]+", text.lower()) if word in WORDS or word in self._things}
         return found.pop() if len(found) == 1 else None

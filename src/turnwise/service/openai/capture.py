@@ -1,4 +1,4 @@
-"""Captures: calls of an agent that knows nothing of training, recorded as the turns of a trajectory.
+"""Captures: calls of any agent, recorded as the turns of a trajectory. The agent need not know about training.
 
 An agent sends messages; a trajectory holds ids. When an agent's messages are those of an earlier call, that call's
 reply and something new, the next prompt is the earlier prompt, the sampled ids as they are, and the new messages: no
@@ -21,15 +21,15 @@ from turnwise.service.openai.schemas import CaptureBody, RewardBody
 from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
 MAX_CAPTURES = 4096
-"""Of one key; the longest unused goes first."""
+"""Most captures of one key; the one that was unused for the longest time is removed first."""
 MAX_TURNS = 1000
 KEEP_S = 6 * 3600.0
-"""A capture that nobody used for this long is gone."""
+"""A capture is removed after this many seconds without use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedTurn:
-    """One call: what was asked, in words, and what happened, in ids."""
+    """One call: the messages that were sent, and the ids of prompt and reply."""
 
     asked: tuple[Message, ...]
     """With the tools described in them; an assistant's calls are beside its content."""
@@ -63,7 +63,7 @@ class Capture:
         return renderer.extend(known.prompt_ids, known.sampled_ids, observation, history=history).ids
 
     def _before(self, asked: Sequence[Message]) -> CapturedTurn | None:
-        """The latest call that these messages go on from."""
+        """The latest call that these messages continue."""
         for known in reversed(self.turns):
             size = len(known.asked)
             is_continued = len(asked) > size + 1 and known.reply.is_said_by(asked[size])
@@ -91,7 +91,7 @@ class Capture:
         parts[body.part] = parts.get(body.part, 0.0) + body.reward
 
     def to_trajectory(self) -> Trajectory | None:
-        """What happened so far; None before the first turn."""
+        """The trajectory so far; None before the first turn."""
         if not self.turns:
             return None
         return Trajectory(

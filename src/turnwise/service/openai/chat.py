@@ -202,6 +202,13 @@ async def _answer_stream(gateway: Gateway, call: Call) -> Response:
     return EventStream(_events(call, feed, promise), promise)
 
 
+def stream_error(error: TimeoutError | HttpFailure, what: str) -> str:
+    """The last event of a stream that cannot go on."""
+    if isinstance(error, HttpFailure):
+        return event(error_json(error.status, error.detail))
+    return event(error_json(504, f"{what} took longer than {DEADLINE_S:g} s"))
+
+
 async def _events(call: Call, feed: TokenFeed, promise: Promise) -> AsyncIterator[str]:
     head = call.head("chat.completion.chunk")
     with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
@@ -217,11 +224,8 @@ async def _events(call: Call, feed: TokenFeed, promise: Promise) -> AsyncIterato
                 if (chunk := teller.add(index, token, logprob)) is not None:
                     yield event(chunk)
         outcome = outcome_of(promise)
-    except TimeoutError:
-        yield event(error_json(504, f"the reply took longer than {DEADLINE_S:g} s"))
-        return
-    except HttpFailure as error:
-        yield event(error_json(error.status, error.detail))
+    except (TimeoutError, HttpFailure) as error:
+        yield stream_error(error, "the reply")
         return
     for index, sequence in enumerate(outcome.response.sequences):
         for chunk in teller.finish(index, sequence, outcome):

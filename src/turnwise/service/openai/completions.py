@@ -14,8 +14,8 @@ from fastapi import Request, Response
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
-from turnwise.service.openai.chat import DONE, EventStream, event, usage
-from turnwise.service.openai.errors import AsciiJson, error_json
+from turnwise.service.openai.chat import DONE, EventStream, event, stream_error, usage
+from turnwise.service.openai.errors import AsciiJson
 from turnwise.service.openai.gateway import (
     DEADLINE_S,
     Gateway,
@@ -176,11 +176,8 @@ async def _events(job: _CompletionPrompt, feed: TokenFeed, promise: Promise) -> 
                 if shown:
                     yield chunk(index, shown)
         outcome = outcome_of(promise)
-    except TimeoutError:
-        yield event(error_json(504, f"the text took longer than {DEADLINE_S:g} s"))
-        return
-    except HttpFailure as error:
-        yield event(error_json(error.status, error.detail))
+    except (TimeoutError, HttpFailure) as error:
+        yield stream_error(error, "the text")
         return
     for index, sequence in enumerate(outcome.response.sequences):
         rest, _ = streams[index].finish()

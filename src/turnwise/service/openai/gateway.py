@@ -1,4 +1,4 @@
-"""From a model's name to sampled tokens: who may use what, the wait for it, and its end when the client leaves."""
+"""From a model's name to sampled tokens: access checks, the wait for an answer, and the stop when the client leaves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from turnwise.service.wire.results import SampleReply
 from turnwise.types import SampleRequest, SamplingParams
 
 DEADLINE_S = 600.0
-"""No answer takes longer; what is being sampled then is given up."""
+"""The longest time for an answer; then the sampling is stopped."""
 FIRST_SEQ = 2**62
-"""Numbers of our requests in a sampling session that an SDK may use as well."""
+"""The first number of our requests in a sampling session. SDKs use lower numbers in the same session."""
 CLIENT_GONE = 499
 
 DrawnToken = tuple[int, int, float]
@@ -40,7 +40,7 @@ DrawnToken = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """A base model's tokenizer, and how it chats."""
+    """A base model's tokenizer and its chat format."""
 
     tokenizer: Any
     renderer: Renderer | None
@@ -53,7 +53,7 @@ class Talker:
     """A policy that can be talked to."""
 
     model: str
-    """As the client named it."""
+    """The name that the client used."""
     sampler: SamplingSession
     format: ChatFormat
 
@@ -145,7 +145,7 @@ class Gateway:
     def draw(
         self, talker: Talker, sample: SampleRequest, *, topk_sample_logprobs: int = 0, on_token: Any = None
     ) -> Promise:
-        """Put a request in line."""
+        """Queue a request."""
         request = wire.ServedSample(sample=sample, topk_sample_logprobs=topk_sample_logprobs)
         num_bytes = 8 * len(sample.prompt) + 500
         return self.service.sampling.enqueue(
@@ -153,7 +153,7 @@ class Gateway:
         )
 
     async def result(self, promise: Promise, request: Request) -> SampleReply:
-        """Wait for a request, at most to the deadline; a client that leaves takes its request with it."""
+        """Wait for a request, at most until the deadline. If the client leaves, the request is cancelled."""
         gone = asyncio.ensure_future(_until_gone(request))
         done = asyncio.ensure_future(self.service.promises.wait(promise, DEADLINE_S))
         try:
@@ -172,7 +172,7 @@ class Gateway:
 
 
 class TokenFeed:
-    """The tokens of one request as they are drawn; made on the event loop, fed by the engine's thread."""
+    """The tokens of one request as they are drawn. The event loop reads it; the engine's thread fills it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class TokenFeed:
         self._ahead: list[DrawnToken | None] = []
 
     def on_token(self, index: int, token: int, logprob: float) -> None:
-        with suppress(RuntimeError):  # the server's loop is closed, and nobody listens any more
+        with suppress(RuntimeError):  # the server's event loop is closed, so nobody listens
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, token, logprob))
 
     async def follow(self, promise: Promise) -> None:

@@ -114,6 +114,7 @@ async def delete_checkpoint(
     return JSONResponse({"status": "ok"})
 
 
+# FastAPI reads a route's parameters from its signature, so the routes of one checkpoint repeat theirs.
 @router.post(CHECKPOINT + "/publish")
 async def publish_checkpoint(
     service: ServiceDep, caller: CallerDep, run_id: str, kind: Kind, name: Name

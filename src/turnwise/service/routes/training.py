@@ -31,11 +31,11 @@ from turnwise.service.wire.results import JsonReply
 router = APIRouter(prefix=PREFIX, tags=["training"])
 
 BIG_BODY = 1 << 16
-"""Bodies from this size on are parsed beside the event loop."""
+"""Bodies of at least this size are parsed in a thread."""
 
 
 async def submit(service: Service, caller: Caller, request: Request, kind: str) -> JSONResponse:
-    """Read, check and queue one training request; one that is refused still uses up its sequence number."""
+    """Read, check and queue one training request. A refused request still uses its sequence number."""
     body = await read_body(request, service.config.max_body_bytes)
     try:
         parsed = (
@@ -100,6 +100,7 @@ async def forward_backward(service: ServiceDep, caller: CallerDep, request: Requ
     return await submit(service, caller, request, "forward_backward.proto" if is_proto else "forward_backward.json")
 
 
+# One function per endpoint, because FastAPI reads signatures and the OpenAPI document lists them by name.
 @router.post("/forward", openapi_extra=documented(schemas.ForwardBody))
 async def forward(service: ServiceDep, caller: CallerDep, request: Request) -> JSONResponse:
     return await submit(service, caller, request, "forward.json")
@@ -157,7 +158,7 @@ async def load_weights(service: ServiceDep, caller: CallerDep, request: Request)
 
 
 def _kind_of(row: OwnedCheckpointRow) -> dict[str, str]:
-    """Say that a model made from a critic's checkpoint is a critic."""
+    """The metadata of a model that is made from a critic's checkpoint: it is a critic too."""
     return {KIND_KEY: row.user_metadata[KIND_KEY]} if KIND_KEY in row.user_metadata else {}
 
 
@@ -182,7 +183,7 @@ async def weights_info(service: ServiceDep, caller: CallerDep, body: schemas.Wei
 
 @router.post("/unload_model")
 async def unload_model(service: ServiceDep, caller: CallerDep, body: schemas.ModelBody) -> JSONResponse:
-    """Park the adapter at once; it comes back when it is used again."""
+    """Park the adapter at once; it is loaded when it is used again."""
     model = service.training.get(body.model_id, caller.owner)
     if model.lane.is_idle and model.adapter.is_resident:
         service.training.snapshot(model, park=True)

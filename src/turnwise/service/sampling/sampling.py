@@ -1,7 +1,7 @@
-"""Sampling sessions: weights to sample from, and requests that take turns by session on their way to the engine.
+"""Sampling sessions: the weights to sample from, and a queue in which sessions take turns.
 
-The engine batches whatever it is given, so requests of all sessions decode together. To stay fair it is given only as
-many sequences as it can run twice over; behind that, the session that was served least goes next.
+The engine batches all its requests, so requests of all sessions decode together. To stay fair, it gets at most twice as
+many sequences as it can run at once. Of the waiting requests, the session that was served least goes next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAX_REMEMBERED = 20_000
 MAX_COMPLETIONS = 20_000
 KEEP_PUBLISHED_S = 6 * 3600.0
-"""Published weights that nobody sampled from for this long are gone; a name would have kept them."""
+"""Seconds after which unused published weights without a name are deleted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -346,7 +346,7 @@ class Sampling:
     # room
 
     def _make_room(self) -> None:
-        """Let go of the longest unused weights while too many are on the device; unwritten ones are written first."""
+        """Free the weights that were unused for longest while too many are on the device; write them to disk first."""
         resident = [sampler for sampler in self._live.values() if sampler.weights.is_resident]
         idle = sorted((s for s in resident if not s.num_running), key=lambda s: s.last_used)
         limit = DeviceLimit(self._config.max_resident_policies, self._config.max_resident_bytes)
@@ -367,7 +367,7 @@ class Sampling:
         sampler.served.loaded.worker.run("samplers", release)
 
     def sweep(self, now: float) -> None:
-        """Forget samplers that nobody uses; `now` is the event loop's clock."""
+        """Forget unused samplers; `now` is the event loop's clock."""
         for sampler_id, sampler in list(self._live.items()):
             if sampler.num_running or now - sampler.last_used < KEEP_PUBLISHED_S:
                 continue

@@ -1,8 +1,8 @@
 """Checkpoints of the service: who owns them, who may see them, and what leaves the machine.
 
-The files are a `CheckpointStore`'s; this module adds a row in the database for each. The files come first and the row
-after, so a row stands for a whole directory, and a directory without a row is the rest of something that was cut short:
-it is removed at start.
+A `CheckpointStore` holds the files; this module adds a database row for each checkpoint. Files are written before the
+row, so a row always has a complete directory. A directory without a row is left over from an interrupted save; it is
+removed at start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turnwise.service.store.store import OwnedCheckpointRow, Store, iso
 TYPE_OF = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 CHUNK = 1 << 20
 OWN_NOTES = (INFO_FILE, CHECKSUMS_FILE)
-"""Files that stay here when a checkpoint is copied or downloaded."""
+"""Files that are not copied or downloaded with a checkpoint."""
 
 
 class OwnedCheckpoints:
@@ -58,7 +58,7 @@ class OwnedCheckpoints:
         return row
 
     def by_link(self, path: str) -> OwnedCheckpointRow:
-        """Find the checkpoint of a signed link; whoever got the link may read it."""
+        """Find the checkpoint of a signed link; everybody who has the link may read it."""
         asked = _parse(path)
         row = self._live_row(asked.model_id, asked.kind, asked.name)
         if row is None:
@@ -66,14 +66,14 @@ class OwnedCheckpoints:
         return row
 
     def check_name(self, row: OwnedCheckpointRow, *, overwrite: bool) -> None:
-        """Refuse a name that cannot be used; asking again for one's own request is fine."""
+        """Refuse a name that is in use, except by the same request."""
         CheckpointPath(row.model_id, row.kind, row.name)
         there = self._live_row(row.model_id, row.kind, row.name)
         if there is not None and not overwrite and there.request_id != row.request_id:
             raise HttpFailure(400, f"{row.path} exists; choose another name, or delete it first")
 
     def write(self, row: OwnedCheckpointRow, model_dir: str, fill: Callable[[Path], None]) -> OwnedCheckpointRow:
-        """Write the files; runs on the engine's thread. The caller records the row that comes back."""
+        """Write the files, on the engine's thread. The caller stores the returned row."""
         info = CheckpointInfo(
             base_model=row.base_model,
             stored_model=row.base_model,
@@ -96,7 +96,7 @@ class OwnedCheckpoints:
         return replace(row, size_bytes=size)
 
     def copy(self, row: OwnedCheckpointRow, target: OwnedCheckpointRow) -> OwnedCheckpointRow:
-        """Copy the files to another place; the caller records the row that comes back."""
+        """Copy the files to another place. The caller stores the returned row."""
         source = self.directory(row)
         verify(source)
         info = read_info(source)
@@ -112,7 +112,7 @@ class OwnedCheckpoints:
         self._files.delete(row.path)
 
     def sweep(self) -> None:
-        """Delete what has outlived its time."""
+        """Delete expired checkpoints."""
         for row in self._store.expired_checkpoints(time.time()):
             self.delete(row)
 

@@ -1,4 +1,4 @@
-"""Every kind of training request: how it is read, and what it does, as an operation for the queue."""
+"""Every kind of training request: how its body is read, and the operation that it queues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REVERSE_KL_LOSS = ("importance_sampling", {"kl_coef": 1.0, "kl_estimator": "k2"}
 
 @dataclass(slots=True, eq=False)
 class TrainingModel:
-    """A training client that is open, and its adapter."""
+    """An open training client and its adapter."""
 
     run: RunRow
     served: ServedModel
@@ -70,7 +70,7 @@ class OperationBuilder:
     def build(
         self, model: TrainingModel, request: TrainingRequest, promise: Promise | None, request_id: str
     ) -> Operation:
-        """Turn a request into what runs on the engine; refuse what cannot work."""
+        """Turn a request into an operation for the engine; refuse a request that cannot work."""
         operation = REQUESTS[request.kind].build(self, model, request, request_id)
         operation.promise = promise
         return operation
@@ -183,7 +183,7 @@ class OperationBuilder:
         )
 
     def _publish(self, model: TrainingModel, body: schemas.SaveWeightsBody) -> Operation:
-        """Publish weights without a name, to sample from only."""
+        """Publish weights without a name, only for sampling."""
         if body.sampling_session_seq_id is None:
             raise HttpFailure(400, "send path (a name to save under) or sampling_session_seq_id (to sample only)")
         row = self._sampling.published_row(model.run, body.sampling_session_seq_id)
@@ -271,7 +271,7 @@ body in `wire/schemas.py` and its route."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """One request to one model: what it says, and the bytes it came in."""
+    """One request to one model: its parsed content and its bytes."""
 
     kind: str
     """A name of `REQUESTS`, or `refused` for one that only uses up its number."""
@@ -344,7 +344,7 @@ def _refuse_critic(model: TrainingModel) -> None:
 
 
 def _at_once(work: Callable[[Engine], Any]) -> Callable[[Engine], Steps]:
-    """Make an operation that runs in one go, without micro-batches."""
+    """Make an operation that runs without a break, without micro-batches."""
 
     def begin(engine: Engine) -> Steps:
         yield from ()

@@ -25,7 +25,7 @@ Resident = TypeVar("Resident")
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimit:
-    """How much may be on the device, in pieces and in bytes."""
+    """How much may be on the device: number and bytes."""
 
     max_count: int
     max_bytes: int
@@ -33,7 +33,7 @@ class DeviceLimit:
     def choose_to_park(
         self, resident: Sequence[Resident], idle: Sequence[Resident], size_of: Callable[[Resident], int]
     ) -> list[Resident]:
-        """Choose from `idle`, first ones first, until the rest fits; what is in use may stay beyond the limit."""
+        """Choose from the front of `idle` until the rest fits. What is in use stays, even beyond the limit."""
         count, size = len(resident), sum(map(size_of, resident))
         leaving: list[Resident] = []
         for each in idle:
@@ -48,7 +48,8 @@ class ParkedAdapter:
     """One training adapter, on the device or parked as a snapshot."""
 
     def __init__(self, lora: LoraConfig, root: Path, snapshot: str | None, *, is_critic: bool) -> None:
-        """Name the snapshot under `root`, or None for a new adapter; it is loaded or made when it is first needed."""
+        """`snapshot` is a name under `root`, or None for a new adapter. It is loaded or created when it is first
+        needed."""
         self.lora = lora
         self.is_critic = is_critic
         self.root = root
@@ -65,7 +66,7 @@ class ParkedAdapter:
         return 0 if self._adapter is None else self._adapter.num_bytes
 
     def load(self, engine: Engine) -> Trainable:
-        """Return the adapter, brought to the device if it is not there."""
+        """Return the adapter; load it to the device if it is not there."""
         if self._adapter is None:
             if self.snapshot is None:
                 create = engine.create_critic if self.is_critic else engine.create_adapter
@@ -119,7 +120,7 @@ class ParkedPolicy:
         return engine.base_policy if self._is_base else self._policy
 
     def load(self, engine: Engine) -> Policy:
-        """Return the weights, loaded if need be; on the engine's thread."""
+        """Return the weights; load them if necessary. Runs on the engine's thread."""
         if self._is_base:
             return engine.base_policy
         if self._policy is None:
@@ -129,7 +130,7 @@ class ParkedPolicy:
         return self._policy
 
     def write(self, engine: Engine, directory: Path) -> None:
-        """Keep a copy on disk, so that the device's can be let go."""
+        """Write a copy to disk, so that the device's copy can be freed."""
         policy = self._policy
         if self._is_base or self._directory is not None or policy is None:
             return
@@ -137,6 +138,6 @@ class ParkedPolicy:
         self._directory = directory
 
     def park(self) -> None:
-        """Let the device's copy go; requests that run with it keep it until they are done."""
+        """Free the device's copy; running requests keep it until they are done."""
         if self._directory is not None:
             self._policy = None

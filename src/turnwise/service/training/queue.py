@@ -1,10 +1,9 @@
 """The order of training requests: by sequence number within a model, fairly between sessions, together where possible.
 
-A model's requests run in the order of their sequence numbers, whatever order they came in. A number that is missing is
-waited for, and skipped when it does not come: it belonged to a request that was refused, or to a client that gave up.
-A number that comes again gets the promise it had. One request at a time is with the engine and one behind it; when
-there is a choice, the session that has used the engine least goes next, and batches of other models that use the same
-loss settings ride along in the same passes.
+A model's requests run in the order of their sequence numbers, in whatever order they arrive. The queue waits for a
+missing number and skips it if it does not come: its request was refused, or its client gave up. A number that comes
+again gets its old promise. The engine has one request at a time and one waiting behind it. If there is a choice, the
+session that has used the engine least goes next. Batches of other models with the same loss settings share its passes.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ MAX_REMEMBERED = 10_000
 SHARED_TOKENS = 8192
 """A batch with more tokens than this does not share its passes."""
 CLOSE_S = 10.0
-"""How long closing waits for what the engine is doing."""
+"""Seconds that `close` waits for the engine's current work."""
 OP_COST = 64
-"""What an operation without tokens costs its session, in tokens."""
+"""The cost of an operation without tokens, in tokens; it is charged to the session."""
 
 Steps = Generator[None, None, Any]
 
@@ -49,13 +48,13 @@ class Operation:
     """One training request of one model."""
 
     begin: Callable[[Engine], Steps]
-    """What runs on the engine's thread."""
+    """The work that runs on the engine's thread."""
     promise: Promise | None = None
-    """None for what the service does on its own account."""
+    """None for operations of the service itself."""
     finish: Callable[[Any], RequestOutcome] = lambda _: JsonReply({})
     """Turns the engine's value into the client's result; runs on the event loop, and may record what was done."""
     batch: TrainingBatch | None = None
-    """Set for forward_backward: what may share passes with other models."""
+    """The batch of a forward_backward, which may share passes with other models; else None."""
     adapter: Callable[[Engine], Any] | None = None
     """The adapter that `batch` trains, on the engine's thread."""
     prepare: Callable[[], None] | None = None
@@ -81,12 +80,12 @@ class Lane:
     after: list[tuple[int, Operation]] = field(default_factory=list)
     """Requests without a number: each runs after everything that had come before it."""
     urgent: list[Operation] = field(default_factory=list)
-    """The service's own; they go before any request."""
+    """Operations of the service itself; they go before any request."""
     request_ids: dict[int, str] = field(default_factory=dict)
     """Sequence number -> its request, to answer a repeated submission; the newest `MAX_REMEMBERED`."""
     in_flight: int = 0
     is_shared: bool = False
-    """Its operation is with the engine in a shared batch; that may have to run again, so nothing may follow yet."""
+    """Its operation is in a shared batch at the engine. The batch may have to run again, so nothing may follow yet."""
     gap: asyncio.TimerHandle | None = None
     last_used: float = 0.0
 
@@ -122,7 +121,7 @@ class Lane:
 
 
 class FairShare:
-    """Chooses the session that was charged least. A session that was away gets no credit for it."""
+    """Chooses the session that was charged least. A session gets no credit for the time when it sent nothing."""
 
     def __init__(self) -> None:
         self._charged: dict[str, float] = {}
@@ -138,7 +137,7 @@ class FairShare:
         self._charged[name] = self._charged.get(name, 0.0) + cost
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget sessions that have nothing waiting; the others are counted from the least of them."""
+        """Forget sessions without waiting requests; the charges of the others start from the least of them."""
         kept = {name: self._charged[name] for name in names if name in self._charged}
         floor = min(kept.values(), default=0.0)
         self._charged = {name: charged - floor for name, charged in kept.items()}
@@ -158,7 +157,7 @@ class TrainingQueue:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Hand over nothing more, and let what is with the engine finish; the rest stays in the journal."""
+        """Start no more operations, and let the engine finish the current ones; the rest stays in the journal."""
         self._is_closed = True
         for lane in self._lanes.values():
             if lane.gap is not None:
@@ -179,7 +178,7 @@ class TrainingQueue:
         return self._lanes
 
     def submit(self, lane: Lane, seq: int | None, operation: Operation) -> None:
-        """Queue a request; the caller has looked for a repeated `seq` before."""
+        """Queue a request. The caller must have checked for a repeated `seq`."""
         if operation.promise is not None:
             operation.promise.why_waiting = lambda: self._why_waiting(lane, operation)
         lane.last_used = self._loop.time()
@@ -203,7 +202,7 @@ class TrainingQueue:
             self._pump()
 
     def submit_own(self, lane: Lane, operation: Operation) -> None:
-        """Run something of the service's own before the model's next request."""
+        """Run an operation of the service itself before the model's next request."""
         lane.urgent.append(operation)
         self._pump()
 
@@ -244,7 +243,7 @@ class TrainingQueue:
                 return
             session = self._share.choose(lane.session_id for lane in ready)
             lane = next(lane for lane in ready if lane.session_id == session)
-            self._lanes[lane.model_id] = self._lanes.pop(lane.model_id)  # its siblings go first the next time
+            self._lanes[lane.model_id] = self._lanes.pop(lane.model_id)  # the session's other models go first next time
             group = self._shared_batch(lane, ready)
             if self._is_prepared(*group):
                 self._dispatch(group)
@@ -298,7 +297,7 @@ class TrainingQueue:
             lane.last_used = self._loop.time()
         error = done.exception()
         if error is not None and len(group) > 1:
-            # Whoever sent the bad batch fails alone: the engine left no gradient of any of them.
+            # Run the batches one by one, so that only the bad one fails. The engine kept no gradient of any of them.
             for lane, operation in group:
                 operation.runs_alone = True
                 lane.urgent.insert(0, operation)
@@ -316,7 +315,7 @@ class TrainingQueue:
             outcome = operation.finish(value)
         except (TurnwiseError, OSError, sqlite3.Error) as error:
             outcome = to_failure(error)
-        finally:  # whatever happens, nobody is left waiting
+        finally:  # in any case, no client is left waiting
             self._settle(operation, outcome)
 
     def _settle(self, operation: Operation, outcome: RequestOutcome) -> None:
@@ -327,7 +326,7 @@ class TrainingQueue:
 
 
 def _begin_together(operations: Sequence[Operation]) -> Callable[[Engine], Steps]:
-    """Several models' batches as one operation; the value is one output per model."""
+    """Run several models' batches as one operation; returns one output per model."""
     first = operations[0].batch
     assert first is not None
 
@@ -348,5 +347,5 @@ def _nothing(_: Engine) -> Steps:
 
 def _too_late(seq: int) -> RequestFailure:
     return RequestFailure(
-        f"request {seq} came after the server had stopped waiting for it and gone on; it was not applied", "server"
+        f"request {seq} came after the server had stopped waiting for it; it was not applied", "server"
     )

@@ -1,8 +1,8 @@
-"""Training clients: made, found, given their requests in order, snapshotted, parked, and brought back after a restart.
+"""Training clients: create and find them, queue their requests, snapshot and park them, restore them after a restart.
 
-With autosave on, a request is in the journal before it is answered, and its result joins it there. A snapshot every N
-optimizer steps lets the journal go. After a restart the requests since the snapshot run again, each once: finished ones
-keep the result that was given, the others get theirs now.
+With autosave on, a request is written to the journal before it is answered, and its result is added there. A snapshot
+every N optimizer steps makes older entries unnecessary. After a restart, the requests since the snapshot run again,
+each once: finished ones keep the result that the client already has, the others get theirs now.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Training:
         checkpoints: OwnedCheckpoints,
         sampling: Sampling,
     ) -> None:
+        # The same parts as in `Sampling`, plus `Sampling` itself: each class receives only the parts that it uses.
         self._config = config
         self._store = store
         self._promises = promises
@@ -73,7 +74,7 @@ class Training:
         return iter(self._live.values())
 
     def create(self, caller: Caller, body: schemas.CreateModelBody) -> tuple[str, str]:
-        """Make a training client; returns its request and model ids. Asking again gives the same."""
+        """Create a training client; returns its request and model ids. The same call again returns the same ids."""
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         if self._store.session(body.session_id, caller.owner) is None:
             raise not_found("session")
@@ -120,7 +121,7 @@ class Training:
         return promise.request_id, model_id
 
     def _read_lora(self, body: schemas.CreateModelBody) -> LoraConfig:
-        """Read what to train. A seed is always set; a critic trains a head of its own and not the model's."""
+        """Read what to train. A seed is always set. A critic trains its own head instead of the model's."""
         kind = (body.user_metadata or {}).get(KIND_KEY, "policy")
         if kind not in ("policy", CRITIC):
             raise HttpFailure(400, f"{KIND_KEY}={kind[:50]!r} in user_metadata; expected policy or {CRITIC}")
@@ -135,7 +136,7 @@ class Training:
         )
 
     def _restore_created(self, run: RunRow) -> None:
-        """Make the promise of an earlier life's create_model answerable."""
+        """Restore the promise of a create_model that an earlier process answered."""
         try:
             self._promises.get(run.request_id, run.owner)
         except HttpFailure:
@@ -186,11 +187,12 @@ class Training:
         model.served.check_alive()
         self._promises.check_room(caller.owner, len(request.body))
         request_id = self._promises.new_id()
-        operation = self._builder.build(model, request, None, request_id)  # refuses what cannot work
+        operation = self._builder.build(model, request, None, request_id)  # refuses a request that cannot work
         if self._config.autosave:
             self._write_journal(model, request, request_id)
         elif model.run.snapshot is not None or model.run.is_journaled:
-            model.run.snapshot, model.run.is_journaled = None, False  # what is on disk is about to be out of date
+            # this request makes the snapshot on disk out of date
+            model.run.snapshot, model.run.is_journaled = None, False
             self._store.put(model.run)
         promise = self._promises.create(caller.owner, request.kind, len(request.body), request_id=request_id)
         if self._config.autosave:
@@ -260,7 +262,7 @@ class Training:
             self.snapshot(model)
 
     def snapshot(self, model: TrainingModel, *, park: bool = False) -> None:
-        """Write the adapter to disk behind what runs now; with `park`, free the device too."""
+        """Write the adapter to disk after the running operation; with `park`, free the device too."""
         if model.is_saving:
             return
         model.is_saving = True
@@ -275,7 +277,7 @@ class Training:
 
         def finish(name: str) -> JsonReply:
             run = model.run
-            if run.is_journaled or model.lane.is_idle:  # else requests that nobody wrote down have made it old
+            if run.is_journaled or model.lane.is_idle:  # else requests outside the journal made the snapshot old
                 run.snapshot, run.snapshot_seq, run.next_seq = name, seqs[0], seqs[0] + 1
                 self._store.save_snapshot(run)
             model.steps_since_snapshot = 0
@@ -301,7 +303,7 @@ class Training:
             self.snapshot(model, park=True)
 
     def sweep(self, now: float) -> None:
-        """Park what nobody has used for long, and write down when runs were used; `now` is the event loop's clock."""
+        """Park adapters that were unused for long, and record when runs were used; `now` is the event loop's clock."""
         for model in self._live.values():
             is_old = now - model.lane.last_used > self._config.park_after_s
             if is_old and model.adapter.is_resident and model.lane.is_idle and not model.is_saving:
@@ -312,7 +314,7 @@ class Training:
     # restart
 
     def restore(self) -> None:
-        """At start: answer what was finished, and run again what no snapshot holds."""
+        """At start: restore finished results, and run requests again that no snapshot contains."""
         runs = {run.model_id: run for run in self._store.all_runs()}
         snapshots = {directory_name(run.model_id): run.snapshot for run in runs.values()}
         for directory in self._state.glob("*/*"):

@@ -1,4 +1,4 @@
-"""Results out: what each kind of request ends with, as protobuf or JSON, and back from the journal."""
+"""Results of requests: written as protobuf or JSON, and read back from the journal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turnwise.service.wire.types import JsonObject
 from turnwise.types import ForwardBackwardOutput, SampleResponse, TensorData
 
 Category = Literal["user", "server", "unknown"]
-"""Whose fault an error is; SDKs retry what is the server's."""
+"""Who caused an error; SDKs try again if it was the server."""
 
 MISSING_TOPK_LOGPROB = -99999.0
 """Fills the cells of a top-k table that has no entry."""
@@ -28,19 +28,19 @@ _PROTO_SAMPLE = pb.message_class("SampleResponse")
 
 
 class RequestOutcome(ABC):
-    """What a request ended with: how it goes out to the client, and how the journal keeps it over a restart."""
+    """The outcome of a request, and its forms for the client and for the journal."""
 
     num_sampled_tokens: int = 0
     num_trained_tokens: float = 0.0
 
     @property
     def failure(self) -> RequestFailure | None:
-        """What went wrong; None for a good outcome."""
+        """The failure; None if the request succeeded."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory."""
         return 500
 
     @abstractmethod
@@ -72,7 +72,7 @@ class RequestFailure(RequestOutcome):
     error: str
     category: Category
     is_final: bool = True
-    """False when the same request may still be done after a restart."""
+    """False if the same request may still run after a restart."""
 
     @property
     def failure(self) -> RequestFailure:
@@ -153,7 +153,7 @@ def output_to_proto(output: ForwardBackwardOutput) -> bytes:
     arrays = [
         {key: tensor.to_numpy().astype("<f4") for key, tensor in entry.items()} for entry in output.loss_fn_outputs
     ]
-    for kind, group in itertools.groupby(arrays, key=_record_kind):  # a record is rectangular behind its first axis
+    for kind, group in itertools.groupby(arrays, key=_record_kind):  # a record is rectangular after its first axis
         members = list(group)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
         for key, trailing in kind:

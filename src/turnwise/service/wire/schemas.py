@@ -180,6 +180,7 @@ class ForwardBody(Body):
 
 
 class AdamBody(Body):
+    # The defaults of the wire, which must not change with those of `types.AdamParams`.
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95

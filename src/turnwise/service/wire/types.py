@@ -1,4 +1,4 @@
-"""Bodies in, types out: JSON and protobuf translation, and nothing else; `results.py` is the way back.
+"""Translates JSON and protobuf bodies into our types. `results.py` translates results back.
 
 Tinker's wire has no mask and lets every target be scored, so a datum without one gets a mask of ones here: logprobs
 come back for every target, and weights or advantages of 0 train nothing. Targets of shape [N, K] become K datums over
@@ -53,7 +53,7 @@ REFUSED_LOSSES: Mapping[str, str] = {
         "function or a handle from create_custom_loss"
     ),
 }
-"""Names of the SDKs that are no losses here, and why."""
+"""Losses of the SDKs that this service does not have, and why."""
 
 JsonObject = dict[str, Any]
 
@@ -71,7 +71,7 @@ class TrainingBatch:
 
     datums: Sequence[Datum]
     widths: Sequence[int]
-    """Per datum of the client: how many of `datums` it became; 0 means one, and one-dimensional."""
+    """Per datum of the client: the number of `datums` made from it; 0 means a single one-dimensional datum."""
     loss_fn: str
     loss_fn_config: Mapping[str, float | str]
 
@@ -148,7 +148,7 @@ def read_json_sender(body: bytes) -> tuple[str, int] | None:
 
 
 def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float | str] | None) -> TrainingBatch:
-    """Fill in what Tinker leaves out, and cut [N, K] targets into columns."""
+    """Add the columns that Tinker leaves out, and split [N, K] targets into K datums."""
     if loss_fn in REFUSED_LOSSES:
         raise ConfigError(f"loss {loss_fn!r} is refused: {REFUSED_LOSSES[loss_fn]}")
     flat: list[Datum] = []
@@ -169,7 +169,7 @@ def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float
 
 def _with_mask(datum: Datum, loss_fn: str) -> Datum:
     inputs = datum.loss_fn_inputs
-    # Losses that Tinker does not have get their inputs as they come.
+    # The inputs of losses that Tinker does not have stay unchanged.
     is_of_tinker = loss_fn in LOSSES and LOSSES[loss_fn].is_of_tinker
     if not is_of_tinker or "target_tokens" not in inputs or "mask" in inputs:
         return datum
@@ -203,9 +203,9 @@ def _split_columns(index: int, datum: Datum) -> list[Datum] | None:
 
 
 def join_columns(output: ForwardBackwardOutput, widths: Sequence[int]) -> ForwardBackwardOutput:
-    """One entry per datum of the client, with its logprobs in the shape of its target tokens, and nothing else.
+    """One entry per datum of the client, with its logprobs in the shape of its target tokens.
 
-    What a critic says is left as it is: values and their mask, one per input position.
+    A critic's output (values and their mask, one per input position) stays unchanged.
     """
     if output.loss_fn_outputs and "values" in output.loss_fn_outputs[0]:
         return output

@@ -115,8 +115,8 @@ async def test_the_last_turn_needs_no_observation() -> None:
         (("1", "hm", False), "expected a number and True or False"),
         ((0.0, "hm", "no"), "expected a number and True or False"),
         ((float("nan"), "hm", False), "expected a finite number"),
-        ((0.0, 7, False), "7 is no message"),
-        ((0.0, [{"role": "narrator", "content": "hm"}], False), "is no message"),
+        ((0.0, 7, False), "7 is not a message"),
+        ((0.0, [{"role": "narrator", "content": "hm"}], False), "is not a message"),
     ],
 )
 async def test_what_step_may_not_return_is_refused(result: Any, problem: str) -> None:

@@ -115,7 +115,7 @@ def test_actions_get_names_of_your_own() -> None:
     ("options", "problem"),
     [
         ({"actions": ["left"]}, "are 1 names; the env has 4 actions"),
-        ({"actions": ["a", "b", "c", "d e"]}, "'d e' is no single word"),
+        ({"actions": ["a", "b", "c", "d e"]}, "'d e' is not a single word"),
         ({"make": {"no_such": 1}}, "gymnasium.make.'FrozenLake-v1'. failed"),
     ],
 )

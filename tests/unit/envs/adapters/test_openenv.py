@@ -136,7 +136,9 @@ async def test_a_call_that_takes_too_long_ends(address: str) -> None:
 def test_an_address_where_nobody_listens_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/schema gave no schema: .*; is an OpenEnv server running there\?"):
         get_world(f"openenv:{unused_address()}")
-    with pytest.raises(ConfigError, match="'localhost' is no address of a server; expected openenv:http://HOST:PORT"):
+    with pytest.raises(
+        ConfigError, match="'localhost' is not an address of a server; expected openenv:http://HOST:PORT"
+    ):
         get_world("openenv:localhost")
 
 

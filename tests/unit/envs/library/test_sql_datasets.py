@@ -124,7 +124,7 @@ def test_a_folder_with_one_file_is_split_by_database(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_folder_is_said(spider: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder; expected Spider's or BIRD's"):
+    with pytest.raises(ConfigError, match="is not a folder; expected Spider's or BIRD's"):
         load_dataset(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no questions in .* expected one of train_spider.json"):
         load_dataset(spider / "database")
