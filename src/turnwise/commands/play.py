@@ -36,9 +36,7 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
 def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
     """Play held-out tasks with one policy and print the result."""
     if env is None and not is_run(Path(target)):
-        find_policy(
-            target, step=step, overrides=overrides, report=say
-        )  # an unknown target before a missing world
+        find_policy(target, step=step, overrides=overrides, report=say)  # an unknown target before a missing world
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
         row = policy.evaluate().row
