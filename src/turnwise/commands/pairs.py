@@ -141,6 +141,7 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     policy = open_policy(target, options.env, options.step, overrides)
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
+    policy.check_world()
     find_publisher(policy.config.rollout.backend)
     parts = assemble(policy.config, find_facts(policy.config))
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))

@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.runlog.reader import is_run
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.policy import PolicySampler, find_policy
+from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 from turnwise.watch.terminal import evaluation_line
@@ -27,7 +27,7 @@ from turnwise.watch.terminal import evaluation_line
 
 def open_policy(target: str, env: str | None, step: str | None, overrides: Sequence[str] = ()) -> PolicySampler:
     """Open the policy that a command names; print on stderr which checkpoint of a run it is."""
-    policy = find_policy(target, env, step, overrides, report=say)
+    policy = find_policy(target, WorldChoice.of(env), step, overrides, report=say)
     if policy.why:
         say(f"checkpoint: {policy.why}")
     return policy
@@ -36,7 +36,7 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
 def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
     """Play held-out tasks with one policy and print the result."""
     if env is None and not is_run(Path(target)):
-        find_policy(target, env, step, overrides, report=say)  # report an unknown target before a missing world
+        find_policy(target, step=step, overrides=overrides, report=say)  # an unknown target before a missing world
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
         row = policy.evaluate().row

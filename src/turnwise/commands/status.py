@@ -117,9 +117,10 @@ def _state(run: RunReader, status: Status | None, *, is_alive: bool) -> str:
         note = f"; no sign of life for {format_duration(late)}" if late > 5 else ""
         return f"{status.phase}, process {status.pid}{note}"
     if status is not None and status.phase in ("finished", "stopped", "failed"):
-        events = run.events("failed")
-        why = f": {events[-1].detail.get('error')}" if status.phase == "failed" and events else ""
-        return f"{status.phase}{why}"
+        last = next(reversed(run.events()), None)
+        if status.phase == "finished" or last is None or last.kind != "failed":
+            return status.phase
+        return f"{status.phase}: {last.detail.get('error')}"
     return "killed, or not started; go on with: turnwise train --resume " + str(run.directory)
 
 

@@ -12,9 +12,9 @@ from typing import NoReturn
 from turnwise.config.files import left_out
 from turnwise.errors import ConfigError
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.run import Run, RunInterrupted
+from turnwise.training.run import Run
 from turnwise.training.session import ENGINE_PARTIES
-from turnwise.training.setup import Setup, check_free, read_config, set_up_new, set_up_resume
+from turnwise.training.setup import Setup, read_config, set_up_new, set_up_resume
 from turnwise.watch.terminal import format_duration, open_view
 from turnwise.watch.watchdog import StalledError
 
@@ -25,11 +25,12 @@ def run_train(name: str | None, overrides: Sequence[str], *, only_plan: bool, re
     print("\n".join(setup.plan_lines()), flush=True)
     if only_plan:
         return ExitCode.OK
-    check_free(setup)
     started_s = time.monotonic()
     try:
         run = Run.start(setup, observer=open_view(setup.config.train.steps), on_stuck=end_process)
-    except RunInterrupted:
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:  # a second Ctrl-C: nobody has told the user yet
+            raise
         return ExitCode.INTERRUPTED
     except StalledError as error:
         if error.party in ENGINE_PARTIES:  # its thread would keep the process alive

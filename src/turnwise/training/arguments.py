@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
 from turnwise.config.config import Config
-from turnwise.config.files import SHORTHANDS, left_out, override_config
+from turnwise.config.files import SHORTHANDS, YAML_SUFFIXES, left_out, option_paths, override_config, preset_names
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import as_loss_name
@@ -30,10 +30,15 @@ KEYWORDS = ("model", "method", "steps", "env", "directory", "loss", "reward", "l
 """Keywords of `turnwise.train` that are no sections, or more than a section."""
 
 
+SHORT_KEYWORDS = {"steps": ("train", "steps"), "directory": ("run", "dir")}
+"""Keywords that stand for one option of a section."""
+
+
 def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
     """Keyword sections as `section.key=value`; None means "not given"."""
     known = list(Config.model_fields)
     overrides: list[str] = []
+    _check_said_once(keywords)
     for name, value in keywords.items():
         if value is None:
             continue
@@ -42,13 +47,41 @@ def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
         elif name == "directory":
             overrides.append(f"run.dir={_to_text(value)}")
         elif name not in (*known, SKYRL_SECTION):
-            near = did_you_mean(name, [*known, *KEYWORDS])
-            raise ConfigError(f"{name} is no keyword of turnwise.train{near}; sections are {', '.join(known)}")
+            raise ConfigError(
+                f"{name} is no keyword of turnwise.train{_nearest_keyword(name)}; sections are {', '.join(known)}"
+            )
         elif name in SHORTHANDS and isinstance(value, str):
             overrides.append(f"{name}={value}")
         else:
             overrides += _section_overrides(name, value)
     return overrides
+
+
+def check_overrides_list(overrides: object) -> list[str]:
+    """Refuse a text, which is a sequence too, and anything else that is no list of texts."""
+    items: list[object] = list(cast(Sequence[object], overrides)) if isinstance(overrides, list | tuple) else [None]
+    if not all(isinstance(item, str) for item in items):
+        wanted = [overrides] if isinstance(overrides, str) else ["train.seed=1"]
+        raise ConfigError(f"overrides={overrides!r}; expected a list, such as overrides={wanted}")
+    return cast(list[str], items)
+
+
+def _check_said_once(keywords: Mapping[str, Any]) -> None:
+    """Refuse a keyword and a section that say different things about one option."""
+    for keyword, (section, key) in SHORT_KEYWORDS.items():
+        said, held = keywords.get(keyword), keywords.get(section)
+        inside: Any = cast(Mapping[str, Any], held).get(key) if isinstance(held, Mapping) else None
+        if said is not None and inside is not None and str(said) != str(inside):
+            raise ConfigError(
+                f"{keyword}={said!r} and {section}={{{key!r}: {inside!r}}} disagree; expected one of them"
+            )
+
+
+def _nearest_keyword(name: str) -> str:
+    sections = [option.partition(".")[0] for option in option_paths() if option.partition(".")[2] == name]
+    if sections:
+        return f"; did you mean {'train' if 'train' in sections else sections[0]}={{{name!r}: ...}}?"
+    return did_you_mean(name, [*Config.model_fields, *KEYWORDS])
 
 
 def _section_overrides(name: str, value: Any) -> Iterator[str]:
@@ -88,7 +121,8 @@ def read_arguments(
     Args:
         objects: What is known of them already; the target and the keywords env and reward join it where they are some.
     """
-    keywords, env, reward = dict(keywords), keywords.get("env"), keywords.get("reward")
+    keywords, overrides = dict(keywords), check_overrides_list(overrides)
+    env, reward = keywords.get("env"), keywords.get("reward")
     if (loss := keywords.pop("loss", None)) is not None:
         objects = objects if isinstance(loss, str) else replace(objects, loss=loss)
         overrides = [f"method.loss_fn={_to_text(as_loss_name(loss))}", *overrides]
@@ -104,9 +138,15 @@ def read_arguments(
             raise ConfigError(f"env={env!r} beside {object_name(target)}: both are worlds; expected one of them")
         objects, target = replace(objects, env=target), object_name(target)
     elif env is not None and not isinstance(env, str | Mapping | BaseModel):
+        if not isinstance(target, Config) and str(target) not in preset_names() and not _is_file(target):
+            raise ConfigError(f"env={object_name(env)} beside {target}: both are worlds; expected one of them")
         # A preset's options are those of the world that it names, not of this one.
         objects, keywords["env"] = replace(objects, env=env), {"name": object_name(env), "options": {}}
     chosen = [*to_overrides(keywords), *overrides]
     start = target if isinstance(target, Config) else str(target)
     config = override_config(start, chosen) if isinstance(start, Config) else read_config(start, chosen)
     return config, objects, left_out(start, chosen)
+
+
+def _is_file(target: str | Path) -> bool:
+    return Path(target).suffix in YAML_SUFFIXES or Path(target).is_file()

@@ -21,6 +21,7 @@ from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.loop import Loop
 from turnwise.training.steer import Order, take_orders
 from turnwise.watch.interrupt import Interrupted
+from turnwise.watch.observer import ObserverError
 from turnwise.watch.status import SHOWN_CALLS, ShownCall, Status, memory_mb, write_status
 from turnwise.watch.watchdog import StalledError
 
@@ -71,7 +72,7 @@ class Heartbeat:
         self._is_over.set()
         self._ticker.cancel()
         self._thread.join(timeout=STATUS_EVERY_S)
-        is_stopped = kind is not None and issubclass(kind, Interrupted | asyncio.CancelledError | KeyboardInterrupt)
+        is_stopped = isinstance(error, Interrupted | ObserverError | asyncio.CancelledError | KeyboardInterrupt)
         phase = "finished" if kind is None else "stopped" if is_stopped else "failed"
         write_status(self._directory, self._status(phase))
 

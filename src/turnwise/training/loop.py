@@ -116,6 +116,7 @@ class Loop:
                 await self._save()
             raise
         finally:
+            self._take_orders(is_last=True)
             await self.supply.close()
 
     async def _run(self) -> None:
@@ -280,9 +281,9 @@ class Loop:
         self._recorder.checkpoint(row)
         return row
 
-    def _take_orders(self) -> None:
-        """Settings that somebody changed while the run goes on."""
-        for name, value in self._steering.take().items():
+    def _take_orders(self, *, is_last: bool = False) -> None:
+        """Settings that somebody changed while the run goes on; a run that is resumed has those that came last too."""
+        for name, value in self._steering.take(is_last=is_last).items():
             config = self._steering.apply(self._config, name, value)
             self._config = config
             self.num_steps = config.train.steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,6 @@ from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import user
-from turnwise.envs.rewarded import RewardFunction
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
@@ -49,6 +49,45 @@ DEFAULT_WORLD = "guess_number"
 """Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
 Prompt = str | Sequence[Message | Mapping[str, str]]
 """What a user says, or a conversation so far as messages or dicts with role and content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldChoice:
+    """The world and the reward that a policy is to play with, in place of its own."""
+
+    name: str | None = None
+    """What `env.name` says of it; None: the policy's own world."""
+    objects: PythonObjects = NO_OBJECTS
+    """The world and the reward, where they are objects."""
+
+    @classmethod
+    def of(cls, env: Any = None, reward: Any = None) -> WorldChoice:
+        """Args:
+        env: A world's name, or a world as an object.
+        reward: A function of (task, messages).
+        """
+        if env is None or isinstance(env, str):
+            return cls(name=env, objects=PythonObjects(reward=reward))
+        return cls(name=object_name(env), objects=PythonObjects(env=env, reward=reward))
+
+    def apply(self, config: Config, own: PythonObjects, overrides: Sequence[str]) -> tuple[Config, PythonObjects]:
+        """A policy's config and objects, with this world in them.
+
+        Options and reward of the policy's own world are not for another world, which brings its own.
+        """
+        given = self.objects
+        if self.name is not None and self.name != config.env.name:
+            config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
+            return override_config(config, [f"env={self.name}", *overrides]), given
+        merged = replace(
+            own,
+            env=own.env if given.env is None else given.env,
+            reward=given.reward or own.reward,
+        )
+        return override_config(config, overrides), merged
+
+
+OWN_WORLD = WorldChoice()
 
 
 class PolicySampler:
@@ -80,7 +119,8 @@ class PolicySampler:
         self.step = step
         self.why = why
         """For a checkpoint of a run: which one this is, and why."""
-        self._objects = objects
+        self.objects = objects
+        """The world and the reward that it is measured with, where they are objects."""
         self._service: AnyService | None = None
         self._sampler: SamplingClient | None = None
 
@@ -131,13 +171,10 @@ class PolicySampler:
     def evaluate(self, *, label: str = "eval") -> Evaluation:
         """Play the held-out tasks of its config's world, as an evaluation of a run does."""
         config = self.config
-        if self.data_dir is not None and is_run(self.data_dir):
-            with RunReader(self.data_dir) as run:
-                if config_from_yaml(run.config_yaml, str(run.directory)).env.name == config.env.name:
-                    check_played_objects(run, self._objects)
+        self.check_world()
         find_publisher(config.rollout.backend)
         # No method and no loss: a policy is measured without what it was trained with.
-        world = self._objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        world = self.objects.make_world(config.env, max_turns=config.rollout.max_turns)
         held_out = held_out_tasks(config, world)
         if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
@@ -151,6 +188,24 @@ class PolicySampler:
             step=self.step,
         )
         return run_to_end(work)
+
+    def check_world(self) -> None:
+        """Refuse to play where the world or the reward was an object that a run directory cannot hold."""
+        if self.data_dir is not None and is_run(self.data_dir):
+            with RunReader(self.data_dir) as run:
+                if config_from_yaml(run.config_yaml, str(run.directory)).env.name == self.config.env.name:
+                    check_played_objects(run, self.objects)
+
+    def evaluate_with(self, world: WorldChoice, overrides: Sequence[str]) -> Evaluation:
+        """`evaluate` in another world, or with other settings; the model is not loaded again."""
+        config, objects = world.apply(self.config, self.objects, overrides)
+        if (config.model, config.engine) != (self.config.model, self.config.engine):
+            raise ConfigError("a policy keeps its model and its engine; expected other sections, such as eval")
+        other = PolicySampler(
+            config, data_dir=self.data_dir, checkpoint=self.checkpoint, step=self.step, why=self.why, objects=objects
+        )
+        other._service, other._sampler = self.service, self.sampler
+        return other.evaluate()
 
     def close(self) -> None:
         """Free the model."""
@@ -172,30 +227,25 @@ class PolicySampler:
 
 def find_policy(
     target: str,
-    env: Any = None,
+    world: WorldChoice = OWN_WORLD,
     step: str | int | None = None,
     overrides: Sequence[str] = (),
     report: Report = report_nothing,
-    reward: RewardFunction | None = None,
+    own: PythonObjects = NO_OBJECTS,
 ) -> PolicySampler:
     """What a target means: a run directory, a checkpoint (a directory or a `tinker://` path), or a model.
 
     Args:
-        env: The world to play, by name or as an object; default: the run's own.
+        world: The world to play; default: the run's own.
         step: best, last or a number; for run directories only.
-        reward: A function that takes the place of the world's rewards.
+        own: The objects that the run was started with, where they are known.
     """
-    named = env if env is None or isinstance(env, str) else object_name(env)
-    objects = PythonObjects(env=None if isinstance(env, str) else env, reward=reward)
-    chosen = [f"env={named}", *overrides] if named is not None else list(overrides)
     path = Path(target).expanduser()
     if is_run(path):
         with RunReader(path) as run:
             config = config_from_yaml(run.config_yaml, str(run.directory))
-            if named is not None and named != config.env.name:
-                config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
             found = choose_checkpoint(run, str(step) if step is not None else "best")
-        config = override_config(config, chosen)
+        config, objects = world.apply(config, own, overrides)
         row = found.row
         return PolicySampler(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
     if step is not None:
@@ -203,11 +253,11 @@ def find_policy(
     if target.startswith(SCHEMES):
         path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
-        config = read_config(named or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
-        return PolicySampler(config, checkpoint=target, objects=objects)
-    config = read_config(named or DEFAULT_WORLD, [f"model={target}", *overrides])
+        config = read_config(world.name or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
+        return PolicySampler(config, checkpoint=target, objects=world.objects)
+    config = read_config(world.name or DEFAULT_WORLD, [f"model={target}", *overrides])
     find_model(config, report)  # a name that is neither is refused with what was tried
-    return PolicySampler(config, objects=objects)
+    return PolicySampler(config, objects=world.objects)
 
 
 def _base_model(checkpoint: Path) -> str:

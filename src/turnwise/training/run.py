@@ -20,28 +20,31 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
+from turnwise.envs.config import EnvConfig
 from turnwise.envs.rewarded import RewardFunction
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import LossFunction
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Phase, StoredAttempt
 from turnwise.runtime.blocking import has_event_loop
-from turnwise.training.arguments import Target, read_arguments, to_overrides
+from turnwise.runtime.suggest import did_you_mean
+from turnwise.training.arguments import Target, check_overrides_list, read_arguments, to_overrides
 from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.policy import PolicySampler, find_policy
+from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.training.session import TrainingSession
-from turnwise.training.setup import AnyService, Setup, check_free, check_service, set_up_new, set_up_resume
+from turnwise.training.setup import AnyService, Setup, check_service, set_up_new, set_up_resume
 from turnwise.training.steer import give_order, read_settings
-from turnwise.training.table import MetricTable
+from turnwise.training.table import MetricTable, UnknownMetricError
+from turnwise.watch.catalogue import find_metric
 from turnwise.watch.curve import SvgPicture, run_svg
-from turnwise.watch.loggers import MetricLogger
-from turnwise.watch.observer import Observer
+from turnwise.watch.loggers import MetricLogger, check_metric_loggers
+from turnwise.watch.observer import Observer, ObserverError
 from turnwise.watch.report import dialogue_lines, report_lines
 from turnwise.watch.status import is_training, read_status
 from turnwise.watch.terminal import open_view
@@ -98,7 +101,7 @@ def train(
     [1.0, 2.0]
     """
     given = {"model": model, "method": method, "steps": steps, "directory": directory, "reward": reward, "loss": loss}
-    objects = PythonObjects(loggers=tuple(loggers))
+    objects = PythonObjects(loggers=check_metric_loggers(loggers))
     config, objects, notes = read_arguments(target, {**given, **sections}, overrides, objects)
     return Run.start(set_up_new(config, objects, notes=notes), service=service, observer=observer, wait=wait)
 
@@ -131,7 +134,8 @@ def evaluate(
         target: A run or its directory (its best checkpoint), a checkpoint, a model's name, or a policy.
         env: The world to play, by name or as an object, or options of the section `env`; default: the run's own.
         reward: A function of (task, messages) that takes the place of the world's rewards, or the options of the
-            section `reward`; default: the function that the run was trained with, if `target` is that `Run`.
+            section `reward`. Default: the function that the run was trained with; another world has its own rewards. A
+            directory cannot hold a function: pass the same one again.
         step: best, last or a number, for runs.
         overrides: Options as on the command line: `["eval.tasks=8"]`.
         sections: Any section of the config as a dict: `eval={"tasks": 8}`.
@@ -140,31 +144,35 @@ def evaluate(
     >>> tw.eval("tiny", env="guess_number", eval={"tasks": 2}).row.num_tasks
     2
     """
+    if isinstance(env, Mapping | EnvConfig):
+        options = dict(env) if isinstance(env, Mapping) else env.model_dump(mode="json", exclude_unset=True)
+        env, sections["env"] = options.pop("name", None), options
+    if reward is not None and not callable(reward):
+        reward, sections["reward"] = None, reward
+    world = WorldChoice.of(env, reward)
+    chosen = [*to_overrides(sections), *check_overrides_list(overrides)]
     if isinstance(target, PolicySampler):
-        given = {"env": env, "reward": reward, "step": step, **sections, "overrides": overrides or None}
-        unread = [name for name, value in given.items() if value is not None]
-        if unread:
-            raise ConfigError(
-                f"{unread[0]} beside a policy, which has its own config; give it with a run, a checkpoint or a model"
-            )
-        return target.evaluate()
-    if isinstance(env, Mapping):
-        sections, env = {**sections, "env": env}, None
-    if isinstance(reward, Mapping):
-        sections, reward = {**sections, "reward": reward}, None
-    if isinstance(target, Run):
-        if env is None:
-            env, reward = target.objects.env, reward or target.objects.reward
-        target = target.directory
-    if env is None and not is_run(Path(target)):
-        raise ConfigError(f"{target} does not say which world it is for; add env=NAME")
-    chosen = [*to_overrides(sections), *overrides]
-    with find_policy(str(target), env, step, chosen, reward=reward) as policy:
+        if step is not None:
+            raise ConfigError(f"step={step!r}: {target} is one step already; take another with run.policy({step!r})")
+        return target.evaluate_with(world, chosen)
+    own = target.objects if isinstance(target, Run) else NO_OBJECTS
+    place = _check_policy(target.directory if isinstance(target, Run) else target)
+    with find_policy(place, world, step, chosen, own=own) as policy:
+        if world.name is None and not is_run(Path(place).expanduser()):
+            raise ConfigError(f"{place} does not say which world it is for; add env=NAME")
         return policy.evaluate()
 
 
-class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped a run, which was saved before."""
+def _check_policy(target: object) -> str:
+    """Refuse what is no policy, and a path at which there is nothing."""
+    expected = "expected a run, its directory, a checkpoint, a model's name, or a policy such as run.best"
+    if not isinstance(target, str | Path):
+        name = getattr(target, "__name__", type(target).__name__)
+        raise ConfigError(f"{name} is no policy; {expected}. A world goes to env: turnwise.eval(run, env={name})")
+    is_path = isinstance(target, Path) or target.startswith(("/", "./", "../", "~", "runs/"))
+    if is_path and not Path(target).expanduser().exists():
+        raise ConfigError(f"{target} is not there; {expected}")
+    return str(target)
 
 
 class Run:
@@ -211,11 +219,12 @@ class Run:
             wait: False returns at once, and the run goes on in a thread of its own.
         """
         setup = config if isinstance(config, Setup) else set_up_new(config)
-        check_free(setup)
         check_service(setup.config, service)
         view = open_view(setup.config.train.steps) if observer is None else observer
         run = cls(setup.directory)
         run._session = TrainingSession(setup, [view], service, on_stuck or run._give_up)
+        run._session.claim()
+        run.directory = run._session.setup.directory
         if wait and threading.current_thread() is threading.main_thread() and not has_event_loop():
             run._train()
             return run.wait()
@@ -237,7 +246,9 @@ class Run:
             options: `env`, `reward`, `method`, `loss`, `loggers`: the objects that the run was started with, if it was;
                 and `service`, `observer`, `on_stuck` and `wait`, as for `start`.
         """
+        check_overrides_list(overrides)
         given = {name: options.pop(name) for name in ("env", "reward", "method", "loss", "loggers") if name in options}
+        given["loggers"] = check_metric_loggers(given.get("loggers", ()))
         setup = set_up_resume(Path(directory).expanduser(), overrides, PythonObjects(**given))
         return cls.start(setup, **options)
 
@@ -288,7 +299,7 @@ class Run:
         if self._error is not None:
             raise self._error
         if is_interrupted:
-            raise RunInterrupted(f"stopped; {self.directory} was saved")
+            raise self._interrupted()
         return self
 
     async def wait_async(self) -> Run:
@@ -319,8 +330,8 @@ class Run:
         if self._session is None:
             self._check_trained_elsewhere("steer")
             give_order(self.directory, settings=settings)
-        else:
-            self._session.steering.put(settings)
+        elif self._over.is_set() or not self._session.steering.put(settings):
+            raise ConfigError(f"the run in {self.directory} is over; there is nothing to steer")
 
     # --- what it did
 
@@ -344,6 +355,8 @@ class Run:
     def metric(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric; of `warmup/` and `critic/`, the step counts batches of that phase."""
         with RunReader(self.directory) as run:
+            if name not in (names := run.metric_names()) and find_metric(name) is None:
+                raise UnknownMetricError(name, names)
             return run.metric(name)
 
     @property
@@ -360,6 +373,9 @@ class Run:
 
     def attempts(self, *, phase: Phase | None = None, step: int | None = None) -> list[AttemptRow]:
         """A line about each stored attempt, oldest first; `phase` is train or eval."""
+        phases: tuple[str, ...] = get_args(Phase)
+        if phase is not None and phase not in phases:
+            raise ConfigError(f"phase={phase!r}{did_you_mean(phase, phases)}; expected {' or '.join(phases)}")
         with RunReader(self.directory) as run:
             return run.attempts(phase=phase, step=step)
 
@@ -388,8 +404,7 @@ class Run:
         """The checkpoint of a step, as something to talk to and to measure."""
         key = str(step)
         if key not in self._policies:
-            env, reward = self.objects.env, self.objects.reward
-            self._policies[key] = find_policy(str(self.directory), env, key, reward=reward)
+            self._policies[key] = find_policy(str(self.directory), step=key, own=self.objects)
         return self._policies[key]
 
     def report(self) -> str:
@@ -430,12 +445,18 @@ class Run:
         try:
             outcome = self._session.run()
             if self._session.interrupt.is_by_signal:
-                self._error = RunInterrupted(f"stopped; {self.directory} was saved")
+                self._error = self._interrupted()
+        except ObserverError as error:
+            self._error, outcome = error, error.outcome
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread of the caller
             self._error = self._error or error
         finally:
             self._outcome = outcome
             self._over.set()
+
+    def _interrupted(self) -> KeyboardInterrupt:
+        """Ctrl-C or SIGTERM stopped the run. No subclass: Python ends a script with 130 for KeyboardInterrupt alone."""
+        return KeyboardInterrupt(f"stopped; {self.directory} was saved")
 
     def _give_up(self, error: StalledError) -> None:
         """The loop is blocked for good: let `wait` raise, or, where it is blocked itself, interrupt it."""

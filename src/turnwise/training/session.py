@@ -1,7 +1,7 @@
 """One process's part of a run: from the lock on its directory to the last row in it.
 
-`TrainingSession.run` makes what writes, watches and trains, hands it to the loop, and closes everything at the end,
-however the loop ends.
+`TrainingSession.claim` takes the directory, so that readers find a run there. `TrainingSession.run` makes what writes,
+watches and trains, hands it to the loop, and closes everything at the end, however the loop ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
 from turnwise.training.record import Recorder
-from turnwise.training.setup import AnyService, Setup, check_free, find_model, make_service
+from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
-from turnwise.watch.status import run_lock
 from turnwise.watch.watchdog import StalledError
 
 ENGINE_PARTIES = ("trainer", "critic")
@@ -64,22 +63,38 @@ class TrainingSession:
         self._observers = list(observers)
         self._service = service
         self._on_stuck = on_stuck
+        self._lock = contextlib.ExitStack()
+        self._loggers: list[Observer] = []
+
+    def claim(self) -> None:
+        """Lock the directory, start the loggers, and write what a reader of the run needs; comes before `run`."""
+        self.setup, lock = claim_directory(self.setup)
+        with lock:
+            self._loggers = self._open_loggers()  # first, because a logger that fails must not leave a run behind
+            self._write_config()
+            self._lock = lock.pop_all()
 
     def run(self) -> Outcome:
         """Train to the end, or until somebody stops it; saves in both cases. Runs its own event loop."""
-        check_free(self.setup)
-        with run_lock(self.setup.directory):
-            recorder = self._open_recorder()
+        config = self.setup.config
+        with self._lock:
+            writer = RunWriter.reopen(self.setup.directory, max_size_mb=config.run.max_size_mb)
+            recorder = Recorder(writer, [*self._observers, *self._loggers], num_steps=config.train.steps)
             recorder.observers.on_error = self.interrupt.stop_with
             for note in self.setup.notes:
                 recorder.observers.message(f"note: {note}")
             try:
-                return self._train(recorder)
+                outcome = self._train(recorder)
             except TurnwiseError as error:
                 recorder.writer.event(self.setup.start.done.step, "failed", error=str(error))
                 raise
             finally:
                 recorder.close()
+        error = recorder.observers.error
+        if error is not None and not self.interrupt.is_by_signal:
+            error.outcome = outcome
+            raise error
+        return outcome
 
     def _train(self, recorder: Recorder) -> Outcome:
         try:
@@ -91,8 +106,6 @@ class TrainingSession:
             return "stopped"
         except asyncio.CancelledError:  # a hard stop of a session that has no signals to be stopped by
             return "stopped"
-        if recorder.observers.error is not None:
-            raise recorder.observers.error
         return "finished"
 
     @contextlib.contextmanager
@@ -115,17 +128,20 @@ class TrainingSession:
             raise
         service.close()
 
-    def _open_recorder(self) -> Recorder:
-        setup, config, directory = self.setup, self.setup.config, self.setup.directory
-        # first of all, because a logger that fails must not leave a run behind
-        loggers = open_loggers(
+    def _open_loggers(self) -> list[Observer]:
+        config = self.setup.config
+        named = open_loggers(
             config.run.loggers,
-            directory,
+            self.setup.directory,
             project=config.run.project,
             run_name=config.run.name,
             settings=config_to_tree(config),
         )
-        loggers += [LoggerObserver(logger) for logger in setup.objects.loggers]
+        return [*named, *(LoggerObserver(logger) for logger in self.setup.objects.loggers)]
+
+    def _write_config(self) -> None:
+        """Make `run.db`, or take it back to where the run goes on."""
+        setup, config, directory = self.setup, self.setup.config, self.setup.directory
         if setup.start.is_new:
             writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=config.run.max_size_mb)
             writer.set_meta(META_KEY, setup.objects.to_json())
@@ -137,7 +153,7 @@ class TrainingSession:
             writer.event(done.step, "resumed", path=done.path)
             writer.commit(done.step)
             remove_orphans(directory, setup.start.checkpoints)
-        return Recorder(writer, [*self._observers, *loggers], num_steps=config.train.steps)
+        writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 
     async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:
         setup, config = self.setup, self.setup.config

@@ -2,7 +2,8 @@
 
     config or directory -> Start (where the run begins) -> facts of the model -> Parts (world, tasks, method) -> Setup
 
-Nothing here is spent: no weights are loaded, and no file is written. A mistake is a `ConfigError`.
+Nothing here is spent: no weights are loaded, and no file is written before `claim_directory`. A mistake is a
+`ConfigError`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from turnwise.backends import find_publisher
@@ -38,6 +40,7 @@ from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.stored import check_stored_data
 from turnwise.watch.loggers import check_loggers
+from turnwise.watch.status import is_training, run_lock
 
 AnyService = ServiceClient | RemoteServiceClient
 Report = Callable[[str], None]
@@ -65,6 +68,18 @@ class Setup:
     objects: PythonObjects = NO_OBJECTS
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
     """What the overrides left no reader for, in words."""
+    default_name: str = ""
+    """What the run is called after where the user chose neither a name nor a directory; empty: the user did."""
+
+    def renamed(self) -> Setup:
+        """The same run in the next directory that is free, for one that the user gave no name."""
+        name = _next_free(self.default_name)
+        directory = Path("runs") / name
+        run = self.config.run.model_copy(update={"name": name, "dir": str(directory)})
+        config = self.config.model_copy(update={"run": run})
+        note = f"another run took {self.directory}; this one is kept in {directory}"
+        parts = replace(self.parts, config=config)
+        return replace(self, config=config, parts=parts, directory=directory, notes=(*self.notes, note))
 
     def plan_lines(self) -> list[str]:
         """What the run will do and cost, for a person."""
@@ -96,11 +111,13 @@ def set_up_new(
     report: Report = report_nothing,
 ) -> Setup:
     """A run from its first step on."""
-    run_name = config.run.name or _default_name(config)
+    default_name = _default_name(config)
+    run_name = config.run.name or (default_name if config.run.dir else _next_free(default_name))
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
     named = config.run.model_copy(update={"name": run_name, "dir": str(directory)})
-    config = config.model_copy(update={"run": named})
-    return _set_up(config, directory, NEW_RUN, objects, notes, report)
+    is_named = bool(config.run.name or config.run.dir)
+    setup = _set_up(config.model_copy(update={"run": named}), directory, NEW_RUN, objects, notes, report)
+    return setup if is_named else replace(setup, default_name=default_name)
 
 
 def set_up_resume(
@@ -149,7 +166,27 @@ def _set_up(
     )
 
 
-def check_free(setup: Setup) -> None:
+def claim_directory(setup: Setup) -> tuple[Setup, ExitStack]:
+    """Lock the directory of a run, for this process alone; closing the stack frees it.
+
+    A run that the user gave no name goes to the next free directory when another one was faster.
+    """
+    while True:
+        lock = ExitStack()
+        try:
+            _check_free(setup)
+            lock.enter_context(run_lock(setup.directory))
+            _check_free(setup)  # another process may have begun and ended a run in between
+            return setup, lock
+        except ConfigError:
+            lock.close()
+            is_taken = is_run(setup.directory) or is_training(setup.directory)
+            if not setup.default_name or not is_taken:
+                raise
+            setup = setup.renamed()
+
+
+def _check_free(setup: Setup) -> None:
     """Refuse to begin a new run where one is."""
     if setup.start.is_new and is_run(setup.directory):
         raise ConfigError(
@@ -170,9 +207,14 @@ def check_service(config: Config, service: AnyService | None) -> None:
 
 def _default_name(config: Config) -> str:
     world, model = (Path(name).name.replace(":", "-") for name in (config.env.name, config.model.name))
-    name = f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"{world}-{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _next_free(name: str) -> str:
+    """The name, or the name with a number, under which there is no run yet."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(free for free in names if config.run.dir or not is_run(Path("runs") / free))
+    places = ((free, Path("runs") / free) for free in names)
+    return next(free for free, place in places if not is_run(place) and not is_training(place))
 
 
 def check_overrides(stored: Config, overrides: Sequence[str]) -> None:

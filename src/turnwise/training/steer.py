@@ -77,14 +77,20 @@ class Steering:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._settings: dict[str, float] = {}
+        self._is_closed = False
 
-    def put(self, settings: Mapping[str, float]) -> None:
+    def put(self, settings: Mapping[str, float]) -> bool:
+        """Leave settings for the loop; False where it takes no more, because it is over."""
         with self._lock:
-            self._settings.update({name: value for name, value in settings.items() if name in SETTINGS})
+            if not self._is_closed:
+                self._settings.update({name: value for name, value in settings.items() if name in SETTINGS})
+            return not self._is_closed
 
-    def take(self) -> dict[str, float]:
+    def take(self, *, is_last: bool = False) -> dict[str, float]:
+        """What came since the last call; after the last one, `put` refuses."""
         with self._lock:
             taken, self._settings = self._settings, {}
+            self._is_closed = self._is_closed or is_last
         return taken
 
     @staticmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import OWN_COUNT
+from turnwise.runtime.suggest import did_you_mean
+from turnwise.watch.catalogue import CATALOGUE, find_metric
 
 SHOWN_COLUMNS = (
     "step",
@@ -19,6 +22,19 @@ SHOWN_COLUMNS = (
     "time/step_s",
 )
 """What the text of a table shows; the rest is there all the same."""
+
+
+class UnknownMetricError(ConfigError, KeyError):
+    """A metric that a run did not measure, or that there is not."""
+
+    def __init__(self, name: object, measured: Iterable[str]) -> None:
+        known = sorted(measured)
+        near = did_you_mean(name, known) or did_you_mean(name, [metric.name for metric in CATALOGUE])
+        state = "was not measured in this run so far" if find_metric(str(name)) is not None else "is no metric"
+        super().__init__(f"{name!r} {state}{near}; there are {len(known)}: list(run.metrics) shows them")
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show it in quotes
 
 
 class MetricTable(Mapping[str, list[float]]):
@@ -37,6 +53,8 @@ class MetricTable(Mapping[str, list[float]]):
         return cls({"step": [float(step) for step in steps], **columns})
 
     def __getitem__(self, name: str) -> list[float]:
+        if name not in self._columns:
+            raise UnknownMetricError(name, self._columns)
         return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -47,7 +65,10 @@ class MetricTable(Mapping[str, list[float]]):
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with the step as its index."""
-        import pandas
+        try:
+            import pandas
+        except ImportError as cause:
+            raise ConfigError("to_pandas() needs pandas, which is not installed: pip install pandas") from cause
 
         return pandas.DataFrame(self._columns).astype({"step": int}).set_index("step")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from turnwise.errors import ConfigError
-from turnwise.watch.observer import Observer
+from turnwise.watch.observer import ForwardingObserver, Observer
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """Logger to the extra of this package that installs it."""
@@ -22,15 +22,14 @@ class MetricLogger(Protocol):
         ...
 
 
-class LoggerObserver(Observer):
+class LoggerObserver(ForwardingObserver):
     """Gives a run's metrics to a logger; calls the logger's `close` at the end, if it has one."""
 
     def __init__(self, logger: MetricLogger) -> None:
-        if not callable(getattr(logger, "log", None)):
-            raise ConfigError(
-                f"loggers: {type(logger).__name__} has no log(step, values); expected an object with that method"
-            )
         self._logger = logger
+
+    def source(self, callback: str) -> str:
+        return f"logger {type(self._logger).__name__}.{'log' if callback == 'metrics' else callback}"
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._logger.log(step, values)
@@ -39,6 +38,19 @@ class LoggerObserver(Observer):
         close = getattr(self._logger, "close", None)
         if close is not None:
             close()
+
+
+def check_metric_loggers(loggers: object) -> tuple[MetricLogger, ...]:
+    """Refuse anything but a list of objects that take metrics."""
+    expected = "expected a list of objects with log(step, values)"
+    if isinstance(loggers, str) or not isinstance(loggers, Sequence):
+        raise ConfigError(f"loggers={loggers!r}; {expected}")
+    for logger in cast(Sequence[Any], loggers):
+        if isinstance(logger, str):
+            raise ConfigError(f"loggers: {logger!r} is a name; {expected}, or run={{'loggers': [{logger!r}]}}")
+        if not callable(getattr(logger, "log", None)):
+            raise ConfigError(f"loggers: {type(logger).__name__} has no log(step, values); {expected}")
+    return tuple(cast(Sequence[Any], loggers))
 
 
 def open_loggers(

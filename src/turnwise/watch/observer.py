@@ -7,13 +7,14 @@
     turnwise.train("guess_number", model="tiny", observer=PrintReward())
 
 An observer that raises does not damage the run. The observer gets no more calls. The run stops at the next safe place,
-saves a checkpoint, and ends with an `ObserverError` that names the observer.
+saves a checkpoint, and ends with an `ObserverError` that names the observer. The run's state is then `stopped`, and it
+can be resumed. A run that was at its end already stays `finished`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.errors import TurnwiseError
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, Phase
@@ -70,14 +71,30 @@ class Observer:
         """The run is over, however it ended."""
 
 
+class ForwardingObserver(Observer):
+    """Passes calls on to an object of another type, which an error then names."""
+
+    def source(self, callback: str) -> str:
+        """Whose function `callback` calls, in words."""
+        raise NotImplementedError
+
+
 class ObserverError(TurnwiseError):
-    """An observer raised; the run stopped and was saved."""
+    """An observer or a logger raised; the run stopped and was saved, or had finished."""
 
     def __init__(self, observer: Observer, callback: str, cause: Exception) -> None:
-        super().__init__(
-            f"observer {type(observer).__name__}.{callback} raised {type(cause).__name__}: {cause}. The run was "
-            "stopped and saved; mend the observer and resume the run"
-        )
+        source = observer.source(callback) if isinstance(observer, ForwardingObserver) else ""
+        source = source or f"observer {type(observer).__name__}.{callback}"
+        self.what = f"{source} raised {type(cause).__name__}: {cause}"
+        """What happened, without how the run ended."""
+        self.outcome: Literal["finished", "stopped"] = "stopped"
+        """How the run ended."""
+        super().__init__(self.what)
+
+    def __str__(self) -> str:
+        if self.outcome == "finished":
+            return f"{self.what}. The run had finished, and everything is saved"
+        return f"{self.what}. The run was stopped and saved; mend it and resume the run"
 
 
 class Observers(Observer):
@@ -120,15 +137,26 @@ class Observers(Observer):
         self._tell("checkpoint", row)
 
     def close(self) -> None:
-        self._tell("close")
+        """Close the last one first: the view, which is the first, still shows what the others raise."""
+        for observer in tuple(reversed(self._observers)):
+            error = self._tell_one(observer, "close")
+            if error is None:
+                self._observers.remove(observer)
+            else:
+                self.message(error.what)
 
     def _tell(self, callback: str, *values: Any) -> None:
         for observer in tuple(self._observers):
-            try:
-                getattr(observer, callback)(*values)
-            except Exception as cause:  # noqa: BLE001 - somebody else's code: whatever it raises must not cost the run
-                self._observers.remove(observer)
-                error = ObserverError(observer, callback, cause)
-                error.__cause__ = cause
-                self.error = self.error or error
-                self.on_error(error)
+            self._tell_one(observer, callback, *values)
+
+    def _tell_one(self, observer: Observer, callback: str, *values: Any) -> ObserverError | None:
+        try:
+            getattr(observer, callback)(*values)
+        except Exception as cause:  # noqa: BLE001 - somebody else's code: whatever it raises must not cost the run
+            self._observers.remove(observer)
+            error = ObserverError(observer, callback, cause)
+            error.__cause__ = cause
+            self.error = self.error or error
+            self.on_error(error)
+            return error
+        return None

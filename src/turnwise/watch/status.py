@@ -93,8 +93,13 @@ def read_status(directory: Path) -> Status | None:
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold the lock that allows only one process to train in a directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK_FILE).open("a") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / LOCK_FILE).open("a")
+    except OSError as cause:
+        reason = "it is a file" if directory.is_file() else cause.strerror
+        raise ConfigError(f"{directory} cannot hold a run: {reason}; choose another run.dir") from cause
+    with opened as file:
         if not _lock(file):
             raise ConfigError(
                 f"a process is training in {directory} already: turnwise status {directory} shows it, turnwise stop "
