@@ -33,8 +33,9 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "spinning": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own default
 }
 PEER = "transformers"
-# This program ends when its parent process ends.
-_SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
+# This program ends when its parent process ends. The parent passes its own pid: a child that asked for it only after
+# the parent was killed would wait for the wrong process, and spin for ever.
+_SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def busy_cores(count: int) -> Iterator[None]:
     """Run `count` processes that compute without end, until the block is left or this process ends."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN]))
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN, str(os.getpid())]))
             stack.callback(process.kill)
         yield
 

@@ -31,7 +31,7 @@ import math
 from collections import Counter
 
 from turnwise.config.training import TrainConfig
-from turnwise.errors import TurnwiseError
+from turnwise.errors import Party, TurnwiseError
 from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
 from turnwise.training.checkpoint import RunState
@@ -115,9 +115,11 @@ class Progress:
             return
         told = run.events("first_failure")
         first = f"; the first time by {told[0].detail['party']}: {told[0].detail['detail']}" if told else ""
+        is_env = bool(told) and told[0].detail["party"] == Party.ENV
+        checked = "; `turnwise check-env` finds most mistakes of an env in seconds" if is_env else ""
         raise NothingToLearnError(
-            f"all {num_lost:.0f} attempts of the run failed, so nothing was learned{first}. Mend that and start again; "
-            "`turnwise check-env` finds most mistakes of an env in seconds"
+            f"all {num_lost:.0f} attempts of the run failed, so nothing was learned{first}. Mend that and start a new "
+            f"run{checked}"
         ) from self._failures.first
 
     def why_not_moved(self, run: RunReader, *, num_updates: int) -> str | None:

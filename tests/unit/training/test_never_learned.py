@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import turnwise as tw
+from turnwise.cli import main
 from turnwise.errors import AttemptFailed, ConfigError
 from turnwise.rollout.group import Rollout
+from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.evaluate import EvaluationFailedError, evaluate
 from turnwise.training.progress import NothingToLearnError
@@ -106,3 +108,28 @@ def test_a_reward_function_with_other_parameters_is_refused_before_anything_is_s
     with pytest.raises(ConfigError, match=r"reward <lambda>\(reply\) cannot be called with \(task, messages\)"):
         tw.train("guess_number", **_quick(tmp_path, reward=lambda reply: float(len(reply))))
     assert not (tmp_path / "run").exists()
+
+
+BROKEN = """
+import turnwise as tw
+
+class Raises:
+    def __init__(self, seed): ...
+    def start(self): return [tw.user("hi")]
+    def step(self, reply): return {}["nothing"]
+    def close(self): ...
+"""
+
+
+def test_the_commands_tell_by_exit_code_that_every_attempt_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    env, said = f"{tmp_path / 'broken.py'}:Raises", f"KeyError('nothing') at {tmp_path / 'broken.py'}:7"
+    assert main(["eval", "tiny", "--env", env, "eval.tasks=1"]) == ExitCode.USER_ERROR
+    assert said in capsys.readouterr().err
+    quick = ["model=tiny", "train.steps=1", "eval.tasks=0", f"run.dir={tmp_path / 'run'}", "rollout.group_size=2"]
+    assert main(["train", env, *quick]) == ExitCode.USER_ERROR
+    out = capsys.readouterr()
+    assert said in out.err
+    assert "done in" not in out.out

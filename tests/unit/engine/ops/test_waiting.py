@@ -150,4 +150,4 @@ def test_beside_other_work_waiting_threads_give_their_core_away_unless_told_to_s
             for environment in (plain, {**plain, "GOMP_SPINCOUNT": "300000"})
         ]
     assert sleeps[0] > 0.05, "sleeps in a call; in some of the time they spin, or one thread works alone"
-    assert sleeps[1] < 0.02, "the user's own choice is left alone"
+    assert sleeps[1] < sleeps[0] / 2, "the user's own choice is left alone"
