@@ -101,9 +101,9 @@ def _check_reward(reward: object) -> None:
 class Env(Protocol):
     """One attempt at one task. An env is used once. Methods may be plain functions; `envs.sync.as_env` runs them.
 
-    An env class by itself is a world for `turnwise.train`. Its constructor takes `seed` (an int that names the task and
-    draws its randomness), or `task` (a `Task`, whose `data["seed"]` names it), or both. Other arguments of the
-    constructor are options: `env={"options": {"high": 16}}`. A constructor that a `World` calls takes what it likes.
+    An env class by itself is a world for `turnwise.train`. Its constructor takes `seed`, an int that names the task; or
+    `task`, a `Task` whose `data["seed"]` is that int; or both, and `seed` is then for the randomness of the attempt.
+    Other arguments are options: `env={"options": {"high": 16}}`. A `World` of yours makes its envs as it likes.
 
     Optional methods: `state_key() -> str` names the state before the next reply; two states with equal keys are the
     same. `fork() -> Env` returns an independent copy in the middle of a task. `reseed(seed)` changes the randomness
