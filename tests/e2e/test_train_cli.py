@@ -152,7 +152,7 @@ def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: P
     assert AutoTokenizer.from_pretrained(str(merged)).encode("12") == AutoTokenizer.from_pretrained(base_dir).encode(
         "12"
     )
-    assert "is there already" in _turnwise("export", str(run), str(adapter), code=2)
+    assert "exists; name a new directory" in _turnwise("export", str(run), str(adapter), code=2)
 
 
 def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:
