@@ -40,6 +40,7 @@ from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
 from turnwise.training.critic import Critic
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.pretrain import pretrain
+from turnwise.training.progress import NothingToLearnError
 from turnwise.training.record import Recorder
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
@@ -272,6 +273,8 @@ async def test_a_hundred_runs_with_hanging_parties_leave_no_process_thread_file_
             await running.loop.run()
         except StalledError:
             stalled[where] += 1
+        except NothingToLearnError:  # on a busy machine a run this short may lose every attempt
+            assert running.loop.done_step == running.loop.num_steps
         running.recorder.close()
 
     await run_once(1000)

@@ -101,6 +101,10 @@ def _check_reward(reward: object) -> None:
 class Env(Protocol):
     """One attempt at one task. An env is used once. Methods may be plain functions; `envs.sync.as_env` runs them.
 
+    An env class by itself is a world for `turnwise.train`. Its constructor takes `seed`, an int that names the task; or
+    `task`, a `Task` whose `data["seed"]` is that int; or both, and `seed` is then for the randomness of the attempt.
+    Other arguments are options: `env={"options": {"high": 16}}`. A `World` of yours makes its envs as it likes.
+
     Optional methods: `state_key() -> str` names the state before the next reply; two states with equal keys are the
     same. `fork() -> Env` returns an independent copy in the middle of a task. `reseed(seed)` changes the randomness
     from here on and nothing else. `potential() -> float` says how good the state is, for reward shaping.

@@ -87,6 +87,18 @@ class Kept:
 class Method(Protocol):
     """A method that learns from attempts. The loop samples, `credit` does the arithmetic, a method connects both.
 
+    A built method has these parts; pass it as `turnwise.train(..., method=it)`:
+
+    - `source`: what the loop plays for a step: `PLAY_GROUPS` (several attempts at each task) or `PlayBranches(...)`.
+    - `loss_fn`: the name of the loss that reads the lessons, such as `"importance_sampling"` or `"ppo"`.
+    - `loss_config`: settings of that loss by name; `{}` for its defaults.
+    - `needs_values`, `keep` and `lessons`: see below.
+
+    A method that has options, or that the command line can name, is a class with an inner class
+    `Options(FreeLoss)` (`turnwise.methods.options`). The fields of `Options` are what `method={...}` may say. Its
+    `build(setup)` returns the method, with `loss_fn=self.loss` and `loss_config=self.loss_config`; `setup` is a
+    `MethodSetup`. docs/algorithms/README.md has a whole example.
+
     >>> from turnwise.methods.grpo import Grpo
     >>> method = Grpo(loss_fn="importance_sampling", loss_config={})
     >>> method.keep([]).groups
@@ -94,13 +106,19 @@ class Method(Protocol):
     """
 
     @property
-    def source(self) -> PlayGroups | PlayBranches: ...
+    def source(self) -> PlayGroups | PlayBranches:
+        """What the loop plays for a step."""
+        ...
 
     @property
-    def loss_fn(self) -> str: ...
+    def loss_fn(self) -> str:
+        """Name of the loss."""
+        ...
 
     @property
-    def loss_config(self) -> Mapping[str, float | str]: ...
+    def loss_config(self) -> Mapping[str, float | str]:
+        """Settings of the loss by name."""
+        ...
 
     @property
     def needs_values(self) -> bool:

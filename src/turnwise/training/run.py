@@ -71,7 +71,7 @@ def train(
     wait: bool = True,
     **sections: Any,
 ) -> Run:
-    """Train a model on a world, and give back the finished run.
+    """Train a model on a world, and give back the finished run. It works in a script and in a notebook.
 
     Args:
         target: A preset, a YAML file, a world's name, a `Config`, an env class, or a world as an object.
@@ -88,7 +88,7 @@ def train(
         service: Makes the training and sampling clients; default: one in this process, or at `model.base_url`.
         observer: Is told what happens; default: a view for the terminal or the notebook. `Observer()` is silent.
         wait: False gives the run back at once, while it goes on in a thread of its own (`turnwise.start`).
-        sections: Any section of the config as a dict: `train={"seed": 1}, generator={"max_turns": 4}`.
+        sections: Any section of the config as a dict: `train={"seed": 1}, rollout={"max_turns": 4}`.
 
     Raises:
         ConfigError: A setting cannot work; nothing was spent.
@@ -108,6 +108,8 @@ def train(
 
 def start(target: Target, **arguments: Any) -> Run:
     """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
+
+    `run.wait()` waits for the end. Code in an event loop waits so: `run = await tw.start(...).wait_async()`.
 
     >>> import turnwise as tw
     >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
@@ -260,7 +262,10 @@ class Run:
 
     @classmethod
     async def start_async(cls, config: Config | Setup, **options: Any) -> Run:
-        """`start` for code in an event loop: wait for the end without blocking the loop. Cancelling stops the run."""
+        """`start` for code in an event loop: wait for the end without blocking the loop. Cancelling stops the run.
+
+        It takes a `Config`. With the arguments of `turnwise.train`: `run = await tw.start(...).wait_async()`.
+        """
         run = await asyncio.to_thread(cls.start, config, **{**options, "wait": False})
         return await run.wait_async()
 

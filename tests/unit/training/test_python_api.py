@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import subprocess
 import sys
@@ -253,3 +254,21 @@ def test_an_evaluation_of_what_is_no_policy_is_refused() -> None:
         tw.eval(Quiz)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="tiny does not say which world it is for; add env=NAME"):
         tw.eval("tiny")
+
+
+async def test_a_started_run_is_awaited(tmp_path: Path) -> None:
+    run = await tw.start("guess_number", **SMALL, steps=1, directory=tmp_path / "run").wait_async()
+    assert run.state == "finished"
+
+
+def test_help_shows_the_forms_that_work() -> None:
+    shown = {name: inspect.getdoc(getattr(tw, name)) or "" for name in ("train", "start", "Env", "Method")}
+    assert 'rollout={"max_turns": 4}' in shown["train"]
+    assert "notebook" in shown["train"]
+    awaited = "await tw.start(...).wait_async()"
+    assert awaited in shown["start"]
+    assert awaited in (inspect.getdoc(tw.Run.start_async) or "")
+    assert all(word in shown["Env"] for word in ("constructor", "`seed`", "`task`"))
+    assert all(
+        word in shown["Method"] for word in ("`source`", "`loss_fn`", "`loss_config`", "Options", "build(setup)")
+    )
