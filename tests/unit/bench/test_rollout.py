@@ -49,10 +49,11 @@ def test_without_latency_the_ideal_sampler_is_never_idle(measured: dict[str, Any
 
 
 def test_plain_envs_are_measured_too_and_nothing_stays_behind(tiny_dir: Path) -> None:  # noqa: ARG001
+    num_before = POOL.num_running
     few = rollout.run(_arguments(conversations=8, turns=2, reply=4, latency_ms=10.0, blocking=True))
     assert "plain envs in threads" in few["load"]
     assert 0 < few["sampler_busy_share"] < 1
-    assert POOL.num_running == 0, "the engine is closed"
+    assert POOL.num_running == num_before, "the engine is closed"
 
 
 def test_a_load_that_the_model_cannot_read_is_refused(tiny_dir: Path) -> None:  # noqa: ARG001

@@ -171,9 +171,6 @@ class TrainingQueue:
             self._lanes[model_id] = Lane(model_id, session_id, self._worker)
         return self._lanes[model_id]
 
-    def drop_lane(self, model_id: str) -> None:
-        self._lanes.pop(model_id, None)
-
     def lanes(self) -> Mapping[str, Lane]:
         return self._lanes
 
