@@ -127,7 +127,7 @@ def sdk_python(package: str, version: str, needs: tuple[str, ...] | None = None)
         site = next(venv.glob("lib/python*/site-packages"))
         import numpy
 
-        (site / "zz_torch.pth").write_text(str(Path(numpy.__file__).parents[1]) + "\n")
+        (site / "zz_torch.pth").write_text(str(Path(numpy.__file__).resolve().parents[1]) + "\n")
         stamp.touch()
     return python
 
