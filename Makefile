@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox train test check quick quick-worlds quick-play quick-others format bench campaign clean
+.PHONY: help setup sandbox train test test-unit test-others check quick quick-worlds quick-play quick-others format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -56,8 +56,15 @@ sandbox:
 		fi; command -v bwrap > /dev/null || echo 'bubblewrap is missing; worlds that run code or SQL will not start' \
 			'and tests of the sandbox will fail: apt-get install bubblewrap' >&2; }
 
+# Without ARGS the two halves of the tests run side by side, one for each core.
 test: $(STAMP) sandbox
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -j2 test-unit test-others)
+
+test-unit: $(STAMP)
+	$(BIN)/python -m pytest -q tests/unit
+
+test-others: $(STAMP)
+	$(BIN)/python -m pytest -q tests/numerics tests/contract tests/e2e
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
