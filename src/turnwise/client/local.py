@@ -13,8 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from turnwise.client import engines
 from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_id
@@ -25,6 +24,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
 from turnwise.models import store as model_store
+from turnwise.runtime.closing import ClosedOnExit
 from turnwise.types import GetServerCapabilitiesResponse, LoraConfig, SupportedModel
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalSamplingClient", "LocalTrainingClient", "ServiceClient"]
 
 
-class ServiceClient:
+class ServiceClient(ClosedOnExit):
     """Creates training and sampling clients.
 
     Clients of one base model share its engine, across services too. The first client loads it. Use the service as a
@@ -187,14 +187,6 @@ class ServiceClient:
             workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             self._pool.release(worker)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _resolve(self, base_model: str) -> LoadedModel:
         self._check_open()

@@ -13,8 +13,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from turnwise.runlog.schema import (
     PoolRow,
     StoredAttempt,
 )
+from turnwise.runtime.closing import ClosedOnExit
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
 
 _ATTEMPT_COLUMNS = (
@@ -47,7 +47,7 @@ def is_run(path: Path) -> bool:
     return (path / DATABASE).is_file()
 
 
-class RunReader:
+class RunReader(ClosedOnExit):
     """A run directory, or its `run.db`, opened for reading."""
 
     def __init__(self, path: str | Path) -> None:
@@ -69,14 +69,6 @@ class RunReader:
 
     def close(self) -> None:
         self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def meta(self, key: str) -> str | None:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
@@ -28,6 +27,7 @@ from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
+from turnwise.runtime.closing import ClosedOnExit
 from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_renderer
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
@@ -90,7 +90,7 @@ class WorldChoice:
 OWN_WORLD = WorldChoice()
 
 
-class PolicySampler:
+class PolicySampler(ClosedOnExit):
     """Weights that answer. Its model is loaded at the first question; `close`, or a with statement, frees it.
 
     >>> import turnwise as tw
@@ -212,14 +212,6 @@ class PolicySampler:
         if self._service is not None:
             self._service.close()
             self._service = self._sampler = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"PolicySampler({self.checkpoint or self.config.model.name}, step {self.step})"

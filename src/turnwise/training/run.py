@@ -19,8 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
@@ -31,6 +30,7 @@ from turnwise.losses.outside import LossFunction
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Phase, StoredAttempt
 from turnwise.runtime.blocking import has_event_loop
+from turnwise.runtime.closing import ClosedOnExit
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.training.arguments import Target, check_overrides_list, read_arguments, to_overrides
 from turnwise.training.checkpoint import best_evaluation
@@ -177,7 +177,7 @@ def _check_policy(target: object) -> str:
     return str(target)
 
 
-class Run:
+class Run(ClosedOnExit):
     """One training run: under way, finished, or read from its directory.
 
     >>> import turnwise as tw
@@ -429,14 +429,6 @@ class Run:
         for policy in self._policies.values():
             policy.close()
         self._policies.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r}, {self.state})"
