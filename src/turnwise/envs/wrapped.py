@@ -12,6 +12,7 @@ class MyEnv(EnvWrapper):
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class WorldWrapper:
         return self.inner.demonstrations(count, seed)
 
 
-class EnvWrapper:
+class EnvWrapper(ABC):
     """One attempt. It has optional methods such as `state_key` and `fork` exactly when the env inside has them."""
 
     def __init__(self, inner: Env) -> None:
@@ -66,9 +67,9 @@ class EnvWrapper:
         self._dialogue += [reply, *step.messages]
         return step
 
+    @abstractmethod
     def _wrap_fork(self, inner: Env) -> EnvWrapper:
-        """A wrapper of the same kind and state around a fork of the env inside."""
-        raise NotImplementedError
+        """Return a wrapper of the same kind and state around a fork of the env inside."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle ask for private names before `_inner` is set; do not recurse

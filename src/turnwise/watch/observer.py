@@ -13,6 +13,7 @@ can be resumed. A run that was at its end already stays `finished`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -71,12 +72,12 @@ class Observer:
         """The run is over, however it ended."""
 
 
-class ForwardingObserver(Observer):
+class ForwardingObserver(Observer, ABC):
     """Passes calls on to an object of another type, which an error then names."""
 
+    @abstractmethod
     def source(self, callback: str) -> str:
-        """Whose function `callback` calls, in words."""
-        raise NotImplementedError
+        """Say in words whose function `callback` calls."""
 
 
 class ObserverError(TurnwiseError):
