@@ -40,7 +40,7 @@ class BackendSetup:
 
 def backend_names() -> list[str]:
     """Return the names of the shipped backends."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
 def find_publisher(backend: str) -> type[Publisher]:

@@ -1,0 +1,79 @@
+"""What one kind of inference server understands.
+
+A server that samples (vLLM, SGLang, ...) speaks HTTP in a dialect of its own. A `ServerDialect` says how one request
+looks on the wire; everything else (which server gets a request, retries, health, publishing to all of them) is the
+fleet's work and is the same for every kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise.types import SampleRequest, SampleResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedWeights:
+    """One published version of the policy, as the servers know it."""
+
+    version: int
+    """The run's version; 0 is the base model or the adapter a run starts with."""
+    adapter: Path | None = None
+    """PEFT files, in a directory of this version alone. None: the weights that the server itself holds."""
+
+    @property
+    def name(self) -> str | None:
+        """The adapter's name on the server; None means the server's own weights."""
+        return None if self.adapter is None else f"turnwise-{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says about itself; compared with the run's model before anything is sampled."""
+
+    model: str
+    """The model's name or path."""
+    context_length: int | None = None
+    vocabulary: int | None = None
+
+
+class ServerDialect(ABC):
+    """Talks to one server. Every method has a deadline of its own and raises `ServiceError` with the server's words."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    @abstractmethod
+    async def facts(self) -> ServerFacts:
+        """Ask what the server serves. This is also the ready check."""
+
+    @abstractmethod
+    async def healthy(self) -> bool:
+        """Say whether the server answers now; never raises."""
+
+    @abstractmethod
+    async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        """Sample by token ids; return token ids and logprobs of the distribution that was sampled from."""
+
+    @abstractmethod
+    async def load(self, weights: ServedWeights) -> None:
+        """Make an adapter usable under its name."""
+
+    @abstractmethod
+    async def unload(self, weights: ServedWeights) -> None:
+        """Forget an adapter that no attempt uses any more."""
+
+    @abstractmethod
+    async def replace_weights(self, files: Sequence[Path], version: int) -> None:
+        """Replace the server's own weights by those of safetensors files, while its requests are paused."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """End all requests under way; each returns what it has."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close connections. The server itself stays."""
