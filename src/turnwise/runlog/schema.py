@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Trajectory
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -56,7 +56,8 @@ CREATE TABLE trajectories (
     has_tokens INTEGER NOT NULL,
     time REAL NOT NULL,
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
-    is_as_played INTEGER             -- NULL: written before version 5, with shaped rewards and the method's own mask
+    is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
+    labels TEXT                      -- JSON, the env's words, such as who the opponent was
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -134,6 +135,7 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN next_potential REAL",
         "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
     ),
+    5: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
 }
 """The statements that turn a version into the next one."""
 

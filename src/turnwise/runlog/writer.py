@@ -192,7 +192,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1)",
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1, ?)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.end_reason),
@@ -201,6 +201,7 @@ class RunWriter:
                 *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),
                 *(pack_messages(trajectory.start), time.time()),
                 None if trajectory.branch is None else json.dumps(asdict(trajectory.branch)),
+                json.dumps(dict(trajectory.labels)),
             ),
         )
         assert row.lastrowid is not None
