@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Trajectory
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -56,7 +56,8 @@ CREATE TABLE trajectories (
     has_tokens INTEGER NOT NULL,
     time REAL NOT NULL,
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
-    is_as_played INTEGER             -- NULL: written before version 5, with shaped rewards and the method's own mask
+    is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
+    traceback TEXT                   -- of a failed attempt: the exception with its frames; NULL: none was raised
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -81,7 +82,8 @@ CREATE TABLE turns (
     advantages BLOB,                 -- [S]
     potential REAL,                  -- what the env called the state before the turn
     next_potential REAL,             -- and after it
-    credited_parts TEXT              -- JSON, the rewards after shaping; NULL where the method did not see the attempt
+    credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
+    is_unparsable INTEGER            -- the env could not read the reply; NULL: written before version 6
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -133,6 +135,10 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN potential REAL",
         "ALTER TABLE turns ADD COLUMN next_potential REAL",
         "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
+    ),
+    5: (
+        "ALTER TABLE trajectories ADD COLUMN traceback TEXT",
+        "ALTER TABLE turns ADD COLUMN is_unparsable INTEGER",
     ),
 }
 """The statements that turn a version into the next one."""
