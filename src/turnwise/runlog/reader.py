@@ -113,6 +113,9 @@ class RunReader(ClosedOnExit):
             credited_parts=tuple(
                 None if (parts := _column(turn, "credited_parts")) is None else json.loads(parts) for turn in turns
             ),
+            critic_values=tuple(
+                None if (values := _column(turn, "critic_values")) is None else unpack_array(values) for turn in turns
+            ),
         )
 
     def dialogue(self, attempt_id: int) -> list[tuple[Message, float | None]]:
