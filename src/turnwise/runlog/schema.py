@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
 SCHEMA_VERSION = 6
 DATABASE = "run.db"
@@ -198,6 +198,36 @@ class StoredAttempt:
     """Per turn, the rewards after shaping, by part. None if the method did not see the attempt."""
     critic_values: tuple[NDArray[Any] | None, ...]
     """[S] per turn: the critic's value of the state before each token. None without a critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialogueTurn:
+    """What stays of a turn when its token arrays are dropped: the messages, and what was said about them."""
+
+    reply: Message
+    observation: tuple[Message, ...]
+    policy_version: int
+    temperature: float
+    reward_parts: Mapping[str, float]
+    credited_parts: Mapping[str, float] | None
+    """The rewards after shaping. None if the method did not see the attempt."""
+    is_trained: bool
+    is_cut: bool
+    env_state: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDialogue:
+    """A stored trajectory without its token arrays."""
+
+    row: AttemptRow
+    start: tuple[Message, ...]
+    turns: tuple[DialogueTurn, ...]
+    seed: int
+    duration_s: float
+    metrics: Mapping[str, float]
+    branch: Branch | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
