@@ -15,12 +15,15 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
 from turnwise.errors import ConfigError
 from turnwise.types import ModelInput, SampleRequest, SampleResponse
+
+if TYPE_CHECKING:
+    from turnwise.backends import BackendSetup
 
 
 class VersionedSampler(SamplingClient):
@@ -68,12 +71,12 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
-    def __init__(self, setup: Any = None) -> None:
+    def __init__(self, setup: BackendSetup | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            setup: What the run tells its backend, a `turnwise.backends.BackendSetup`: how it plays, where the model and
-                the run are. A run always passes it.
+            setup: What the run tells its backend: how it plays, where the model and the run are. A run always passes
+                it.
         """
         self.setup = setup
 
