@@ -71,9 +71,7 @@ def _httpx() -> Any:
     try:
         import httpx2
     except ImportError as cause:
-        raise ConfigError(
-            "sampling on a server needs the package httpx2: pip install 'turnwise[servers]'"
-        ) from cause
+        raise ConfigError("sampling on a server needs the package httpx2: pip install 'turnwise[servers]'") from cause
     return httpx2
 
 
@@ -81,4 +79,4 @@ def _make_client(httpx: Any, url: str) -> Any:
     """A client without a limit of its own: the fleet decides how many requests a server gets, and for how long."""
     verify = ssl.create_default_context() if url.startswith("https") else False  # reading the certificates is slow
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(timeout=None, limits=limits, verify=verify, trust_env=False)  # noqa: S113
+    return httpx.AsyncClient(timeout=None, limits=limits, verify=verify, trust_env=False)
