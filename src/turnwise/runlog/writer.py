@@ -43,7 +43,7 @@ DROP_BATCH = 32
 
 _DROP_TOKENS = """
 UPDATE turns SET prompt = NULL, sampled = NULL, logprobs = NULL, trainer_logprobs = NULL, mask = NULL,
-    advantages = NULL WHERE trajectory_id = ?
+    advantages = NULL, critic_values = NULL WHERE trajectory_id = ?
 """
 _DROP_RULES = (
     ("token arrays", "train", "has_tokens", (_DROP_TOKENS, "UPDATE trajectories SET has_tokens = 0 WHERE id = ?")),
@@ -206,7 +206,7 @@ class RunWriter:
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            f"INSERT INTO turns VALUES ({', '.join('?' * 22)})",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 23)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
@@ -294,6 +294,7 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
         *(turn.potential, turn.next_potential),
         None if credited is None else json.dumps(dict(credited.reward_parts)),
+        None if attempt.critic_values is None else pack_floats(np.float32(attempt.critic_values[index]).tolist()),
         turn.is_unparsable,
     )
 
