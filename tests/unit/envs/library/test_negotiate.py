@@ -164,7 +164,7 @@ class Talker:
         self.answer = answer
         self.seeds: list[int] = []
 
-    async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:
+    async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002 - it does not look
         self.seeds.append(seed)
         assert dialogue[0].role == "system"
         assert dialogue[-1].role == "user"
