@@ -76,6 +76,8 @@ class Party(StrEnum):
     JUDGE = "judge"
     REWARD = "reward"
     """A function that the caller passed to score attempts."""
+    CONTEXT = "context"
+    """The limit on an attempt's tokens: its first prompt does not fit."""
 
 
 class AttemptFailed(TurnwiseError):  # noqa: N818

@@ -35,7 +35,7 @@ from turnwise.trajectory import Branch, Failure, Trajectory, TrajectoryGroup
 
 DropReason = Literal["group_too_small", "quarantined", "ended_before_branch"]
 EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
-QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD)
+QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD, Party.CONTEXT)
 """Only their failures count against a task: a sampler that is down says nothing about it."""
 
 
@@ -306,7 +306,8 @@ class Rollout:
     def may_retry(self, task: Task, failed: Trajectory, retry: int) -> bool:
         """Whether to play an attempt again that failed; tells listeners either way."""
         assert failed.failure is not None
-        if retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
+        is_certain = failed.failure.party is Party.CONTEXT  # the same prompt would be as long again
+        if is_certain or retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
             self.emit("attempt_failed", task, failed, failed.failure.detail)
             return False
         self.emit("attempt_retried", task, failed, failed.failure.detail)

@@ -182,9 +182,9 @@ class Player:
         """The limit that forbids another reply, if any. Fails the attempt if even its first prompt does not fit."""
         if self._config.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
-                limit = self._config.max_trajectory_tokens
-                detail = f"the first prompt has {len(self._prompt_ids)} tokens and max_trajectory_tokens is {limit}"
-                raise AttemptFailed(Party.ENV, detail)
+                needed, limit = len(self._prompt_ids), self._config.max_trajectory_tokens
+                detail = f"the first prompt needs {needed} tokens, the limit is {limit} (rollout.max_trajectory_tokens)"
+                raise AttemptFailed(Party.CONTEXT, detail)
             return EndReason.MAX_TOKENS
         if self._clock.is_over and self._has_own_turns:
             return EndReason.TIME_LIMIT
@@ -306,6 +306,7 @@ class Player:
             reward_parts=self._reward_parts(step),
             is_trained=not (step.is_unparsable and self._config.on_unparsable == "mask"),
             is_cut=sequence.stop_reason == "length",
+            is_unparsable=step.is_unparsable,
             env_state=env_state,
         )
 
