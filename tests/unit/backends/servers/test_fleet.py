@@ -210,7 +210,7 @@ async def test_a_request_waits_for_a_server_and_then_fails_with_what_each_server
         servers[1].restart()
         assert (await waiting).sequences[0].tokens == [7, 8], "it came back in time"
         servers[1].is_dead = True
-        with pytest.raises(ServiceError, match="no server could sample for 1 s: http://s0: .*refused; http://s1: "):
+        with pytest.raises(ServiceError, match=r"no server could sample for 1 s: http://s0: .*refused; http://s1: "):
             await fleet.generate(prompt(2), BASE)
 
 
