@@ -21,7 +21,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 
-PLANNED = ("sglang", "vllm")
+PLANNED = ("sglang",)
 """Names that configurations may hold already; each is refused until its file exists."""
 
 
@@ -37,6 +37,8 @@ class BackendSetup:
     """The run's directory; a backend may keep files of its own below it."""
     engine: EngineConfig
     """The section `engine`: device, dtype and memory, for a backend that shares the device with the trainer."""
+    lora_rank: int = 0
+    """The rank of the adapters that are published; 0: it is not known, or whole weights are."""
     service: Any = None
     """What makes clients of stored weights where there is no trainer: a `ServiceClient`. A training run leaves it out.
     """

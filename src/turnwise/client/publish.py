@@ -24,6 +24,7 @@ from turnwise.types import ModelInput, SampleRequest, SampleResponse
 
 if TYPE_CHECKING:
     from turnwise.backends import BackendSetup
+    from turnwise.rollout.config import RolloutConfig
 
 
 class VersionedSampler(SamplingClient):
@@ -79,6 +80,16 @@ class Publisher(ABC):
                 it.
         """
         self.setup = setup
+
+    @classmethod
+    def check_options(cls, rollout: RolloutConfig) -> None:  # noqa: ARG003
+        """Refuse options that the backend cannot work with; called before anything is spent."""
+        return
+
+    @classmethod
+    def describe(cls, rollout: RolloutConfig) -> str:
+        """Say in a line who samples, for the plan of a run."""
+        return rollout.backend
 
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""

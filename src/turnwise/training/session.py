@@ -196,6 +196,7 @@ class TrainingSession:
             model_directory=find_model(config),
             run_directory=self.setup.directory,
             engine=config.engine_in_use,
+            lora_rank=config.model.rank,
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:

@@ -93,6 +93,8 @@ class Setup:
             num_tasks={"train": len(self.parts.tasks), "test": len(self.parts.held_out)},
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
+        if rollout.backend != "local":
+            lines.insert(-1, f"sampler      {find_publisher(rollout.backend).describe(rollout)}")
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines
@@ -156,7 +158,7 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
-    find_publisher(config.rollout.backend)
+    find_publisher(config.rollout.backend).check_options(config.rollout)
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
     parts = assemble(config, facts, objects)
