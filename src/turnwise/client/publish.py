@@ -66,6 +66,9 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    takes_full_weights = False
+    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
+
     def __init__(self, setup: Any = None) -> None:
         """Start nothing yet.
 
