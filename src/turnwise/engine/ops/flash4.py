@@ -89,6 +89,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `logsumexp` are those of whole rows."""
+    # The parameters are those of `cuda_attention._varlen_backward`, which hands them over as they came.
     dq, dk, dv, *_ = _package()._flash_attn_bwd(q, k, v, out, grad, logsumexp, **_runs(part, is_causal, scale))
     return dq, dk, dv
 

@@ -41,6 +41,20 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftmaxGradients:
+    """What the gradient of a softmax over logits [R, V] needs to know of each row; every tensor is float32 [R]."""
+
+    temperature: Tensor
+    logsumexps: Tensor
+    """Of logits / temperature."""
+    grads: Tensor
+    """d loss / d logprob, summed over the row's targets."""
+    entropies: Tensor | None = None
+    grad_entropies: Tensor | None = None
+    """d loss / d entropy. None, like `entropies`, where the loss has no entropy term."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSlots:
     """Where rotated keys and values go: `keys` and `values` are [slots, K, D]."""
 
@@ -213,16 +227,9 @@ class SoftmaxOps(Protocol):
         """Log-sum-exp and mean of logits / temperature under their softmax, [R] each; entropy is the difference."""
         ...
 
-    def row_gradients(
-        self,
-        logits_RV: Tensor,
-        temperature_R: Tensor,
-        logsumexps_R: Tensor,
-        grads_R: Tensor,
-        entropies_R: Tensor | None,
-        grad_entropies_R: Tensor | None,
-    ) -> Tensor:
-        """Write d loss / d logit, without the target's own part, over the logits."""
+    def row_gradients(self, logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
+        """Write d loss / d logit, without the target's own part, over the logits:
+        -(grad p + grad_entropy p (log p + H)) / T."""
         ...
 
 
