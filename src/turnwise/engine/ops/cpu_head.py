@@ -1,4 +1,4 @@
-"""Softmax over a large vocabulary for training, in C (`cpu_head.c`): float32 logits are read twice, written once.
+"""Softmax over a large vocabulary for training, in C (`cpu_head.c`). It reads float32 logits twice and writes once.
 
 The functions of `triton_head.py`, for the CPU. `logprobs.py` takes this module where `is_built()`.
 
@@ -71,7 +71,7 @@ def row_gradients(logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
 
 
 def _check(logits: Tensor, *sides: Tensor) -> None:
-    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    """Check what C code cannot check: it reads whatever its pointers point to."""
     for tensor, shape in ((logits, logits.shape), *((side, logits.shape[:1]) for side in sides)):
         if tensor.shape != shape or tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.is_cuda:
             raise DataError(
