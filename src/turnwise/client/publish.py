@@ -66,6 +66,10 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    dtype: str | None = None
+    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
+    allows for its rounding."""
+
     def __init__(self, setup: Any = None) -> None:
         """Start nothing yet.
 

@@ -89,9 +89,16 @@ class Config(Section):
 
     @property
     def method_in_use(self) -> MethodOptions:
-        """The method as it runs. If samplers lag and no loss was chosen, `cispo` replaces `importance_sampling`,
-        because its weights on stale tokens are bounded (docs/async.md)."""
-        return self.method.when_lagging() if self.train.max_staleness else self.method
+        """The method as it runs. If another program samples, its ratios are truncated (docs/backends.md). If samplers
+        lag and no loss was chosen, `cispo` replaces `importance_sampling`, because its weights on stale tokens are
+        bounded (docs/async.md)."""
+        method = self.method.when_foreign() if self.is_sampled_elsewhere else self.method
+        return method.when_lagging() if self.train.max_staleness else method
+
+    @property
+    def is_sampled_elsewhere(self) -> bool:
+        """Whether the sampler is another program than the trainer, which rounds in its own way."""
+        return self.rollout.backend != "local" and not self.reads_stored
 
     @property
     def engine_in_use(self) -> EngineConfig:

@@ -131,6 +131,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         f"learning rate {train.learning_rate:g}{_schedule(train)}",
         **_critic(config),
         **_lag(config),
+        **_sampler(config),
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
@@ -212,6 +213,13 @@ def _lag(config: Config) -> dict[str, str]:
     }
 
 
+def _sampler(config: Config) -> dict[str, str]:
+    """The line about another program that samples, and how its logprobs are corrected for."""
+    if not config.is_sampled_elsewhere:
+        return {}
+    return {"sampler": f"{config.rollout.backend}; correction: {config.method_in_use.correction_words()}"}
+
+
 def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
@@ -229,6 +237,7 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     if unread and config.method.judges_success:
         notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
     is_clipped = config.method.loss in LOSSES and LOSSES[config.method.loss].is_clipped
-    if config.train.substeps == 1 and not config.train.max_staleness and is_clipped:
+    is_on_policy = not config.train.max_staleness and not config.is_sampled_elsewhere
+    if config.train.substeps == 1 and is_on_policy and is_clipped:
         notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
     return notes

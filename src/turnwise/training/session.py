@@ -170,18 +170,19 @@ class TrainingSession:
                 critic=critic,
                 delete=service.delete_checkpoint,
             )
+            publisher = make_publisher(self._backend_setup())
             loop = Loop(
                 LoopSetup(
                     parts=setup.parts,
                     trainer=trainer,
-                    publisher=make_publisher(self._backend_setup()),
+                    publisher=publisher,
                     renderer=renderer,
                     recorder=recorder,
                     checkpoints=checkpoints,
                     interrupt=self.interrupt,
                     steering=self.steering,
                     critic=critic,
-                    k2_tolerance=tolerances.K2[_dtype_name(config)],
+                    k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
             with settled_process():
