@@ -183,6 +183,7 @@ def _trained_attempts(learned: Sequence[Learned], played: _Played) -> Iterator[A
                 outcome="trained",
                 advantages=lesson.advantages,
                 trainer_logprobs=logprobs_by_turn(lesson, own),
+                critic_values=None if lesson.values is None else lesson.values.turns,
             )
 
 

@@ -153,6 +153,7 @@ class TrainingSession:
             writer.event(done.step, "resumed", path=done.path)
             writer.commit(done.step)
             remove_orphans(directory, setup.start.checkpoints)
+        writer.set_meta("plan", "\n".join(setup.plan_lines()))
         writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 
     async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:

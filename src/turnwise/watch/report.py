@@ -145,6 +145,7 @@ def dialogue_lines(run: RunReader, row: AttemptRow) -> list[str]:
     failure = run.failure(row.id)
     if failure is not None:
         lines.append(f"{'failed':>9}  by {failure.party}: {failure.detail}")
+        lines += [f"{'':>9}  {line}" for line in failure.traceback.splitlines()]
     return lines
 
 
