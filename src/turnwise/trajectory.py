@@ -177,6 +177,8 @@ class Trajectory:
     duration_s: float = 0.0
     branch: Branch | None = None
     """None if the attempt shares no turn with others."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Words that the env recorded, such as who the opponent was."""
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.end_reason is EndReason.FAILED):

@@ -285,6 +285,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
         branch=_branch(row),
+        labels=json.loads(_column(row, "labels") or "{}"),
     )
 
 

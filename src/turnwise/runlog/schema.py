@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -57,7 +57,8 @@ CREATE TABLE trajectories (
     time REAL NOT NULL,
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
     is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
-    traceback TEXT                   -- of a failed attempt: the exception with its frames; NULL: none was raised
+    traceback TEXT,                  -- of a failed attempt: the exception with its frames; NULL: none was raised
+    labels TEXT                      -- JSON, the env's words, such as who the opponent was
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -142,6 +143,7 @@ MIGRATIONS = {
         "ALTER TABLE trajectories ADD COLUMN traceback TEXT",
         "ALTER TABLE turns ADD COLUMN is_unparsable INTEGER",
     ),
+    7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
 }
 """The statements that turn a version into the next one."""
 

@@ -192,7 +192,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1, ?)",
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1, ?, ?)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.end_reason),
@@ -202,6 +202,7 @@ class RunWriter:
                 *(pack_messages(trajectory.start), time.time()),
                 None if trajectory.branch is None else json.dumps(asdict(trajectory.branch)),
                 (failure.traceback or None) if failure is not None else None,
+                json.dumps(dict(trajectory.labels)),
             ),
         )
         assert row.lastrowid is not None

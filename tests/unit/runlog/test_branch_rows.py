@@ -41,6 +41,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         ("trajectories", "branch"),
         ("trajectories", "is_as_played"),
         ("trajectories", "traceback"),
+        ("trajectories", "labels"),
         *(("turns", name) for name in ("potential", "next_potential", "credited_parts", "critic_values")),
         ("turns", "is_unparsable"),
     ):
