@@ -29,6 +29,7 @@ examples:
   turnwise train guess_number model=tiny  train on a world; add --plan to see the cost first
   turnwise view                           look at runs in a browser, live while they train
   turnwise eval runs/NAME                 measure a run on held-out tasks
+  turnwise doctor runs/NAME               say why a run does not learn
   turnwise sample runs/NAME               chat with what a run trained
   turnwise model list                     list the models, and how to get missing ones
   turnwise model fetch smollm2            download a small chat model; no account needed

@@ -265,6 +265,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
             reward_parts=json.loads(stored["reward_parts"]),
             is_trained=bool(stored["is_trained"]),
             is_cut=bool(stored["is_cut"]),
+            is_unparsable=bool(_column(stored, "is_unparsable")),
             env_state=stored["env_state"],
             potential=_column(stored, "potential"),
             next_potential=_column(stored, "next_potential"),
@@ -284,6 +285,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
         branch=_branch(row),
+        labels=json.loads(_column(row, "labels") or "{}"),
     )
 
 
@@ -293,4 +295,6 @@ def _branch(row: sqlite3.Row) -> Branch | None:
 
 
 def _failure(row: sqlite3.Row) -> Failure | None:
-    return None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
+    if row["party"] is None:
+        return None
+    return Failure(party=Party(row["party"]), detail=row["detail"], traceback=_column(row, "traceback") or "")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 8
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -56,7 +56,9 @@ CREATE TABLE trajectories (
     has_tokens INTEGER NOT NULL,
     time REAL NOT NULL,
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
-    is_as_played INTEGER             -- NULL: written before version 5, with shaped rewards and the method's own mask
+    is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
+    traceback TEXT,                  -- of a failed attempt: the exception with its frames; NULL: none was raised
+    labels TEXT                      -- JSON, the env's words, such as who the opponent was
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -82,7 +84,8 @@ CREATE TABLE turns (
     potential REAL,                  -- what the env called the state before the turn
     next_potential REAL,             -- and after it
     credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
-    critic_values BLOB               -- [S] the critic's value of the state before each token; NULL without a critic
+    critic_values BLOB,              -- [S] the critic's value of the state before each token; NULL without a critic
+    is_unparsable INTEGER            -- the env could not read the reply; NULL: written before version 7
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -136,6 +139,11 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
     ),
     5: ("ALTER TABLE turns ADD COLUMN critic_values BLOB",),
+    6: (
+        "ALTER TABLE trajectories ADD COLUMN traceback TEXT",
+        "ALTER TABLE turns ADD COLUMN is_unparsable INTEGER",
+    ),
+    7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
 }
 """The statements that turn a version into the next one."""
 

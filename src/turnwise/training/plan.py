@@ -216,7 +216,7 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("fewer train tasks than tasks per step: some are played twice in a step")
-    share, default = config.engine.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
+    share, default = config.engine_in_use.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
     if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
         notes.append(f"engine.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
     notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
