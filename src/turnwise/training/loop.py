@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
+from turnwise.doctor import diagnose
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
@@ -95,6 +96,7 @@ class Loop:
         self._failures = FirstFailures(lambda error: setup.recorder.first_failure(self.done_step, error))
         self.supply.failures = self._failures
         self._progress = Progress(train.max_empty_steps, self._failures)
+        self._has_told_why = False
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
@@ -114,6 +116,8 @@ class Loop:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
+            if isinstance(error, NothingToLearnError):
+                self._tell_why()
             raise
         finally:
             self._take_orders(is_last=True)
@@ -218,8 +222,16 @@ class Loop:
         self._recorder.worst_token(self.done_step, worst)
         for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
+        if not learned and not self._has_told_why:
+            self._tell_why()
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    def _tell_why(self) -> None:
+        """Say in words why nothing is learned, and what to change."""
+        self._has_told_why = True
+        with RunReader(self._recorder.writer.directory) as run:
+            self._recorder.findings(self.done_step, diagnose(run))
 
     async def _learn(self, step: int, version: int) -> tuple[Batch, list[Learned], float]:
         """Play and learn from the batches of a step, then move the weights; also the seconds of playing.

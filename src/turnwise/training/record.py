@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
+from turnwise.doctor import Finding, finding_lines
+from turnwise.doctor.diagnose import FINDING_EVENT
 from turnwise.envs.base import Task
 from turnwise.errors import AttemptFailed
 from turnwise.methods.base import Kept
@@ -20,6 +22,9 @@ from turnwise.training.supply import Batch, Taken
 from turnwise.trajectory import Trajectory
 from turnwise.watch.alarms import Alarm
 from turnwise.watch.observer import Observer, Observers
+
+MAX_TOLD = 2
+"""Findings that are told while a run goes on; `turnwise doctor` tells all of them."""
 
 
 class Recorder:
@@ -115,6 +120,17 @@ class Recorder:
         self.writer.event(step, "first_failure", party=str(error.party), detail=error.detail)
         self.writer.commit(step)
         self.observers.message(f"first failure by {error.party}: {error.detail}; failed attempts are not scored")
+
+    def findings(self, step: int, findings: Sequence[Finding]) -> None:
+        """Why a step had nothing to learn from; a reader of the run comes to the same findings."""
+        if findings:
+            self.observers.message("\n".join([f"step {step} had no signal:", *finding_lines(findings[:MAX_TOLD])]))
+
+    def finding(self, finding: Finding) -> None:
+        """Something that was found before the first step. It is kept, because nobody could find it later."""
+        self.writer.event(0, FINDING_EVENT, **finding.to_json())
+        self.writer.commit(0)
+        self.observers.message("\n".join(["before the first step:", *finding.lines()]))
 
     def not_moved(self, step: int, why: str) -> None:
         """The run ends, and no step of it moved the weights."""

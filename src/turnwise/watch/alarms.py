@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, median, variance
+from statistics import fmean, median
 from typing import NotRequired, TypedDict
 
 from pydantic import Field
@@ -26,6 +26,7 @@ from pydantic import Field
 from turnwise.errors import TurnwiseError
 from turnwise.runtime.section import Section
 from turnwise.watch.entropy import ENTROPY, WHOLE, entropy_place
+from turnwise.watch.trends import STRETCH_STEPS, has_fallen
 
 BASELINE_STEPS = 3
 """The first steps, whose mean entropy is the baseline of later ones."""
@@ -37,10 +38,6 @@ DRIFT_STEPS = 3
 """Steps whose median drift is compared with the first steps: one odd batch is no trend."""
 MIN_DRIFT = 1e-6
 """k2 per token. A drift below this is float32's rounding; how much it grew says nothing."""
-REWARD_STEPS = 5
-"""Length in steps of the stretches whose mean rewards are compared: the last one and the best one before."""
-REWARD_ERRORS = 3.0
-"""The reward has fallen if the last stretch is lower by this many standard errors of the difference."""
 
 
 class AlarmError(TurnwiseError):
@@ -100,9 +97,23 @@ class Alarm:
     place: str = ""
     """For an entropy: the turn or the kind of reply, as the end of a phrase. For drift: the worst token."""
 
+    @property
+    def what(self) -> str:
+        """The number that is watched, in words."""
+        return _WORDS[self.name][0].format(place=self.place)
+
+    @property
+    def why(self) -> str:
+        """Why it matters."""
+        return _WORDS[self.name][1]
+
+    @property
+    def remedy(self) -> str:
+        """What to change."""
+        return _WORDS[self.name][2]
+
     def __str__(self) -> str:
-        what, why, remedy = _WORDS[self.name]
-        what = what.format(place=self.place)
+        what, why, remedy = self.what, self.why, self.remedy
         if self.is_over and self.name == "entropy_high":
             return f"alarm over: {what} is {self.value:.3g}, and the reward has not fallen"
         if self.is_over:
@@ -315,11 +326,10 @@ class Alarms:
     def _has_reward_fallen(self, reward: float | None) -> bool:
         """Whether the last steps had less reward than the best ones before, by more than chance explains."""
         if reward is not None and math.isfinite(reward):
-            self._rewards = [*self._rewards, reward][-REWARD_STEPS:]
-        if len(self._rewards) < REWARD_STEPS:
+            self._rewards = [*self._rewards, reward][-STRETCH_STEPS:]
+        if len(self._rewards) < STRETCH_STEPS:
             return False
         if not self._best_rewards or fmean(self._rewards) > fmean(self._best_rewards):
             self._best_rewards = list(self._rewards)
             return False
-        error = math.sqrt((variance(self._rewards) + variance(self._best_rewards)) / REWARD_STEPS)
-        return fmean(self._best_rewards) - fmean(self._rewards) > REWARD_ERRORS * error
+        return has_fallen(self._best_rewards, self._rewards)

@@ -15,8 +15,15 @@ from turnwise.watch.intervals import Interval
 LABEL_WIDTH = 14
 
 
-def report_lines(run: RunReader, best: EvaluationRow | None, *, title: str, num_dialogues: int) -> list[str]:
-    """The lines of the report, from the run directory; `best` is the evaluation of the best checkpoint."""
+def report_lines(
+    run: RunReader, best: EvaluationRow | None, *, title: str, num_dialogues: int, diagnosis: Sequence[str] = ()
+) -> list[str]:
+    """The lines of the report, from the run directory.
+
+    Args:
+        best: The evaluation of the best checkpoint.
+        diagnosis: Why the run did not learn, in lines; empty if nothing was found.
+    """
     evaluations = run.evaluations()
     lines = [
         *_before_and_after(evaluations, best),
@@ -24,6 +31,11 @@ def report_lines(run: RunReader, best: EvaluationRow | None, *, title: str, num_
         *_not_moved(run),
         *_dropped(run),
         *_not_kept(run),
+        *(
+            ["", f"turnwise doctor {run.directory} finds:", *(f"  {line}" for line in diagnosis), ""]
+            if diagnosis
+            else []
+        ),
     ]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
