@@ -131,6 +131,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         f"learning rate {train.learning_rate:g}{_schedule(train)}",
         **_critic(config),
         **_lag(config),
+        **_sampler(config),
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, without attempts that fail and are played again",
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
@@ -212,11 +213,18 @@ def _lag(config: Config) -> dict[str, str]:
     }
 
 
+def _sampler(config: Config) -> dict[str, str]:
+    """The line about another program that samples, and how its logprobs are corrected for."""
+    if not config.is_sampled_elsewhere:
+        return {}
+    return {"sampler": f"{config.rollout.backend}; correction: {config.method_in_use.correction_words()}"}
+
+
 def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("there are fewer train tasks than tasks per step, so a step plays some of them twice")
-    share, default = config.engine.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
+    share, default = config.engine_in_use.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
     if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
         notes.append(
             f"engine.gpu_memory_utilization={share:g} is an option for GPUs; this run uses a CPU and does not read it"
@@ -233,6 +241,7 @@ def _notes(config: Config, plan: Plan) -> list[str]:
             f"{unread[0]} is read only in a world that does not say what a success is; here, set method.threshold"
         )
     is_clipped = config.method.loss in LOSSES and LOSSES[config.method.loss].is_clipped
-    if config.train.substeps == 1 and not config.train.max_staleness and is_clipped:
+    is_on_policy = not config.train.max_staleness and not config.is_sampled_elsewhere
+    if config.train.substeps == 1 and is_on_policy and is_clipped:
         notes.append(f"there is one optimizer step per batch, so ratios stay at 1 and {config.method.loss} never clips")
     return notes

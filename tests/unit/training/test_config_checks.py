@@ -81,7 +81,8 @@ def test_every_option_that_a_method_accepts_changes_the_method_or_is_the_loops()
                     default = fields[option].default if option in fields else every_option()[option].default
                     default = PPO_LOSS.get(option, default) if name == "ppo" else default
                     for value in _other_values(option):
-                        config = None if value == default else _config({**before, option: value}, data)
+                        is_at_rest = value == default or (option, value) == ("correction", "none")  # as in older runs
+                        config = None if is_at_rest else _config({**before, option: value}, data)
                         if config is None or base is None or option in READ_BY_THE_LOOP:
                             continue
                         made = (_parts(make_method(one, LIMITS)) for one in (base, config))
