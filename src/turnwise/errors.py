@@ -76,6 +76,10 @@ class Party(StrEnum):
     JUDGE = "judge"
     REWARD = "reward"
     """A function that the caller passed to score attempts."""
+    CONTEXT = "context"
+    """The limit on an attempt's tokens: its first prompt does not fit."""
+    OPPONENT = "opponent"
+    """Who plays the other seat: another model, a checkpoint or an address."""
 
 
 class AttemptFailed(TurnwiseError):  # noqa: N818

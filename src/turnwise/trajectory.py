@@ -82,6 +82,8 @@ class Failure:
 
     party: Party
     detail: str
+    traceback: str = ""
+    """The exception with the file, line and text of every frame outside turnwise; empty if nothing was raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ class Turn:
     method does not train. Its reward still counts in returns."""
     is_cut: bool = False
     """The sampler reached its token limit before a stop."""
+    is_unparsable: bool = False
+    """The env could not read the reply."""
     env_state: str | None = None
     """The env's key for the state before this turn. Equal keys mean equal states."""
     potential: float | None = None
@@ -173,6 +177,8 @@ class Trajectory:
     duration_s: float = 0.0
     branch: Branch | None = None
     """None if the attempt shares no turn with others."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Words that the env recorded, such as who the opponent was."""
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.end_reason is EndReason.FAILED):
@@ -243,7 +249,7 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
             start=_messages(fields.pop("start")),
             turns=tuple(_turn(turn) for turn in fields.pop("turns")),
             end_reason=EndReason(fields.pop("stop_reason", None) or fields.pop("end_reason")),  # older: stop_reason
-            failure=None if failure is None else Failure(party=Party(failure["party"]), detail=failure["detail"]),
+            failure=None if failure is None else Failure(**{**failure, "party": Party(failure["party"])}),
             branch=None if branch is None else Branch(**branch),
             **fields,
         )

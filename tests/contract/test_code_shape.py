@@ -30,7 +30,6 @@ SHARED_CLASS_NAMES = {
 KERNELS = "kernels get each pointer, stride and size as a parameter of its own"
 TINKERS_SIGNATURE = "Tinker's public signature"
 WORLD_OPTIONS = "each parameter is an option of the world (`env.options.NAME`) and has a default"
-ROOM = "its owner replaces it by a value object"
 MANY_PARAMETERS = {
     "engine/ops/": KERNELS,
     "client/local.py:create_lora_training_client": TINKERS_SIGNATURE,
@@ -53,8 +52,6 @@ PRIVATE_NAMES_IN_TESTS = {
     "contract/sdk/load_client.py": ENDS_A_PROCESS,
     "contract/sdk/runner.py": ENDS_A_PROCESS,
     "unit/service/test_walk.py": "sys._getframe is Python's name",
-    "contract/sdk/remote_mint_checks.py": ROOM,
-    "unit/client/": ROOM,
 }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,8 +95,8 @@ def test_models_that_transformers_runs_have_the_same_gradients(
         "num_experts_per_tok": 2,
         "num_key_value_heads": 2,
     }
-    own = experts | {"head_dim": 8} if family == "qwen3_moe" else {}
-    directory = make_model(CONFIG_MAPPING[family](**shape, **ids, **own), tmp_path / family)
+    own: dict[str, Any] = experts | {"head_dim": 8} if family == "qwen3_moe" else {}
+    directory = make_model(CONFIG_MAPPING[family](**cast(Any, shape | ids | own)), tmp_path / family)
     engine = make_engine(directory)
     trainable = check_gradients(engine, directory)
     engine.optim_step(trainable, STEP)

@@ -12,6 +12,7 @@ import pkgutil
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from turnwise.client.publish import Publisher
 from turnwise.engine.config import EngineConfig
@@ -36,6 +37,9 @@ class BackendSetup:
     """The run's directory; a backend may keep files of its own below it."""
     engine: EngineConfig
     """The section `engine`: device, dtype and memory, for a backend that shares the device with the trainer."""
+    service: Any = None
+    """What makes clients of stored weights where there is no trainer: a `ServiceClient`. A training run leaves it out.
+    """
 
 
 def backend_names() -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.publish import Publisher
+from turnwise.errors import ConfigError
 
 
 class LocalPublisher(Publisher):
@@ -13,3 +16,11 @@ class LocalPublisher(Publisher):
 
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:  # noqa: ARG002
         return await trainer.save_weights_and_get_sampling_client_async()
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:  # noqa: ARG002
+        setup = self.setup
+        if setup is None or setup.service is None:
+            raise ConfigError("the local backend serves files through a service; expected BackendSetup(service=...)")
+        if adapter is None:
+            return await setup.service.create_sampling_client_async(base_model=str(setup.model_directory))
+        return await setup.service.create_sampling_client_async(model_path=str(adapter))

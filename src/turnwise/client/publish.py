@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.futures import ApiFuture
+from turnwise.errors import ConfigError
 from turnwise.types import ModelInput, SampleRequest, SampleResponse
+
+if TYPE_CHECKING:
+    from turnwise.backends import BackendSetup
 
 
 class VersionedSampler(SamplingClient):
@@ -69,12 +74,16 @@ class Publisher(ABC):
     takes_full_weights = False
     """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
 
-    def __init__(self, setup: Any = None) -> None:
+    dtype: str | None = None
+    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
+    allows for its rounding."""
+
+    def __init__(self, setup: BackendSetup | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            setup: What the run tells its backend, a `turnwise.backends.BackendSetup`: how it plays, where the model and
-                the run are. A run always passes it.
+            setup: What the run tells its backend: how it plays, where the model and the run are. A run always passes
+                it.
         """
         self.setup = setup
 
@@ -85,6 +94,17 @@ class Publisher(ABC):
     @abstractmethod
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
         """Bring the weights to the sampler. A backend implements this; `publish` puts the version on the client."""
+
+    async def serve(self, adapter: Path | None, version: int = 0) -> VersionedSampler:
+        """Sample from files, without a trainer: PEFT files in a directory, or None for the base model as it is."""
+        return VersionedSampler(await self.deliver_files(adapter, version), version)
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:  # noqa: ARG002
+        """Bring files to the sampler. A backend that can sample without a trainer implements this."""
+        raise ConfigError(
+            f"{type(self).__name__} samples for a trainer only: it has no deliver_files(adapter, version); "
+            "expected rollout.backend=local, or a backend that has it"
+        )
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""

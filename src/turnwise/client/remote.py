@@ -72,6 +72,11 @@ class RemoteServiceClient:
         return self._connection.base_url
 
     @property
+    def sdk_name(self) -> str:
+        """The SDK that carries the requests: tinker, or mint for a key of MinT's."""
+        return self._connection.sdk.__name__
+
+    @property
     def dialect(self) -> Dialect:
         """Which columns may be sent."""
         return self._connection.dialect

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.losses.outside import is_outside
+from turnwise.rollout.server_options import SHARED_OPTIONS
 
 if TYPE_CHECKING:
     from turnwise.config.config import Config
@@ -101,6 +102,15 @@ def check_play(config: Config) -> None:
             f"engine.max_num_seqs={engine.max_num_seqs} is not read with rollout.deterministic: one sequence is "
             "decoded at a time; leave one of them out"
         )
+    for name in SHARED_OPTIONS if rollout.backend == "local" else ():
+        here, there = getattr(rollout, name), getattr(engine, name)
+        if here and name in engine.changed_options() and here != there:
+            raise ValueError(f"rollout.{name}={here} and engine.{name}={there} are one option here; leave one out")
+        if here and name == "max_num_seqs" and rollout.deterministic and here != 1:
+            raise ValueError(
+                f"rollout.{name}={here} is not read with rollout.deterministic: one sequence is decoded at a time; "
+                "leave one of them out"
+            )
 
 
 def check_full(config: Config) -> None:
@@ -120,6 +130,8 @@ def check_service(config: Config) -> None:
     # engine.dtype is allowed: the certificate's tolerance needs the service's dtype, which is not known here.
     unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
+    if config.rollout.backend == "local":
+        unread += [f"rollout.{name}" for name in SHARED_OPTIONS if getattr(config.rollout, name)]
     if unread:
         raise ValueError(f"{unread[0]} is not read with model.base_url: the service has its own; leave it out")
     if is_outside(config.method.loss):

@@ -37,6 +37,7 @@ from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
 from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runtime.section import Section
 from turnwise.watch.alarms import AlarmConfig
 
@@ -97,18 +98,27 @@ class Config(Section):
 
     @property
     def method_in_use(self) -> MethodOptions:
-        """The method as it runs. If samplers lag and no loss was chosen, `cispo` replaces `importance_sampling`,
-        because its weights on stale tokens are bounded (docs/async.md)."""
-        return self.method.when_lagging() if self.train.max_staleness else self.method
+        """The method as it runs. If another program samples, its ratios are truncated (docs/backends.md). If samplers
+        lag and no loss was chosen, `cispo` replaces `importance_sampling`, because its weights on stale tokens are
+        bounded (docs/async.md)."""
+        method = self.method.when_foreign() if self.is_sampled_elsewhere else self.method
+        return method.when_lagging() if self.train.max_staleness else method
+
+    @property
+    def is_sampled_elsewhere(self) -> bool:
+        """Whether the sampler is another program than the trainer, which rounds in its own way."""
+        return self.rollout.backend != "local" and not self.reads_stored
 
     @property
     def engine_in_use(self) -> EngineConfig:
-        """The engine's section as it runs: with the run's seed, and with one sequence at a time if it is
-        deterministic."""
+        """The engine's section as it runs: with the run's seed, with what `rollout` says about its sampler, and with
+        one sequence at a time if it is deterministic."""
         engine = self.engine
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
         if self.model.train == "full":
             update["full_weights"] = True
+        if self.rollout.backend == "local":
+            update |= {name: getattr(self.rollout, name) for name in SHARED_OPTIONS if getattr(self.rollout, name)}
         if self.rollout.deterministic:
             update |= {"max_num_seqs": 1, "prefix_cache": False}
         return engine.model_copy(update=update)

@@ -62,6 +62,8 @@ class EnvStep:
     """The reply could not be read as an action. The option `on_unparsable` decides what that costs."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to log."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Words to record with the attempt, such as who its opponent was."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)

@@ -28,10 +28,13 @@ class SeatOutcome:
     is_success: bool
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to log."""
+    messages: Sequence[Message] = ()
+    """What the seat still hears when the game is over, such as the other seat's last words."""
 
     def to_env_step(self, *, is_unparsable: bool) -> EnvStep:
         """The answer to the seat's last move."""
         return EnvStep(
+            messages=self.messages,
             reward=self.reward,
             terminated=True,
             is_success=self.is_success,

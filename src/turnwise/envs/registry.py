@@ -21,6 +21,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "gsm8k_multi_turn": "turnwise.envs.library.gsm8k_multi_turn:Gsm8kMultiTurn",
     "guess_number": "turnwise.envs.library.guess_number:GuessNumber",
     "key_door": "turnwise.envs.library.key_door:KeyDoor",
+    "negotiate": "turnwise.envs.library.negotiate:Negotiate",
     "swe": "turnwise.envs.library.swe:Swe",
     "text_to_sql": "turnwise.envs.library.text_to_sql:TextToSql",
     "tic_tac_toe": "turnwise.envs.library.tic_tac_toe:TicTacToe",

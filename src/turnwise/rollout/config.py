@@ -10,19 +10,20 @@ from turnwise.envs.base import World
 from turnwise.envs.game import GameWorld
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import RolloutLimits
+from turnwise.rollout.server_options import ServerOptions
 
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
 
-class RolloutConfig(RolloutLimits):
+class RolloutConfig(RolloutLimits, ServerOptions):
     """How attempts are played."""
 
     backend: str = Field(
         default="local",
         min_length=1,
-        description="What samples: `local` is the engine in this process; your own backend is `module:Class` "
-        "or `path/to/file.py:Class` (docs/backends.md).",
+        description="What samples: `local` is the engine in this process, `vllm` a vLLM server; your own backend is "
+        "`module:Class` or `path/to/file.py:Class` (docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
         default=True,
@@ -105,7 +106,8 @@ class RolloutConfig(RolloutLimits):
         return ((stop,) if stop else ()) if isinstance(stop, str) else stop
 
     @model_validator(mode="after")
-    def _turns_fit_the_backend(self) -> Self:
+    def _options_fit_the_backend(self) -> Self:
+        self.check_backend(self.backend)
         if self.backend == "sglang" and not self.use_conversation_multi_turn:
             raise NotImplementedError("`use_conversation_multi_turn=False` is not supported for SGLang backend")
         return self

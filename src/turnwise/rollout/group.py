@@ -35,8 +35,10 @@ from turnwise.trajectory import Branch, Failure, Trajectory, TrajectoryGroup
 
 DropReason = Literal["group_too_small", "quarantined", "ended_before_branch"]
 EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_done", "group_dropped"]
-QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD)
-"""Only their failures count against a task: a sampler that is down says nothing about it."""
+QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD, Party.CONTEXT)
+"""Only their failures count against a task: a sampler or an opponent that is down says nothing about it."""
+WORLD_PARTIES = (*QUARANTINE_PARTIES, Party.OPPONENT)
+"""Their failures, tries in a row over all tasks, close the world."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ class Quarantine:
         """Count one try at any task; `failure` is None if it went well."""
         if failure is None:
             self._num_failed_tries = 0
-        elif failure.party in QUARANTINE_PARTIES:
+        elif failure.party in WORLD_PARTIES:
             self._num_failed_tries += 1
             if self._num_failed_tries >= self._world_after and self._world is None:
                 self._world = f"{self._num_failed_tries} tries in a row failed; the last: {failure.detail}"
@@ -306,7 +308,8 @@ class Rollout:
     def may_retry(self, task: Task, failed: Trajectory, retry: int) -> bool:
         """Whether to play an attempt again that failed; tells listeners either way."""
         assert failed.failure is not None
-        if retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
+        is_certain = failed.failure.party is Party.CONTEXT  # the same prompt would be as long again
+        if is_certain or retry == self.config.max_retries or self.quarantine.reason(task.id) is not None:
             self.emit("attempt_failed", task, failed, failed.failure.detail)
             return False
         self.emit("attempt_retried", task, failed, failed.failure.detail)

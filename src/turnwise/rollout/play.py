@@ -58,6 +58,7 @@ class Savepoint:
     prompt_ids: tuple[int, ...]
     """The next prompt of the sampler."""
     metrics: Mapping[str, float]
+    labels: Mapping[str, str]
     is_success: bool | None
     env_state: str | None
     parked: EnvCalls | None
@@ -124,6 +125,7 @@ class Player:
         self._prompt_ids: list[int] = []
         self._turns: list[Turn] = []
         self._metrics: dict[str, float] = {}
+        self._labels: dict[str, str] = {}
         self._is_success: bool | None = None
 
     @property
@@ -167,6 +169,7 @@ class Player:
             metrics=self._metrics,
             duration_s=self._clock.spent_s,
             branch=self._attempt.branch,
+            labels=self._labels,
         )
 
     async def begin(self) -> None:
@@ -182,9 +185,9 @@ class Player:
         """The limit that forbids another reply, if any. Fails the attempt if even its first prompt does not fit."""
         if self._config.num_tokens_left(len(self._prompt_ids)) < 1:
             if not self._turns:
-                limit = self._config.max_trajectory_tokens
-                detail = f"the first prompt has {len(self._prompt_ids)} tokens and max_trajectory_tokens is {limit}"
-                raise AttemptFailed(Party.ENV, detail)
+                needed, limit = len(self._prompt_ids), self._config.max_trajectory_tokens
+                detail = f"the first prompt needs {needed} tokens, the limit is {limit} (rollout.max_trajectory_tokens)"
+                raise AttemptFailed(Party.CONTEXT, detail)
             return EndReason.MAX_TOKENS
         if self._clock.is_over and self._has_own_turns:
             return EndReason.TIME_LIMIT
@@ -206,6 +209,7 @@ class Player:
             turn = replace(turn, potential=potential, next_potential=after)
         self._turns.append(turn)
         self._metrics.update({key: float(value) for key, value in step.info.items()})
+        self._labels.update(step.labels)
         if step.is_success is not None:
             self._is_success = bool(step.is_success)
         end_reason = self._end_after(step)
@@ -225,6 +229,7 @@ class Player:
             history=tuple(self._history),
             prompt_ids=tuple(self._prompt_ids),
             metrics=dict(self._metrics),
+            labels=dict(self._labels),
             is_success=self._is_success,
             env_state=env_state,
             parked=parked,
@@ -239,7 +244,7 @@ class Player:
         check_same_state(point.env_state, await self._env.state_key())
         self._start, self._turns, self._history = point.start, list(point.turns), list(point.history)
         self._prompt_ids, self._metrics = list(point.prompt_ids), dict(point.metrics)
-        self._is_success = point.is_success
+        self._labels, self._is_success = dict(point.labels), point.is_success
 
     async def _replay(self, point: Savepoint) -> None:
         check_same_answer(-1, point.start, await self._env.start())
@@ -306,6 +311,7 @@ class Player:
             reward_parts=self._reward_parts(step),
             is_trained=not (step.is_unparsable and self._config.on_unparsable == "mask"),
             is_cut=sequence.stop_reason == "length",
+            is_unparsable=step.is_unparsable,
             env_state=env_state,
         )
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TypedDict
 
 from turnwise.errors import AttemptFailed, Party
+from turnwise.runtime.raised_at import user_traceback
 from turnwise.trajectory import Failure, Trajectory
 
 
@@ -95,7 +96,8 @@ class RolloutStats:
     def to_failure(self, error: AttemptFailed) -> Failure:
         """What a trajectory keeps of an exception that ended it."""
         self.failures.add(error)
-        return Failure(party=error.party, detail=error.detail)
+        traceback = "" if error.__cause__ is None else user_traceback(error.__cause__)
+        return Failure(party=error.party, detail=error.detail, traceback=traceback)
 
     def add_try(self, trajectory: Trajectory) -> None:
         self._counts["tries"] += 1

@@ -32,6 +32,8 @@ from turnwise.runlog.schema import (
     Phase,
     PoolRow,
     StoredAttempt,
+    StoredDialogue,
+    StoredTurn,
 )
 from turnwise.runtime.closing import ClosedOnExit
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
@@ -113,17 +115,34 @@ class RunReader(ClosedOnExit):
             credited_parts=tuple(
                 None if (parts := _column(turn, "credited_parts")) is None else json.loads(parts) for turn in turns
             ),
+            critic_values=tuple(
+                None if (values := _column(turn, "critic_values")) is None else unpack_array(values) for turn in turns
+            ),
+        )
+
+    def stored_dialogue(self, attempt_id: int) -> StoredDialogue:
+        """One trajectory without its token arrays. It stays when these are dropped."""
+        row = self._row(attempt_id)
+        if row["start"] is None:
+            raise DataError(f"attempt {attempt_id}: its dialogue was dropped to keep run.max_size_mb")
+        return StoredDialogue(
+            row=_attempt_row(row),
+            start=unpack_messages(row["start"]),
+            turns=tuple(_dialogue_turn(turn) for turn in self._turns(attempt_id)),
+            seed=row["seed"],
+            duration_s=row["duration_s"],
+            metrics=json.loads(row["metrics"]),
+            branch=_branch(row),
+            failure=_failure(row),
         )
 
     def dialogue(self, attempt_id: int) -> list[tuple[Message, float | None]]:
         """The messages of one attempt, each reply with its reward. They stay when token arrays are dropped."""
-        row = self._row(attempt_id)
-        if row["start"] is None:
-            raise DataError(f"attempt {attempt_id}: its dialogue was dropped to keep run.max_size_mb")
-        messages: list[tuple[Message, float | None]] = [(message, None) for message in unpack_messages(row["start"])]
-        for turn in self._turns(attempt_id):
-            messages.append((unpack_messages(turn["reply"])[0], float(turn["reward"])))
-            messages += [(message, None) for message in unpack_messages(turn["observation"])]
+        stored = self.stored_dialogue(attempt_id)
+        messages: list[tuple[Message, float | None]] = [(message, None) for message in stored.start]
+        for turn in stored.turns:
+            messages.append((turn.reply, float(sum(turn.reward_parts.values()))))
+            messages += [(message, None) for message in turn.observation]
         return messages
 
     def failure(self, attempt_id: int) -> Failure | None:
@@ -215,6 +234,21 @@ def _attempt_row(row: sqlite3.Row) -> AttemptRow:
     )
 
 
+def _dialogue_turn(row: sqlite3.Row) -> StoredTurn:
+    credited = _column(row, "credited_parts")
+    return StoredTurn(
+        reply=unpack_messages(row["reply"])[0],
+        observation=unpack_messages(row["observation"]),
+        policy_version=row["policy_version"],
+        temperature=row["temperature"],
+        reward_parts=json.loads(row["reward_parts"]),
+        credited_parts=None if credited is None else json.loads(credited),
+        is_trained=bool(row["is_trained"]),
+        is_cut=bool(row["is_cut"]),
+        env_state=row["env_state"],
+    )
+
+
 def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
     turns: list[Turn] = []
     known: tuple[int, ...] = ()
@@ -231,6 +265,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
             reward_parts=json.loads(stored["reward_parts"]),
             is_trained=bool(stored["is_trained"]),
             is_cut=bool(stored["is_cut"]),
+            is_unparsable=bool(_column(stored, "is_unparsable")),
             env_state=stored["env_state"],
             potential=_column(stored, "potential"),
             next_potential=_column(stored, "next_potential"),
@@ -238,7 +273,6 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         known = (*turn.prompt_ids, *turn.sampled_ids)
         turns.append(turn)
     is_success = row["is_success"]
-    branch = _column(row, "branch")
     return Trajectory(
         task_id=row["task_id"],
         attempt=row["attempt"],
@@ -250,9 +284,17 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
         is_success=None if is_success is None else bool(is_success),
         metrics=json.loads(row["metrics"]),
         duration_s=row["duration_s"],
-        branch=Branch(**json.loads(branch)) if branch else None,
+        branch=_branch(row),
+        labels=json.loads(_column(row, "labels") or "{}"),
     )
 
 
+def _branch(row: sqlite3.Row) -> Branch | None:
+    branch = _column(row, "branch")
+    return Branch(**json.loads(branch)) if branch else None
+
+
 def _failure(row: sqlite3.Row) -> Failure | None:
-    return None if row["party"] is None else Failure(party=Party(row["party"]), detail=row["detail"])
+    if row["party"] is None:
+        return None
+    return Failure(party=Party(row["party"]), detail=row["detail"], traceback=_column(row, "traceback") or "")

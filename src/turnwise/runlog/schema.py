@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 8
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -56,7 +56,9 @@ CREATE TABLE trajectories (
     has_tokens INTEGER NOT NULL,
     time REAL NOT NULL,
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
-    is_as_played INTEGER             -- NULL: written before version 5, with shaped rewards and the method's own mask
+    is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
+    traceback TEXT,                  -- of a failed attempt: the exception with its frames; NULL: none was raised
+    labels TEXT                      -- JSON, the env's words, such as who the opponent was
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -81,7 +83,9 @@ CREATE TABLE turns (
     advantages BLOB,                 -- [S]
     potential REAL,                  -- what the env called the state before the turn
     next_potential REAL,             -- and after it
-    credited_parts TEXT              -- JSON, the rewards after shaping; NULL where the method did not see the attempt
+    credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
+    critic_values BLOB,              -- [S] the critic's value of the state before each token; NULL without a critic
+    is_unparsable INTEGER            -- the env could not read the reply; NULL: written before version 7
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -134,6 +138,12 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN next_potential REAL",
         "ALTER TABLE turns ADD COLUMN credited_parts TEXT",
     ),
+    5: ("ALTER TABLE turns ADD COLUMN critic_values BLOB",),
+    6: (
+        "ALTER TABLE trajectories ADD COLUMN traceback TEXT",
+        "ALTER TABLE turns ADD COLUMN is_unparsable INTEGER",
+    ),
+    7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
 }
 """The statements that turn a version into the next one."""
 
@@ -157,6 +167,8 @@ class AttemptRecord:
     """[S] per turn. None for a turn that was not trained on."""
     credited: Trajectory | None = None
     """The trajectory as the method saw it, with shaped rewards and its own `is_trained`. None if it did not see it."""
+    critic_values: tuple[NDArray[np.float64], ...] | None = None
+    """[S] per turn: the critic's value of the state before each token. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +204,38 @@ class StoredAttempt:
     trainer_logprobs: tuple[NDArray[np.float32] | None, ...]
     credited_parts: tuple[Mapping[str, float] | None, ...]
     """Per turn, the rewards after shaping, by part. None if the method did not see the attempt."""
+    critic_values: tuple[NDArray[Any] | None, ...]
+    """[S] per turn: the critic's value of the state before each token. None without a critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTurn:
+    """What stays of a turn when its token arrays are dropped: the messages, and what was said about them."""
+
+    reply: Message
+    observation: tuple[Message, ...]
+    policy_version: int
+    temperature: float
+    reward_parts: Mapping[str, float]
+    credited_parts: Mapping[str, float] | None
+    """The rewards after shaping. None if the method did not see the attempt."""
+    is_trained: bool
+    is_cut: bool
+    env_state: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDialogue:
+    """A stored trajectory without its token arrays."""
+
+    row: AttemptRow
+    start: tuple[Message, ...]
+    turns: tuple[StoredTurn, ...]
+    seed: int
+    duration_s: float
+    metrics: Mapping[str, float]
+    branch: Branch | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

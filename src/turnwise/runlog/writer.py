@@ -43,7 +43,7 @@ DROP_BATCH = 32
 
 _DROP_TOKENS = """
 UPDATE turns SET prompt = NULL, sampled = NULL, logprobs = NULL, trainer_logprobs = NULL, mask = NULL,
-    advantages = NULL WHERE trajectory_id = ?
+    advantages = NULL, critic_values = NULL WHERE trajectory_id = ?
 """
 _DROP_RULES = (
     ("token arrays", "train", "has_tokens", (_DROP_TOKENS, "UPDATE trajectories SET has_tokens = 0 WHERE id = ?")),
@@ -192,7 +192,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1)",
+            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1, ?, ?)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.end_reason),
@@ -201,11 +201,13 @@ class RunWriter:
                 *(trajectory.num_sampled_tokens, trajectory.duration_s, json.dumps(dict(trajectory.metrics))),
                 *(pack_messages(trajectory.start), time.time()),
                 None if trajectory.branch is None else json.dumps(asdict(trajectory.branch)),
+                (failure.traceback or None) if failure is not None else None,
+                json.dumps(dict(trajectory.labels)),
             ),
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            f"INSERT INTO turns VALUES ({', '.join('?' * 21)})",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 23)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
@@ -293,6 +295,8 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
         *(turn.potential, turn.next_potential),
         None if credited is None else json.dumps(dict(credited.reward_parts)),
+        None if attempt.critic_values is None else pack_floats(np.float32(attempt.critic_values[index]).tolist()),
+        turn.is_unparsable,
     )
 
 

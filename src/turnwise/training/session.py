@@ -153,6 +153,7 @@ class TrainingSession:
             writer.event(done.step, "resumed", path=done.path)
             writer.commit(done.step)
             remove_orphans(directory, setup.start.checkpoints)
+        writer.set_meta("plan", "\n".join(setup.plan_lines()))
         writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 
     async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:
@@ -170,18 +171,19 @@ class TrainingSession:
                 critic=critic,
                 delete=service.delete_checkpoint,
             )
+            publisher = make_publisher(self._backend_setup())
             loop = Loop(
                 LoopSetup(
                     parts=setup.parts,
                     trainer=trainer,
-                    publisher=make_publisher(self._backend_setup()),
+                    publisher=publisher,
                     renderer=renderer,
                     recorder=recorder,
                     checkpoints=checkpoints,
                     interrupt=self.interrupt,
                     steering=self.steering,
                     critic=critic,
-                    k2_tolerance=tolerances.K2[_dtype_name(config)],
+                    k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
             with settled_process():

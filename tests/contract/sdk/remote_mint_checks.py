@@ -12,11 +12,10 @@ IDS = [5, 6, 7, 8, 9]
 
 
 def a_key_of_mints_is_taken_by_mints_sdk():
-    import mint
     import tinker
 
     assert tinker.__version__.startswith("0.22")
-    assert SERVICE._connection.sdk is mint
+    assert SERVICE.sdk_name == "mint"
 
 
 def it_trains_saves_and_samples():

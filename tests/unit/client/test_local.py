@@ -91,6 +91,7 @@ class RememberingEngine:
         self.sampler = EchoSampler()
         self.base_policy = RememberingPolicy(0, 1)
         self.version = 1
+        self.adapters: list[RememberingAdapter] = []
         self.num_adapters = 0
         self.is_closed = False
         self.gate = threading.Event()
@@ -98,7 +99,8 @@ class RememberingEngine:
 
     def create_adapter(self, lora: LoraConfig) -> RememberingAdapter:
         self.num_adapters += 1
-        return RememberingAdapter(lora)
+        self.adapters.append(RememberingAdapter(lora))
+        return self.adapters[-1]
 
     def create_saved(self, _directory: Path, lora: LoraConfig) -> RememberingAdapter:
         return self.create_adapter(lora)
@@ -199,10 +201,6 @@ def prompt(*tokens: int) -> ModelInput:
     return ModelInput.from_ints(tokens)
 
 
-def adapter_of(client: LocalTrainingClient) -> RememberingAdapter:
-    return cast(RememberingAdapter, client._adapter)  # pyright: ignore[reportPrivateUsage]
-
-
 def trained_value(client: LocalTrainingClient) -> int:
     """What the adapter is worth now, asked the public way."""
     return client.save_weights_and_get_sampling_client().sample(prompt(1)).result(DEADLINE_S).sequences[0].tokens[0]
@@ -284,7 +282,7 @@ def test_what_the_caller_changes_after_the_call_is_not_trained(
     data.clear()
     loaded[0].gate.set()
     future.result(DEADLINE_S)
-    ((_, seen_config, seen),) = adapter_of(client).trained
+    ((_, seen_config, seen),) = loaded[0].adapters[0].trained
     assert seen_config == {"clip_low_threshold": 0.8}
     assert seen[0].model_input.to_ints() == [1, 2]
     assert seen[0].loss_fn_inputs["weights"].tolist() == [1.0, 1.0]
@@ -325,19 +323,21 @@ def test_optim_step_needs_one_set_of_settings(service: ServiceClient, small: str
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_save_state_and_train_on_with_the_optimizer(service: ServiceClient, small: str) -> None:
+def test_save_state_and_train_on_with_the_optimizer(
+    service: ServiceClient, small: str, loaded: list[RememberingEngine]
+) -> None:
     client = service.create_lora_training_client(small, rank=4, seed=3, train_unembed=False)
     client.optim_step(AdamParams())
     path = client.save_state("step-1").result(DEADLINE_S).path
     assert path == f"tinker://{client.model_id}/weights/step-1"
     again = service.create_training_client_from_state_with_optimizer(path)
-    assert adapter_of(again) == RememberingAdapter(LoraConfig(rank=4, seed=3, train_unembed=False), 1.0, 1)
+    assert loaded[0].adapters[1] == RememberingAdapter(LoraConfig(rank=4, seed=3, train_unembed=False), 1.0, 1)
     assert again.model_id != client.model_id
-    fresh = service.create_training_client_from_state(path)
-    assert adapter_of(fresh).num_steps == 0
+    service.create_training_client_from_state(path)
+    assert loaded[0].adapters[2].num_steps == 0
 
 
-async def test_the_async_twins_of_loading(service: ServiceClient, small: str) -> None:
+async def test_the_async_twins_of_loading(service: ServiceClient, small: str, loaded: list[RememberingEngine]) -> None:
     client = await service.create_lora_training_client_async(small)
     await client.optim_step(AdamParams())
     saved = await (await client.save_state_async("s"))
@@ -345,12 +345,13 @@ async def test_the_async_twins_of_loading(service: ServiceClient, small: str) ->
         service.create_training_client_from_state_async,
         service.create_training_client_from_state_with_optimizer_async,
     ):
-        assert adapter_of(await create(saved.path)).value == 1
+        await create(saved.path)
+        assert loaded[0].adapters[-1].value == 1
     await client.optim_step(AdamParams())
     assert (await (await client.load_state_async(saved.path))).path == saved.path
-    assert adapter_of(client).num_steps == 0
+    assert loaded[0].adapters[0].num_steps == 0
     await client.load_state_with_optimizer_async(saved.path).result_async()
-    assert adapter_of(client).num_steps == 1
+    assert loaded[0].adapters[0].num_steps == 1
 
 
 def test_a_load_right_behind_its_save_needs_no_waiting(service: ServiceClient, small: str) -> None:
@@ -513,11 +514,13 @@ def test_a_damaged_checkpoint_says_which_file(service: ServiceClient, small: str
         service.create_training_client_from_state(path)
 
 
-def test_a_reference_checkpoint_reaches_the_engine_as_a_directory(service: ServiceClient, small: str) -> None:
+def test_a_reference_checkpoint_reaches_the_engine_as_a_directory(
+    service: ServiceClient, small: str, loaded: list[RememberingEngine]
+) -> None:
     client = service.create_lora_training_client(small)
     path = client.save_weights_for_sampler("ref").result(DEADLINE_S).path
     client.forward_backward([datum()], "ppo", {"kl_reference": path}).result(DEADLINE_S)
-    ((_, config, _),) = adapter_of(client).trained
+    ((_, config, _),) = loaded[0].adapters[0].trained
     assert Path(config["kl_reference"]).is_dir()
     client.forward_backward([datum()], "ppo", {"kl_reference": "base"}).result(DEADLINE_S)
 

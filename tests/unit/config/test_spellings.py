@@ -32,7 +32,7 @@ def test_a_file_the_command_line_and_python_read_the_same_spellings(tmp_path: Pa
     file = tmp_path / "old.yaml"
     file.write_text(OLD_FILE, encoding="utf-8")
     config = load_config(str(file))
-    rollout, engine = config.rollout, config.engine
+    rollout, engine = config.rollout, config.engine_in_use
     assert (rollout.group_size, rollout.max_turns, rollout.temperature, rollout.max_tokens_per_turn) == (4, 3, 0.5, 16)
     assert (engine.device, engine.dtype, engine.max_num_seqs) == ("cpu", "float32", 32)
     assert (engine.gpu_memory_utilization, engine.micro_batch_tokens) == (0.7, 512)

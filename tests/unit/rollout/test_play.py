@@ -77,8 +77,24 @@ async def test_a_full_context_ends_the_attempt_before_sampling(renderer: Rendere
 async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_not_an_attempt(renderer: Renderer) -> None:
     trajectory = await play_env(CountingEnv(), renderer, max_trajectory_tokens=3)
     assert trajectory.failure is not None
-    assert (trajectory.failure.party, trajectory.turns) == (Party.ENV, ())
-    assert "first prompt has" in trajectory.failure.detail
+    assert (trajectory.failure.party, trajectory.turns) == (Party.CONTEXT, ())
+    assert "first prompt needs" in trajectory.failure.detail
+
+
+async def test_a_failure_keeps_the_frames_of_the_users_code_and_no_others(renderer: Renderer) -> None:
+    env = CountingEnv(num_turns=2)
+
+    async def broken(_: Message) -> EnvStep:
+        raise KeyError("no such row")
+
+    env.on_step = broken
+    trajectory = await play_env(env, renderer)
+    assert trajectory.failure is not None
+    shown = trajectory.failure.traceback
+    assert f'File "{__file__}"' in shown
+    assert 'raise KeyError("no such row")' in shown
+    assert shown.endswith("KeyError: 'no such row'")
+    assert "turnwise/rollout" not in shown
 
 
 async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import DATABASE, SCHEMA_VERSION, AttemptRecord
 from turnwise.runlog.writer import RunWriter
@@ -37,7 +40,10 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
     for table, column in (
         ("trajectories", "branch"),
         ("trajectories", "is_as_played"),
-        *(("turns", name) for name in ("potential", "next_potential", "credited_parts")),
+        ("trajectories", "traceback"),
+        ("trajectories", "labels"),
+        *(("turns", name) for name in ("potential", "next_potential", "credited_parts", "critic_values")),
+        ("turns", "is_unparsable"),
     ):
         database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     database.execute("ALTER TABLE checkpoints DROP COLUMN state")
@@ -47,7 +53,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
     database.close()
     with RunReader(tmp_path) as run:
         assert run.attempt(1).trajectory == make_trajectory()
-        assert run.attempt(1).credited_parts == (None,) * 3
+        assert run.attempt(1).credited_parts == run.attempt(1).critic_values == (None,) * 3
         assert not run.attempts()[0].is_as_played
         assert (run.checkpoints(), run.pool(0)) == ([], [])
     writer = RunWriter.reopen(tmp_path, max_size_mb=8)
@@ -59,3 +65,17 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         assert run.meta("schema_version") == str(SCHEMA_VERSION)
         assert [run.attempt(i).trajectory.branch for i in (1, 2)] == [None, Branch(turn=1, seed=5)]
         assert [row.is_as_played for row in run.attempts()] == [False, True]
+
+
+def test_a_critics_values_come_back_token_by_token(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+    trajectory = make_trajectory()
+    values = tuple(np.linspace(0.0, 1.0, len(turn.sampled_ids)) for turn in trajectory.turns)
+    writer = RunWriter.create(tmp_path, "", max_size_mb=8)
+    record = AttemptRecord(trajectory=trajectory, outcome="trained", critic_values=values)
+    writer.attempts(1, "train", [record])
+    writer.commit(1)
+    writer.close()
+    with RunReader(tmp_path) as run:
+        for stored, given in zip(run.attempt(1).critic_values, values, strict=True):
+            assert stored is not None
+            assert stored == pytest.approx(given, abs=1e-6)

@@ -22,12 +22,13 @@ class ServedWeights:
     version: int
     """The run's version; 0 is the base model or the adapter a run starts with."""
     adapter: Path | None = None
-    """PEFT files, in a directory of this version alone. None: the weights that the server itself holds."""
+    """PEFT files, in a directory of this publication alone, whose name no other run or process uses. None: the weights
+    that the server itself holds."""
 
     @property
     def name(self) -> str | None:
-        """The adapter's name on the server; None means the server's own weights."""
-        return None if self.adapter is None else f"turnwise-{self.version}"
+        """The adapter's name on the server, which is its directory's; None means the server's own weights."""
+        return None if self.adapter is None else self.adapter.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,13 @@ class ServerFacts:
 
 
 class ServerDialect(ABC):
-    """Talks to one server. Every method has a deadline of its own and raises `ServiceError` with the server's words."""
+    """Talks to one server. Every method has a deadline of its own and raises `ServiceError` with the server's words.
+
+    Two kinds of error make a difference (`servers/http.py`). `ServerGoneError`: no answer, an answer that makes no
+    sense, or an adapter that the server no longer has; the fleet checks the server, loads everything again and sends
+    the request elsewhere. Any other `ServiceError`: the server refused; every server of this kind would, so the request
+    fails. All methods are called in one event loop, which is not the run's own.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -56,15 +63,18 @@ class ServerDialect(ABC):
 
     @abstractmethod
     async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
-        """Sample by token ids; return token ids and logprobs of the distribution that was sampled from."""
+        """Sample by token ids; return token ids and logprobs of the distribution that was sampled from.
+
+        The fleet sets the deadline here: it cancels the call, which must then end the request on the server too.
+        """
 
     @abstractmethod
     async def load(self, weights: ServedWeights) -> None:
-        """Make an adapter usable under its name."""
+        """Make an adapter usable under its name. It is no error if the server has an adapter of that name already."""
 
     @abstractmethod
     async def unload(self, weights: ServedWeights) -> None:
-        """Forget an adapter that no attempt uses any more."""
+        """Forget an adapter that no attempt uses any more. It is no error if the server does not have it."""
 
     @abstractmethod
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:

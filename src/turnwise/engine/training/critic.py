@@ -163,6 +163,7 @@ class ValueLoss:
     """False if values are only read: then datums have no returns, and there are no metrics."""
 
     is_separable = True
+    spans_datums = False
     needs_entropy = False
     needs_reference = False
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from turnwise.engine.model.lora import LoraLinear, Route
 from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import SoftmaxGradients
 from turnwise.engine.training.pack import Entries
 
 TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
@@ -141,9 +142,8 @@ class TargetHead:
         if grad_entropy_E is not None and chunk.entropies_R is not None:
             entropy_R = torch.zeros_like(sums_R).index_add_(0, local_E, grad_entropy_E)
         if self._fused is not None:
-            grad = self._fused.row_gradients(
-                chunk.exps_RV, temperatures_R, sums_R, total_R, chunk.entropies_R, entropy_R
-            )
+            given = SoftmaxGradients(temperatures_R, sums_R, total_R, chunk.entropies_R, entropy_R)
+            grad = self._fused.row_gradients(chunk.exps_RV, given)
             own_E = (grad_E / temperatures_R[local_E]).to(grad.dtype)
             return grad.index_put_((local_E, chunk.targets_E), own_E, accumulate=True)
         if entropy_R is None or chunk.entropies_R is None:

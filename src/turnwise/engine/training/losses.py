@@ -109,6 +109,8 @@ class Loss:
     policy: PolicyFunction
     """[T] the loss of each token before correction, KL, entropy and weight."""
 
+    spans_datums = False
+
     @property
     def name(self) -> str:
         return self.info.name

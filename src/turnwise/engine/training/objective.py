@@ -25,7 +25,7 @@ from turnwise.engine.training.columns import Asked, DatumColumns, collate_column
 from turnwise.engine.training.logprobs import TargetHead, TokenGradients
 from turnwise.engine.training.losses import make_loss, make_outside_loss
 from turnwise.engine.training.pack import Entries
-from turnwise.engine.training.preference_losses import PreferenceLoss, check_pairs, make_preference_loss
+from turnwise.engine.training.preference_losses import check_pairs, make_preference_loss
 from turnwise.errors import DataError
 from turnwise.losses.outside import LossFunction
 from turnwise.losses.table import find_loss
@@ -49,6 +49,11 @@ class PassLoss(Protocol):
     @property
     def is_separable(self) -> bool:
         """Whether the loss of one position depends on that position alone."""
+        ...
+
+    @property
+    def spans_datums(self) -> bool:
+        """Whether datums belong together, as the two sides of a pair do, so that the loss must see the whole batch."""
         ...
 
     @property
@@ -142,7 +147,7 @@ class TokenLogprobs:
         given = datums if is_learning else [with_weights(datum) for datum in datums]
         sizes = {"vocab_size": model.vocab_size, "max_length": model.max_context_length}
         columns = datums_to_columns(given, loss=loss, **sizes)
-        if isinstance(loss, PreferenceLoss):
+        if loss.spans_datums:
             check_pairs(columns)
         return columns
 

@@ -46,6 +46,7 @@ class PreferenceLoss:
     """[P] the loss of each pair before its weight."""
 
     is_separable = False
+    spans_datums = True
     needs_entropy = False
     needs_reference = True
 

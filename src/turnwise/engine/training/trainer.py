@@ -31,7 +31,6 @@ from turnwise.engine.training.pack import (
     pack,
     split_batches,
 )
-from turnwise.engine.training.preference_losses import PreferenceLoss
 from turnwise.types import ForwardBackwardOutput, TensorData
 
 
@@ -127,7 +126,7 @@ class Trainer:
             for job, result in zip(jobs, results, strict=True):
                 yield from self.add_reference(job, result, reference)
         passes = [self._passes(job, only_trained=True) for job in jobs]
-        if isinstance(loss, PreferenceLoss) and any(len(own) > 1 for own in passes):
+        if loss.spans_datums and any(len(own) > 1 for own in passes):
             for job, result in zip(jobs, results, strict=True):
                 yield from self._whole_batch(job, result, loss)
             return results

@@ -50,7 +50,7 @@ class ProbeColumns:
 
 class SquaredError:
     is_separable = True
-    needs_entropy = needs_reference = False
+    spans_datums = needs_entropy = needs_reference = False
 
     def __call__(self, outputs_T: Tensor, entropies_T: Tensor | None, columns: ProbeColumns) -> Tensor:  # noqa: ARG002
         return (outputs_T - columns.wanted_T).square()

@@ -1,0 +1,82 @@
+"""JSON over HTTP to one server, with a deadline for every call and the server's own words in every error."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from turnwise.errors import ConfigError, ServiceError
+
+MAX_WORDS = 400
+"""Characters of a server's answer that an error quotes."""
+
+
+class ServerGoneError(ServiceError):
+    """A server did not answer, answered too late, failed inside, or lost what it had loaded: another one may do it."""
+
+
+class ServerRefusedError(ServiceError):
+    """A server answered that it will not do this; another server of the same kind would say the same."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class JsonServer:
+    """One server's connections. Use it from one event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client: Any = None
+
+    async def get(self, path: str, *, deadline_s: float) -> Any:
+        """Ask, and return the JSON that comes back; text that is no JSON comes back as text."""
+        return await self._ask("GET", path, None, deadline_s)
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float) -> Any:
+        """Send JSON, and return the JSON that comes back; text that is no JSON comes back as text."""
+        return await self._ask("POST", path, body, deadline_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+    async def _ask(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
+        httpx, address = _httpx(), f"{self.url}{path}"
+        if self._client is None:
+            self._client = _make_client(httpx, self.url)
+        try:
+            async with asyncio.timeout(deadline_s):
+                response = await self._client.request(method, address, json=body)
+        except TimeoutError as cause:
+            raise ServerGoneError(f"{address}: no answer within {deadline_s:g} s") from cause
+        except (httpx.HTTPError, httpx.InvalidURL) as cause:
+            raise ServerGoneError(f"{address}: {type(cause).__name__} ({str(cause)[:MAX_WORDS]})") from cause
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise ServerGoneError(f"{address}: status {response.status_code}: {response.text[:MAX_WORDS]}")
+        if response.status_code >= 300:
+            words = response.text[:MAX_WORDS]
+            raise ServerRefusedError(f"{address}: status {response.status_code}: {words}", response.status_code)
+        try:
+            return response.json()
+        except ValueError:
+            return response.text
+
+
+def _httpx() -> Any:
+    try:
+        import httpx2
+    except ImportError as cause:
+        raise ConfigError("sampling on a server needs the package httpx2: pip install 'turnwise[servers]'") from cause
+    return httpx2
+
+
+def _make_client(httpx: Any, url: str) -> Any:
+    """A client without a limit of its own: the fleet decides how many requests a server gets, and for how long."""
+    verify = ssl.create_default_context() if url.startswith("https") else False  # reading the certificates is slow
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=None, limits=limits, verify=verify, trust_env=False)

@@ -1,0 +1,125 @@
+"""The protocol of the world `negotiate` inside free text: offers and acceptance, each on a line of its own.
+
+    The flat is worth more than that.
+    Offer: rent=1,100; deposit=2 months
+
+    Accept
+
+Whatever stands on other lines is talk. Numbers may be written as 1100, 1,100, 1 100, 1'100, 1.100 or $1,100.00; units,
+percent signs and case do not matter. A reading that fits two options, or none, makes the whole offer unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from turnwise.envs.library.negotiate_games import Issue
+
+_OFFER = re.compile(r"^\W*(?:i\s+)?(?:offer|propose|proposal)\b\s*[:\-]?\s*(?P<terms>.*)$", re.IGNORECASE)
+_ACCEPT = re.compile(r"^\W*(?:i\s+)?(?:accept(?:ed)?|agreed)\b(?P<rest>.*)$", re.IGNORECASE)
+_CONDITION = re.compile(r"\b(?:if|unless|but|not|only|when|provided)\b", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+(?:[.,'’ \u00a0\u202f]\d+)*")
+_SCALES = {"k": 1000, "thousand": 1000, "m": 1_000_000, "million": 1_000_000}
+_GROUPED = re.compile(r"\d{1,3}(?:[.,'’ \u00a0\u202f]\d{3})+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a reply says in the terms of the protocol. A reply that says neither is talk."""
+
+    offer: Mapping[str, int] | None = None
+    """Issue to option. None if there is no offer."""
+    is_acceptance: bool = False
+    is_malformed: bool = False
+    """There is a line that begins like an offer, and it cannot be read."""
+
+
+def read_reply(text: str, issues: Sequence[Issue]) -> Reading:
+    """Read the last offer of a reply, and whether it accepts. A condition ("accept if ...") is no acceptance."""
+    offers: list[Mapping[str, int] | None] = []
+    is_acceptance = False
+    for line in text.splitlines():
+        if found := _OFFER.match(line):
+            offers.append(_read_terms(found["terms"], issues))
+        elif found := _ACCEPT.match(line):
+            is_acceptance = not _CONDITION.search(found["rest"])
+    if not offers:
+        return Reading(is_acceptance=is_acceptance)
+    return Reading(offer=offers[-1], is_acceptance=is_acceptance, is_malformed=offers[-1] is None)
+
+
+def write_offer(offer: Mapping[str, int], issues: Sequence[Issue]) -> str:
+    """The line of an offer, as the protocol has it."""
+    terms = [f"{issue.name}={issue.options[offer[issue.name]]}" for issue in issues if issue.name in offer]
+    return f"Offer: {'; '.join(terms)}"
+
+
+def _read_terms(text: str, issues: Sequence[Issue]) -> dict[str, int] | None:
+    """Issue to option, for every issue that is named. None if nothing is, or if one cannot be read."""
+    names = "|".join(re.escape(issue.name) for issue in issues)
+    marks = list(re.finditer(rf"\b({names})\b\s*[:=]?\s*", text, re.IGNORECASE))
+    by_name = {issue.name.lower(): issue for issue in issues}
+    if not marks and len(issues) == 1:
+        chosen = find_option(text, issues[0].options)
+        return None if chosen is None else {issues[0].name: chosen}
+    found: dict[str, int] = {}
+    for index, mark in enumerate(marks):
+        end = marks[index + 1].start() if index + 1 < len(marks) else len(text)
+        issue = by_name[mark[1].lower()]
+        chosen = find_option(text[mark.end() : end].partition(";")[0], issue.options)
+        if chosen is None or found.get(issue.name, chosen) != chosen:
+            return None
+        found[issue.name] = chosen
+    return found or None
+
+
+def find_option(text: str, options: Sequence[str]) -> int | None:
+    """The one option that a text names: by its words, or by its number. None if it is not exactly one."""
+    said = _plain(text)
+    exact = [index for index, option in enumerate(options) if _plain(option) == said]
+    if len(exact) == 1:
+        return exact[0]
+    values = _values(text)
+    if values:
+        same = [index for index, option in enumerate(options) if values & _values(option)]
+        return same[0] if len(same) == 1 else None
+    begun = [index for index, option in enumerate(options) if f"{said} ".startswith(f"{_plain(option)} ")]
+    return max(begun, key=lambda index: len(options[index])) if begun else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.sub(r"[^\w%']+", " ", text.lower()).split())
+
+
+def _values(text: str) -> set[Decimal]:
+    """Every value that the first number of a text may have: 1.200 is 1.2 or 1200."""
+    found = _NUMBER.search(text)
+    if found is None:
+        return set()
+    digits = found[0]
+    readings = {_as_decimal(digits)} if not _GROUPED.fullmatch(digits) else set[Decimal | None]()
+    whole, separator, rest = _split_cents(digits)
+    if _GROUPED.fullmatch(whole) or whole.isdigit():
+        joined = re.sub(r"\D", "", whole)
+        readings.add(_as_decimal(f"{joined}.{rest}" if separator else joined))
+    if _GROUPED.fullmatch(digits):
+        readings.add(Decimal(re.sub(r"\D", "", digits)))
+        if digits.count(".") == 1 and not re.search(r"[,'’ ]", digits):
+            readings.add(Decimal(digits))
+    values = {value.normalize() for value in readings if value is not None}
+    unit = re.match(r"\s*([a-zA-Z]+)", text[found.end() :])
+    scale = _SCALES.get(unit[1].lower()) if unit else None
+    return values | {(value * scale).normalize() for value in values} if scale else values
+
+
+def _split_cents(digits: str) -> tuple[str, str, str]:
+    """The whole part, the separator and the cents of 1,200.50 or 1.200,50; no separator if there are no cents."""
+    cents = re.fullmatch(r"(.+)([.,])(\d{1,2})", digits)
+    return (cents[1], cents[2], cents[3]) if cents else (digits, "", "")
+
+
+def _as_decimal(digits: str) -> Decimal | None:
+    return Decimal(digits) if re.fullmatch(r"\d+(?:\.\d+)?", digits) else None
