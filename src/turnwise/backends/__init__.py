@@ -21,9 +21,6 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 
-PLANNED = ("sglang",)
-"""Names that configurations may hold already; each is refused until its file exists."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSetup:
@@ -56,11 +53,6 @@ def find_publisher(backend: str) -> type[Publisher]:
         found = load_attribute(backend)
     elif backend in names:
         found = _publisher_of(f"{__name__}.{backend}")
-    elif backend in PLANNED:
-        raise ConfigError(
-            f"rollout.backend={backend} is not there yet in this release; what is there is the engine in "
-            "this process: rollout.backend=local (the other rollout options mean the same with it)"
-        )
     else:
         near = did_you_mean(backend, names)
         raise ConfigError(

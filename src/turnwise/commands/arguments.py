@@ -6,7 +6,19 @@ import argparse
 from typing import Any
 
 COMMANDS = (
-    *("train", "status", "stop", "steer", "eval", "sample", "export", "certify", "replay", "curve", "pairs", "compare"),
+    "train",
+    "status",
+    "stop",
+    "steer",
+    "eval",
+    "sample",
+    "export",
+    "certify",
+    "replay",
+    "doctor",
+    "curve",
+    "pairs",
+    "compare",
 )
 
 _TRAIN_EXAMPLES = """\
@@ -41,6 +53,14 @@ def add_commands(commands: Any) -> None:
     )
     replay.add_argument("run", metavar="RUN", help="a run directory")
     replay.add_argument("--attempt", type=int, metavar="ID", help="the attempt; without it, list the latest attempts")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say why a run does not learn, and what to change",
+        description="Say why a run does not learn: what is seen, why it matters, and which option to change. It works "
+        "while the run trains, too. The exit code is 1 if something is found.",
+    )
+    doctor.add_argument("run", metavar="RUN", help="a run directory")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     curve = commands.add_parser(
         "curve",
         help="draw the learning curves of several runs in one picture",
@@ -89,6 +109,10 @@ def run_command(options: argparse.Namespace) -> int:
         from turnwise.compare.compare import run_compare
 
         return run_compare(options.overrides, out=options.out)
+    if options.command == "doctor":
+        from turnwise.commands.doctor import run_doctor
+
+        return run_doctor(options.run, as_json=options.json)
     from turnwise.commands import inspect as inspect_commands
 
     if options.command == "certify":
