@@ -200,10 +200,12 @@ class TrainingSession:
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:
-        """A new adapter, or the one that was saved."""
+        """A new adapter (or all weights), or the one that was saved."""
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.train == "full":
+            return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(
             model.name,
             rank=model.rank,
