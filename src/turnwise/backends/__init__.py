@@ -21,7 +21,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 
-PLANNED = ("sglang", "vllm")
+PLANNED = ("vllm",)
 """Names that configurations may hold already; each is refused until its file exists."""
 
 

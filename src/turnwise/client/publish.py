@@ -71,6 +71,13 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    takes_full_weights = False
+    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
+
+    dtype: str | None = None
+    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
+    allows for its rounding."""
+
     def __init__(self, setup: BackendSetup | None = None) -> None:
         """Start nothing yet.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
@@ -31,7 +31,7 @@ from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Star
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, play_evaluation
 from turnwise.training.learner import Learner
-from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
 from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
@@ -207,14 +207,20 @@ class Loop:
         if self.supply.is_played:
             spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
             certificate = await self._learner.certify(spare, learned, version)
+        drift = step_drift(learned, version) if self.supply.is_played else None
         metrics = step_metrics(batch.played, batch.kept, learned, times)
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
+        if drift is not None:
+            metrics |= drift.metrics()
+            certificate = None if certificate is None else replace(certificate, drift=drift)
         self.supply.publish(self._sampler)
         self.supply.learned(self._num_batches)
         self.done_step = step + 1
         self._recorder.step(self.done_step, batch, learned, metrics, certificate)
-        for alarm in self.alarms.check(metrics):
+        worst = None if drift is None else drift.worst
+        self._recorder.worst_token(self.done_step, worst)
+        for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
         if not learned and not self._has_told_why:
             self._tell_why()

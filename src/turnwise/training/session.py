@@ -171,18 +171,19 @@ class TrainingSession:
                 critic=critic,
                 delete=service.delete_checkpoint,
             )
+            publisher = make_publisher(self._backend_setup())
             loop = Loop(
                 LoopSetup(
                     parts=setup.parts,
                     trainer=trainer,
-                    publisher=make_publisher(self._backend_setup()),
+                    publisher=publisher,
                     renderer=renderer,
                     recorder=recorder,
                     checkpoints=checkpoints,
                     interrupt=self.interrupt,
                     steering=self.steering,
                     critic=critic,
-                    k2_tolerance=tolerances.K2[_dtype_name(config)],
+                    k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
             with settled_process():
@@ -199,10 +200,12 @@ class TrainingSession:
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:
-        """A new adapter, or the one that was saved."""
+        """A new adapter (or all weights), or the one that was saved."""
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.train == "full":
+            return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(
             model.name,
             rank=model.rank,

@@ -156,7 +156,12 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
-    find_publisher(config.rollout.backend)
+    publisher = find_publisher(config.rollout.backend)
+    if config.model.train == "full" and not publisher.takes_full_weights:
+        raise ConfigError(
+            f"rollout.backend={config.rollout.backend} samples from adapters only, and model.train=full trains all "
+            "weights; use rollout.backend=local. A backend of your own says takes_full_weights = True"
+        )
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
     parts = assemble(config, facts, objects)

@@ -98,7 +98,7 @@ def test_a_file_in_the_folder_of_backends_is_a_backend(tmp_path: Path, monkeypat
 
 def test_what_is_no_backend_is_refused_with_what_to_do() -> None:
     assert find_publisher("local") is LocalPublisher
-    for planned in ("sglang", "vllm"):
+    for planned in ("vllm",):
         config = load_config("guess_number", [f"generator.backend={planned}"])
         with pytest.raises(ConfigError, match=rf"rollout\.backend={planned} is not there yet.*rollout\.backend=local"):
             find_publisher(config.rollout.backend)

@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import ServerGoneError
-from turnwise.backends.servers.routing import PrefixRoutes
+from turnwise.backends.servers.routing import PrefixRoutes, Route
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.types import SampleRequest, SampleResponse, SamplingParams
 
@@ -65,7 +65,7 @@ class FleetStats:
     num_fenced: int = 0
     """Times that a version was published without a server, because it lagged behind."""
     num_sticky: int = 0
-    """Requests that went to the server which had read the conversation so far."""
+    """Requests that went on with a conversation, on the server that had drawn its last reply."""
 
 
 class _Server:
@@ -176,7 +176,7 @@ class Fleet:
         self.stats.num_requests += 1
         while True:
             server = await self._choose(request, weights, failed)
-            self._routes.remember(weights.name, request.prompt, server.url)
+            self._routes.remember(weights.name, request.prompt, Route(server.url, is_reply=False))
             try:
                 response = await self._try(server, request, weights)
                 _check(response, request, server.url)
@@ -187,8 +187,9 @@ class Fleet:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
+            route = Route(server.url, is_reply=True)
             for sequence in response.sequences:
-                self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], server.url)
+                self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response
 
     async def close(self) -> None:
@@ -204,11 +205,16 @@ class Fleet:
         able = [server for server in able if server.url not in failed] or able
         least = min(able, key=lambda server: (server.num_running, server.num_served))
         known = self._routes.find(weights.name, request.prompt)
-        sticky = next((server for server in able if server.url == known), None)
-        if sticky is not None and sticky.num_running <= 1.25 * least.num_running + 2:
-            self.stats.num_sticky += 1
-            return sticky
-        return least
+        sticky = next((server for server in able if known is not None and server.url == known.server), None)
+        if sticky is None or known is None:
+            return least
+        # A conversation that goes on is worth some waiting. A new one that begins like another saves one prompt only,
+        # and would burden that server to its end.
+        most = 1.5 * least.num_running + 4 if known.is_reply else least.num_running + 1
+        if sticky.num_running > most:
+            return least
+        self.stats.num_sticky += known.is_reply
+        return sticky
 
     async def _try(self, server: _Server, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         """One request on one server; ends with an answer, with the deadline, or when the server is known to be gone."""

@@ -28,7 +28,7 @@ def error_json(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 class AsciiJson(JSONResponse):
-    """JSON in ASCII: half a surrogate pair, which a client or a model may well write, has no UTF-8."""
+    """JSON in ASCII. A client or a model may write half a surrogate pair, which cannot be encoded as UTF-8."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -76,7 +76,7 @@ def _invalid(error: RequestValidationError | InvalidBodyError) -> AsciiJson:
 
 
 async def get_caller(request: Request) -> Caller:
-    """Whoever sends the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
+    """The caller whose key was sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
     service: Service = request.app.state.service
     kind, _, credential = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not credential.strip():

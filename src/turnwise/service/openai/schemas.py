@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Loose(BaseModel):
-    """Messages come back with whatever a client's own objects hold."""
+    """Unknown fields are allowed, because clients send messages back with fields of their own."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
@@ -88,12 +88,12 @@ class _Sampled(_Strict):
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     return_token_ids: bool | None = None
-    """Ours: add `prompt_token_ids` to the answer and `token_ids` to each choice."""
-    # Refused unless at rest.
+    """An option of our own: add `prompt_token_ids` to the answer and `token_ids` to each choice."""
+    # Refused, unless the value changes nothing.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Taken, and not used.
+    # Accepted and ignored.
     user: str | None = None
 
     def stops(self) -> list[str]:
@@ -104,7 +104,7 @@ class _Sampled(_Strict):
             if getattr(self, name):
                 raise refused(name, "replies are drawn from the model's own distribution; leave it out")
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "it is for stream=true only")
+            raise refused("stream_options", "it works only with stream=true")
 
 
 class ChatBody(_Sampled):
@@ -136,7 +136,7 @@ class ChatBody(_Sampled):
         return bool(self.tools) and self.tool_choice != "none"
 
     def check(self) -> None:
-        """Refuse what would change the answer and is not supported."""
+        """Refuse options that would change the answer and are not supported."""
         self.refuse_penalties()
         for name, advice in _REFUSED.items():
             if getattr(self, name) is not None:
@@ -157,7 +157,7 @@ class ChatBody(_Sampled):
 
 _REFUSED: Mapping[str, str] = {
     "audio": "text is all there is",
-    "prediction": "there is no speculative text",
+    "prediction": "predicted outputs are not supported",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "reasoning_effort": "this server does not steer thinking",
@@ -176,11 +176,11 @@ class CompletionBody(_Sampled):
     def check(self) -> None:
         self.refuse_penalties()
         if self.suffix:
-            raise refused("suffix", "the model continues its prompt; it fills no gaps")
+            raise refused("suffix", "the model continues its prompt and cannot fill in text before a suffix")
         if self.best_of not in (None, 1, self.n):
-            raise refused("best_of", "nothing is sampled that is not returned; use n")
+            raise refused("best_of", "every sampled reply is returned; use n")
         if self.echo and self.stream:
-            raise refused("echo", "it is for answers that are not streamed")
+            raise refused("echo", "it works only without stream")
         if self.max_tokens == 0 and not self.echo:
             raise refused("max_tokens", "expected at least 1; 0 scores a prompt, with echo=true")
 
@@ -195,12 +195,12 @@ class CaptureBody(_Strict):
     """A trajectory to be recorded."""
 
     model: ModelName | None = None
-    """Takes the place of whatever model the agent names; None: the agent's own choice."""
+    """Used instead of the model that the agent names. None: the agent's own choice."""
     task_id: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = "captured"
     attempt: Annotated[int, Field(ge=0, le=2**53)] = 0
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Takes the place of the agent's temperature, and switches its top_p, top_k and min_p off."""
+    """Used instead of the agent's temperature; its top_p, top_k and min_p are ignored then."""
 
 
 class RewardBody(_Strict):

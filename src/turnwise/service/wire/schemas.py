@@ -1,4 +1,4 @@
-"""The JSON bodies that clients send, as pydantic models: bounded here, turned into our types in `wire.py`.
+"""The JSON bodies that clients send, as pydantic models with limits; `wire/types.py` turns them into our types.
 
 Fields that this service does not know are ignored, as newer SDKs send more. Absent and null mean the same. A list is
 read up to its first wrong item (`Items`): a million mistakes are told no better than one, and take a minute to find.
@@ -109,7 +109,7 @@ class ModelBody(Body):
 
 
 class SenderBody(Body):
-    """The two fields that say whose request it is; read from a body that is wrong otherwise."""
+    """The two fields that say whose request it is. They are read even if the rest of the body is wrong."""
 
     model_id: Id
     seq_id: Seq
@@ -121,7 +121,7 @@ class LoadWeightsBody(Body):
     path: TinkerPath
     optimizer: bool = False
     session_id: Id | None = None
-    """Together with `model_seq_id`: create the model and load in one request."""
+    """With `model_seq_id`, one request creates the model and loads the weights."""
     model_seq_id: Seq | None = None
     base_model: ModelName | None = None
     user_metadata: Metadata | None = None
@@ -193,7 +193,7 @@ class ForwardBody(Body):
 
 
 class AdamBody(Body):
-    # The defaults of the wire, which must not change with those of `types.AdamParams`.
+    # These are the protocol's defaults. They must not change when `types.AdamParams` changes.
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
