@@ -24,7 +24,6 @@ from turnwise.types import ModelInput, SampleRequest, SampleResponse
 
 if TYPE_CHECKING:
     from turnwise.backends import BackendSetup
-    from turnwise.rollout.config import RolloutConfig
 
 
 class VersionedSampler(SamplingClient):
@@ -89,12 +88,12 @@ class Publisher(ABC):
         self.setup = setup
 
     @classmethod
-    def check_options(cls, rollout: RolloutConfig) -> None:  # noqa: ARG003
+    def check_options(cls, rollout: Any) -> None:  # noqa: ARG003
         """Refuse options that the backend cannot work with; called before anything is spent."""
         return
 
     @classmethod
-    def describe(cls, rollout: RolloutConfig) -> str:
+    def describe(cls, rollout: Any) -> str:
         """Say in a line who samples, for the plan of a run."""
         return rollout.backend
 
