@@ -116,6 +116,10 @@ class Publisher(ABC):
             "expected rollout.backend=local, or a backend that has it"
         )
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the sampler counted since the last call; the loop writes it down with every step."""
+        return {}
+
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
         return

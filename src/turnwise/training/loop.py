@@ -208,7 +208,7 @@ class Loop:
             spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
             certificate = await self._learner.certify(spare, learned, version)
         drift = step_drift(learned, version) if self.supply.is_played else None
-        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
         if drift is not None:

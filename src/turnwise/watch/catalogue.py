@@ -50,6 +50,18 @@ def _rows(emitter: str, *rows: tuple[str, str, str]) -> list[Metric]:
 
 CATALOGUE: tuple[Metric, ...] = (
     *_rows(
+        "backends/servers/fleet.py",
+        ("fleet/requests", "requests", "Replies that were asked for on servers since the last step."),
+        ("fleet/retries", "requests", "Requests that were sent again because a server failed them."),
+        ("fleet/servers_ready", "servers", "Servers that take requests."),
+        ("fleet/servers_lost", "servers", "Times that a server was taken out, because it failed or did not answer."),
+        ("fleet/servers_returned", "servers", "Times that a server came back."),
+        ("fleet/laggards_fenced", "servers", "Servers that a version was published without, because they lagged."),
+        ("fleet/sticky_share", "share", "Requests that went to the server that drew the conversation's last reply."),
+        ("fleet/cached_prompt_share", "share", "Prompt tokens that servers had in their prefix caches."),
+        ("fleet/load_s", "s", "Time in which the servers loaded the newest version."),
+    ),
+    *_rows(
         "rollout/stats.py",
         ("rollout/attempts", "attempts", "Attempts that the step took: the kept ones and all `rollout/dropped_*`."),
         ("rollout/attempts_kept", "attempts", "Attempts in groups that were kept; averages are over these."),
