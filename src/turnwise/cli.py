@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from turnwise import __version__
 from turnwise.commands import arguments as train_cli
-from turnwise.commands import check_env
+from turnwise.commands import check_env, view
 from turnwise.commands import serve as service_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   turnwise train guess_number model=tiny  train on a world; add --plan to see the cost first
+  turnwise view                           look at runs in a browser, live while they train
   turnwise eval runs/NAME                 measure a run on held-out tasks
+  turnwise doctor runs/NAME               say why a run does not learn
   turnwise sample runs/NAME               chat with what a run trained
   turnwise model list                     list the models, and how to get missing ones
   turnwise model fetch smollm2            download a small chat model; no account needed
@@ -98,6 +100,8 @@ def _run(arguments: list[str]) -> int:
         return service_cli.run_command(options)
     if options.command == "check-env":
         return check_env.run(options)
+    if options.command == "view":
+        return view.run(options)
     if options.command == "model":
         return _run_model(options)
     if options.command == "retriever":
@@ -182,6 +186,7 @@ def _build_parser() -> argparse.ArgumentParser:
     train_cli.add_commands(commands)
     check_env.add_parser(commands)
     service_cli.add_commands(commands)
+    view.add_parser(commands)
     _add_model_commands(
         commands.add_parser(
             "model", help="download, list and find models", description="Download, list and find models."

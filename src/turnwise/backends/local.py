@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.publish import Publisher
@@ -13,13 +12,15 @@ from turnwise.errors import ConfigError
 class LocalPublisher(Publisher):
     """Publishes a copy of the weights inside the engine that trains them; no files, nothing to start or stop."""
 
+    takes_full_weights = True
+
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:  # noqa: ARG002
         return await trainer.save_weights_and_get_sampling_client_async()
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:  # noqa: ARG002
-        service: Any = self.setup.service
-        if service is None:
+        setup = self.setup
+        if setup is None or setup.service is None:
             raise ConfigError("the local backend serves files through a service; expected BackendSetup(service=...)")
         if adapter is None:
-            return await service.create_sampling_client_async(base_model=str(self.setup.model_directory))
-        return await service.create_sampling_client_async(model_path=str(adapter))
+            return await setup.service.create_sampling_client_async(base_model=str(setup.model_directory))
+        return await setup.service.create_sampling_client_async(model_path=str(adapter))

@@ -6,7 +6,19 @@ import argparse
 from typing import Any
 
 COMMANDS = (
-    *("train", "status", "stop", "steer", "eval", "sample", "export", "certify", "replay", "curve", "pairs", "compare"),
+    "train",
+    "status",
+    "stop",
+    "steer",
+    "eval",
+    "sample",
+    "export",
+    "certify",
+    "replay",
+    "doctor",
+    "curve",
+    "pairs",
+    "compare",
 )
 
 _TRAIN_EXAMPLES = """\
@@ -41,6 +53,14 @@ def add_commands(commands: Any) -> None:
     )
     replay.add_argument("run", metavar="RUN", help="a run directory")
     replay.add_argument("--attempt", type=int, metavar="ID", help="the attempt; without it, list the latest attempts")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say why a run does not learn, and what to change",
+        description="Say why a run does not learn: what is seen, why it matters, and which option to change. It works "
+        "while the run trains, too. The exit code is 1 if something is found.",
+    )
+    doctor.add_argument("run", metavar="RUN", help="a run directory")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     curve = commands.add_parser(
         "curve",
         help="draw the learning curves of several runs in one picture",
@@ -69,16 +89,15 @@ def run_command(options: argparse.Namespace) -> int:
 
         return run_eval(options.target, options.env, options.step, options.overrides, as_json=options.json)
     if options.command == "sample":
-        from turnwise.commands.play import run_sample
+        from turnwise.commands.play import ChatOptions, run_sample
 
-        return run_sample(
-            options.target,
-            options.step,
+        chat = ChatOptions(
             system_text=options.system,
             temperature=options.temperature,
             max_tokens=options.max_tokens,
             seed=options.seed,
         )
+        return run_sample(options.target, options.step, options.overrides, chat)
     if options.command == "export":
         from turnwise.commands.export import run_export
 
@@ -89,6 +108,10 @@ def run_command(options: argparse.Namespace) -> int:
         from turnwise.compare.compare import run_compare
 
         return run_compare(options.overrides, out=options.out)
+    if options.command == "doctor":
+        from turnwise.commands.doctor import run_doctor
+
+        return run_doctor(options.run, as_json=options.json)
     from turnwise.commands import inspect as inspect_commands
 
     if options.command == "certify":
@@ -244,6 +267,9 @@ def _add_sample(commands: Any) -> None:
         "reply is one line.",
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL", help="a run directory, a checkpoint or a model")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="options, such as rollout.backend=vllm"
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     parser.add_argument(
         "--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy (default 0.7)"

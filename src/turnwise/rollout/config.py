@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, cast
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,9 +15,6 @@ from turnwise.rollout.server_options import ServerOptions
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
-SERVER_OPTIONS = ("url", "server_deadline_s", "server_wait_s")
-"""Options that only backends with servers read."""
-
 
 class RolloutConfig(RolloutLimits, ServerOptions):
     """How attempts are played."""
@@ -28,21 +24,6 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         min_length=1,
         description="What samples: `local` is the engine in this process, `vllm` a vLLM server; your own backend is "
         "`module:Class` or `path/to/file.py:Class` (docs/backends.md).",
-    )
-    url: tuple[str, ...] = Field(
-        default=(),
-        description="Addresses of servers that sample, such as `http://gpu1:8000,http://gpu2:8000`. Empty: a backend "
-        "that samples on a server starts its own.",
-    )
-    server_deadline_s: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds that one server gets for one reply; then another server gets the request.",
-    )
-    server_wait_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds that a request waits for a server to come back when none is left; then it fails.",
     )
     use_conversation_multi_turn: bool = Field(
         default=True,
@@ -124,23 +105,6 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         """`rollout.stop="\\n"` means a list of one."""
         return ((stop,) if stop else ()) if isinstance(stop, str) else stop
 
-    @field_validator("url", mode="before")
-    @classmethod
-    def _split_addresses(cls, url: object) -> object:
-        """Several addresses are a list, or one text with commas."""
-        if isinstance(url, str):
-            url = url.split(",")
-        if not isinstance(url, list | tuple):
-            return url
-        addresses = [str(one).strip().rstrip("/") for one in cast("list[object]", url) if str(one).strip()]
-        for one in addresses:
-            parts = urlsplit(one)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{one!r} is no address; expected http://HOST:PORT, and commas between several")
-        if len(set(addresses)) < len(addresses):
-            raise ValueError(f"an address is there twice: {', '.join(addresses)}")
-        return tuple(addresses)
-
     @model_validator(mode="after")
     def _options_fit_the_backend(self) -> Self:
         self.check_backend(self.backend)
@@ -150,9 +114,6 @@ class RolloutConfig(RolloutLimits, ServerOptions):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        for name in SERVER_OPTIONS if self.backend == "local" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is not read with backend=local: no server samples; leave one of them out")
         if self.unparsable_penalty and self.on_unparsable != "penalise":
             raise ValueError(
                 f"unparsable_penalty={self.unparsable_penalty} is not read with on_unparsable={self.on_unparsable}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +13,8 @@ from turnwise.runtime.section import Section
 
 NO_SERVERS = ("local",)
 """Backends that start and reach no server; the options of servers are refused with them."""
+REACH_OPTIONS = ("url", "publish", "server_deadline_s", "server_wait_s")
+"""Read by every backend that samples on servers."""
 START_OPTIONS = ("server_python", "server_args", "tensor_parallel_size", "placement", "server_start_s")
 """Read only where a run starts a server of its own."""
 SHARED_OPTIONS = ("gpu_memory_utilization", "max_num_seqs")
@@ -23,8 +26,18 @@ class ServerOptions(Section):
 
     url: tuple[str, ...] = Field(
         default=(),
-        description="Servers that are there already, for a backend that samples on servers: "
-        "`http://host:port[,http://host:port]`. Empty: the run starts a server of its own.",
+        description="Addresses of servers that sample, such as `http://gpu1:8000,http://gpu2:8000`. Empty: a backend "
+        "that samples on a server starts its own.",
+    )
+    server_deadline_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds that one server gets for one reply; then another server gets the request.",
+    )
+    server_wait_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a request waits for a server to come back when none is left; then it fails.",
     )
     server_python: str = Field(
         default="",
@@ -63,18 +76,20 @@ class ServerOptions(Section):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _split_urls(cls, url: object) -> object:
-        return tuple(part.strip() for part in url.split(",") if part.strip()) if isinstance(url, str) else url
-
-    @field_validator("url")
-    @classmethod
-    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no address of a server; expected http://host:port")
-        if len(set(urls)) < len(urls):
-            raise ValueError("the same server is named twice")
-        return urls
+    def _split_addresses(cls, url: object) -> object:
+        """Several addresses are a list, or one text with commas."""
+        if isinstance(url, str):
+            url = url.split(",")
+        if not isinstance(url, list | tuple):
+            return url
+        addresses = [str(one).strip().rstrip("/") for one in cast("list[object]", url) if str(one).strip()]
+        for one in addresses:
+            parts = urlsplit(one)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{one!r} is no address; expected http://HOST:PORT, and commas between several")
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"an address is there twice: {', '.join(addresses)}")
+        return tuple(addresses)
 
     @field_validator("server_args", mode="before")
     @classmethod
@@ -99,7 +114,7 @@ class ServerOptions(Section):
         """Refuse options of servers with a backend that has none."""
         if backend not in NO_SERVERS:
             return
-        for name in ("url", "publish", *START_OPTIONS):
+        for name in (*REACH_OPTIONS, *START_OPTIONS):
             if name in self.changed_options():
                 raise ValueError(
                     f"{name} is not read with backend={backend}; it is for a backend that samples on servers, such "

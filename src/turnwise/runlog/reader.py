@@ -27,13 +27,13 @@ from turnwise.runlog.schema import (
     AttemptRow,
     CertificateRow,
     CheckpointRow,
-    DialogueTurn,
     EvaluationRow,
     Event,
     Phase,
     PoolRow,
     StoredAttempt,
     StoredDialogue,
+    StoredTurn,
 )
 from turnwise.runtime.closing import ClosedOnExit
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
@@ -234,9 +234,9 @@ def _attempt_row(row: sqlite3.Row) -> AttemptRow:
     )
 
 
-def _dialogue_turn(row: sqlite3.Row) -> DialogueTurn:
+def _dialogue_turn(row: sqlite3.Row) -> StoredTurn:
     credited = _column(row, "credited_parts")
-    return DialogueTurn(
+    return StoredTurn(
         reply=unpack_messages(row["reply"])[0],
         observation=unpack_messages(row["observation"]),
         policy_version=row["policy_version"],

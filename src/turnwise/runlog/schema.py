@@ -209,7 +209,7 @@ class StoredAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialogueTurn:
+class StoredTurn:
     """What stays of a turn when its token arrays are dropped: the messages, and what was said about them."""
 
     reply: Message
@@ -230,7 +230,7 @@ class StoredDialogue:
 
     row: AttemptRow
     start: tuple[Message, ...]
-    turns: tuple[DialogueTurn, ...]
+    turns: tuple[StoredTurn, ...]
     seed: int
     duration_s: float
     metrics: Mapping[str, float]

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
+from turnwise.doctor import diagnose
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
@@ -30,7 +31,7 @@ from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Star
 from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
-from turnwise.training.metrics import Learned, Times, lag_metrics, step_metrics
+from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
 from turnwise.training.opponents import Opponents
 from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
@@ -99,6 +100,7 @@ class Loop:
         self._failures = FirstFailures(lambda error: setup.recorder.first_failure(self.done_step, error))
         self.supply.failures = self._failures
         self._progress = Progress(train.max_empty_steps, self._failures)
+        self._has_told_why = False
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
@@ -118,6 +120,8 @@ class Loop:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
+            if isinstance(error, NothingToLearnError):
+                self._tell_why()
             raise
         finally:
             self._take_orders(is_last=True)
@@ -207,9 +211,13 @@ class Loop:
         if self.supply.is_played:
             spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
             certificate = await self._learner.certify(spare, learned, version)
-        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        drift = step_drift(learned, version) if self.supply.is_played else None
+        metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
+        if drift is not None:
+            metrics |= drift.metrics()
+            certificate = None if certificate is None else replace(certificate, drift=drift)
         if self._opponents is not None:
             metrics |= self._opponents.count(batch.as_played)
             work = self._opponents.after_step(self._trainer, step + 1)
@@ -218,10 +226,20 @@ class Loop:
         self.supply.learned(self._num_batches)
         self.done_step = step + 1
         self._recorder.step(self.done_step, batch, learned, metrics, certificate)
-        for alarm in self.alarms.check(metrics):
+        worst = None if drift is None else drift.worst
+        self._recorder.worst_token(self.done_step, worst)
+        for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
+        if not learned and not self._has_told_why:
+            self._tell_why()
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    def _tell_why(self) -> None:
+        """Say in words why nothing is learned, and what to change."""
+        self._has_told_why = True
+        with RunReader(self._recorder.writer.directory) as run:
+            self._recorder.findings(self.done_step, diagnose(run))
 
     async def _learn(self, step: int, version: int) -> tuple[Batch, list[Learned], float]:
         """Play and learn from the batches of a step, then move the weights; also the seconds of playing.

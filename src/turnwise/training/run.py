@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
+from turnwise.doctor import Finding, diagnose, finding_lines
 from turnwise.envs.config import EnvConfig
 from turnwise.envs.rewarded import RewardFunction
 from turnwise.errors import ConfigError
@@ -417,7 +418,15 @@ class Run(ClosedOnExit):
         config = self.config
         title = f"{config.env.name}, {config.model.alias or config.model.name}, {config.method.name}"
         with RunReader(self.directory) as run:
-            return "\n".join(report_lines(run, best_evaluation(run), title=title, num_dialogues=config.run.dialogues))
+            told = finding_lines(diagnose(run))
+            lines = report_lines(
+                run, best_evaluation(run), title=title, num_dialogues=config.run.dialogues, diagnosis=told
+            )
+            return "\n".join(lines)
+
+    def diagnose(self) -> list[Finding]:
+        """Why the run does not learn, the deepest reason first; empty if nothing is found."""
+        return diagnose(self.directory)
 
     def curve(self) -> SvgPicture:
         """Held-out success and reward over steps, as an SVG picture; a notebook shows it."""

@@ -190,11 +190,12 @@ class TrainingSession:
                 critic=critic,
                 delete=service.delete_checkpoint,
             )
+            publisher = make_publisher(self._backend_setup())
             loop = Loop(
                 LoopSetup(
                     parts=parts,
                     trainer=trainer,
-                    publisher=make_publisher(self._backend_setup()),
+                    publisher=publisher,
                     renderer=renderer,
                     recorder=recorder,
                     checkpoints=checkpoints,
@@ -202,7 +203,7 @@ class TrainingSession:
                     steering=self.steering,
                     critic=critic,
                     opponents=opponents,
-                    k2_tolerance=tolerances.K2[_dtype_name(config)],
+                    k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
             with settled_process():
@@ -216,13 +217,16 @@ class TrainingSession:
             model_directory=find_model(config),
             run_directory=self.setup.directory,
             engine=config.engine_in_use,
+            lora_rank=config.model.rank,
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:
-        """A new adapter, or the one that was saved."""
+        """A new adapter (or all weights), or the one that was saved."""
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.train == "full":
+            return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(
             model.name,
             rank=model.rank,

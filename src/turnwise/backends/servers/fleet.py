@@ -1,0 +1,425 @@
+"""Several servers as one sampler.
+
+A request goes to the server that read the conversation so far, or to the least loaded one. A server that fails a
+request is taken out, and the request is sent again elsewhere. One task per server looks after it: it checks the
+server's health, brings it back when it answers again, and loads versions that it missed. A request of some version goes
+only to servers that have that version loaded, so a server that lags behind a publication is not asked for it.
+
+Everything here runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
+from turnwise.backends.servers.http import ServerGoneError
+from turnwise.backends.servers.routing import PrefixRoutes, Route
+from turnwise.errors import ConfigError, ServiceError, TurnwiseError
+from turnwise.types import SampleRequest, SampleResponse, SamplingParams
+
+MAX_TRIES = 4
+"""Servers that one request is sent to before it fails."""
+NUM_MISSED_CHECKS = 2
+"""Health checks in a row without an answer that take a server out."""
+CANCEL_GRACE_S = 1.0
+"""How long a cancelled call of a server may take to clean up."""
+PROBE = SampleRequest((1, 2, 3), SamplingParams(max_tokens=1, seed=0))
+"""What a server must answer before it takes requests: one that accepts and never answers stays out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTimes:
+    """Deadlines of a fleet, in seconds."""
+
+    request_s: float = 120.0
+    """For one request on one server, whatever it has drawn by then."""
+    wait_s: float = 60.0
+    """How long to wait for a server when none can take a request, and for the first one at the start."""
+    check_every_s: float = 2.0
+    check_s: float = 10.0
+    """For one health check, or for what a server says about itself."""
+    load_s: float = 120.0
+    """For loading one adapter on one server."""
+    laggard_s: float = 15.0
+    """How much longer than the first server the others may take to load a new version before they are fenced off."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FleetStats:
+    """What happened so far."""
+
+    num_requests: int = 0
+    num_retries: int = 0
+    """Requests that were sent again because a server failed them."""
+    num_lost: int = 0
+    """Times that a server was taken out."""
+    num_returned: int = 0
+    """Times that a server came back."""
+    num_fenced: int = 0
+    """Times that a version was published without a server, because it lagged behind."""
+    num_sticky: int = 0
+    """Requests that went on with a conversation, on the server that had drawn its last reply."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that servers did not have to read again."""
+
+    def since(self, before: FleetStats) -> dict[str, float]:
+        """Metrics of what happened since then."""
+        num_requests = self.num_requests - before.num_requests
+        num_prompt = self.num_prompt_tokens - before.num_prompt_tokens
+        return {
+            "fleet/requests": float(num_requests),
+            "fleet/retries": float(self.num_retries - before.num_retries),
+            "fleet/servers_lost": float(self.num_lost - before.num_lost),
+            "fleet/servers_returned": float(self.num_returned - before.num_returned),
+            "fleet/laggards_fenced": float(self.num_fenced - before.num_fenced),
+            "fleet/sticky_share": (self.num_sticky - before.num_sticky) / max(1, num_requests),
+            "fleet/cached_prompt_share": (self.num_cached_tokens - before.num_cached_tokens) / max(1, num_prompt),
+        }
+
+
+class _Server:
+    """What the fleet knows of one server."""
+
+    def __init__(self, dialect: ServerDialect) -> None:
+        self.dialect = dialect
+        self.is_ready = False
+        self.was_ready = False
+        self.is_tried = asyncio.Event()
+        """It was asked once whether it can take requests."""
+        self.wake = asyncio.Event()
+        self.why_out = "it has not answered yet"
+        self.wrong: TurnwiseError | None = None
+        """It answers, and is not what the run needs."""
+        self.loaded: set[str] = set()
+        self.num_running = 0
+        self.num_served = 0
+        self.num_missed = 0
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the server is known to be gone: requests under way there are given up."""
+
+    @property
+    def url(self) -> str:
+        return self.dialect.url
+
+    def has(self, weights: ServedWeights) -> bool:
+        return weights.name is None or weights.name in self.loaded
+
+    def give_up_requests(self) -> None:
+        self.lost.set_result(None)
+        self.lost = asyncio.get_running_loop().create_future()
+
+
+class Fleet:
+    """Samples on whichever of its servers is best. Use all its methods in one event loop."""
+
+    def __init__(
+        self,
+        dialects: Sequence[ServerDialect],
+        *,
+        times: FleetTimes,
+        check_facts: Callable[[str, ServerFacts], None] = lambda _url, _facts: None,
+        revive: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """Args:
+        check_facts: Raises `ConfigError` where a server, named by its address, is not what the run needs.
+        revive: Starts a server again that does not answer, where it is ours to start.
+        """
+        self.times = times
+        self.stats = FleetStats()
+        self._servers = [_Server(dialect) for dialect in dialects]
+        self._check_facts = check_facts
+        self._revive = revive
+        self._live: dict[str, ServedWeights] = {}
+        """Published adapters that somebody may still ask for, oldest first."""
+        self._routes = PrefixRoutes()
+        self._changed = asyncio.Condition()
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def num_ready(self) -> int:
+        return sum(server.is_ready for server in self._servers)
+
+    async def start(self) -> None:
+        """Wait until every server was asked once, and one of them can take requests."""
+        self._keepers = [asyncio.create_task(self._look_after(server)) for server in self._servers]
+        for server in self._servers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.is_tried.wait(), self.times.wait_s)
+            if server.wrong is not None:
+                raise server.wrong
+        if not await self._until(lambda: self.num_ready > 0, self.times.wait_s):
+            raise ServiceError(f"no server can sample, after {self.times.wait_s:g} s: {self._why_out()}")
+
+    async def publish(self, weights: ServedWeights) -> None:
+        """Load an adapter on every server. Returns when all have it, or when one has it and the others lag too far."""
+        if weights.name is None:
+            return
+        self._live[weights.name] = weights
+        loads = {
+            asyncio.create_task(self._load(server, weights)): server for server in self._servers if server.is_ready
+        }
+        try:
+            errors = await self._await_loads(loads)
+        finally:
+            await _cancel_all(loads)
+        if not any(server.is_ready and server.has(weights) for server in self._servers):
+            refusals = [error for error in errors if not isinstance(error, ServerGoneError)]
+            if errors and len(refusals) == len(errors):  # they are well, and do not want it
+                del self._live[weights.name]
+                raise ServiceError(f"version {weights.version} cannot be published: {refusals[0]}") from refusals[0]
+            if not await self._until(lambda: self._has_any(weights), self.times.wait_s):
+                del self._live[weights.name]
+                raise ServiceError(f"version {weights.version} reached no server: {self._why_out()}")
+        self.stats.num_fenced += sum(not server.has(weights) for server in self._servers if server.is_ready)
+
+    async def retire(self, weights: ServedWeights) -> None:
+        """Unload an adapter that nobody uses any more. A server that cannot is not asked twice."""
+        if weights.name is None:
+            return
+        self._live.pop(weights.name, None)
+        await asyncio.gather(*(self._unload(server, weights) for server in self._servers if server.is_ready))
+
+    async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        """Sample on the best server, and on another one if it fails."""
+        failed: list[str] = []
+        self.stats.num_requests += 1
+        while True:
+            server = await self._choose(request, weights, failed)
+            self._routes.remember(weights.name, request.prompt, Route(server.url, is_reply=False))
+            try:
+                response = await self._try(server, request, weights)
+                _check(response, request, server.url)
+            except ServerGoneError as error:
+                self._take_out(server, str(error))
+                failed.append(server.url)
+                if len(failed) >= MAX_TRIES:
+                    raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
+                self.stats.num_retries += 1
+                continue
+            self.stats.num_prompt_tokens += len(request.prompt)
+            self.stats.num_cached_tokens += min(response.num_cached_prompt_tokens, len(request.prompt))
+            route = Route(server.url, is_reply=True)
+            for sequence in response.sequences:
+                self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
+            return response
+
+    async def logprob_gaps(
+        self, weights: ServedWeights, prompt: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, float]:
+        """How far each server's logprobs of a prompt are from those that were expected: the mean gap, by address."""
+        gaps: dict[str, float] = {}
+        for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
+            try:
+                answer = await self._try(server, SampleRequest.scoring(prompt), weights)
+            except ServerGoneError as error:
+                self._take_out(server, str(error))
+                continue
+            values = [value for value in (answer.prompt_logprobs or ())[1:] if value is not None]
+            if len(values) != len(logprobs):
+                raise ServiceError(f"{server.url} returned {len(values)} logprobs of a prompt of {len(prompt)} tokens")
+            pairs = zip(values, logprobs, strict=True)
+            gaps[server.url] = sum(abs(value - expected) for value, expected in pairs) / len(values)
+        return gaps
+
+    async def close(self) -> None:
+        """Stop looking after the servers, and close the connections. The servers themselves stay."""
+        await _cancel_all(self._keepers)
+        await asyncio.gather(*(server.dialect.close() for server in self._servers), return_exceptions=True)
+
+    async def _choose(self, request: SampleRequest, weights: ServedWeights, failed: Sequence[str]) -> _Server:
+        """The server for a request; waits for one where none can take it."""
+        if not await self._until(lambda: self._has_any(weights), self.times.wait_s):
+            raise ServiceError(f"no server could sample for {self.times.wait_s:g} s: {self._why_out()}")
+        able = [server for server in self._servers if server.is_ready and server.has(weights)]
+        able = [server for server in able if server.url not in failed] or able
+        least = min(able, key=lambda server: (server.num_running, server.num_served))
+        known = self._routes.find(weights.name, request.prompt)
+        sticky = next((server for server in able if known is not None and server.url == known.server), None)
+        if sticky is None or known is None:
+            return least
+        # A conversation that goes on is worth some waiting. A new one that begins like another saves one prompt only,
+        # and would burden that server to its end.
+        most = 1.5 * least.num_running + 4 if known.is_reply else least.num_running + 1
+        if sticky.num_running > most:
+            return least
+        self.stats.num_sticky += known.is_reply
+        return sticky
+
+    async def _try(self, server: _Server, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        """One request on one server; ends with an answer, with the deadline, or when the server is known to be gone."""
+        work = asyncio.create_task(server.dialect.generate(request, weights))
+        server.num_running += 1
+        server.num_served += 1
+        try:
+            await asyncio.wait({work, server.lost}, timeout=self.times.request_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if server.lost.done():
+                raise ServerGoneError(f"{server.url} is gone: {server.why_out}")
+            raise ServerGoneError(f"{server.url} gave no answer within {self.times.request_s:g} s")
+        finally:
+            server.num_running -= 1
+            await _cancel_all([work])
+
+    async def _look_after(self, server: _Server) -> None:
+        while True:
+            if server.is_ready:
+                await self._check_health(server)
+            if not server.is_ready:
+                await self._admit(server)
+            server.is_tried.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.wake.wait(), self.times.check_every_s)
+            server.wake.clear()
+
+    async def _check_health(self, server: _Server) -> None:
+        is_well = False
+        with contextlib.suppress(TimeoutError, TurnwiseError):
+            async with asyncio.timeout(self.times.check_s):
+                is_well = await server.dialect.healthy()
+        server.num_missed = 0 if is_well else server.num_missed + 1
+        if server.num_missed >= NUM_MISSED_CHECKS:
+            self._take_out(server, f"{NUM_MISSED_CHECKS} health checks in a row had no answer")
+            server.give_up_requests()
+            return
+        for weights in [one for one in self._live.values() if is_well and not server.has(one)]:
+            with contextlib.suppress(ServiceError):  # `_load` has taken it out, or wrote down why not
+                await self._load(server, weights)
+
+    async def _admit(self, server: _Server) -> None:
+        """Let a server take requests, if it is what the run needs, has all versions, and answers."""
+        try:
+            async with asyncio.timeout(self.times.check_s):
+                facts = await server.dialect.facts()
+            self._check_facts(server.url, facts)
+            server.wrong = None
+            server.loaded.clear()  # it may be another process than before
+            for weights in list(self._live.values()):
+                await self._load(server, weights)
+            newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
+            async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
+                _check(await server.dialect.generate(PROBE, newest[0]), PROBE, server.url)
+        except (TimeoutError, ServiceError, ConfigError) as error:
+            server.wrong = error if isinstance(error, ConfigError) else None
+            server.why_out = str(error) or "it does not answer"
+            server.give_up_requests()
+            await self._start_again(server)
+            return
+        if any(not server.has(one) for one in self._live.values()):
+            server.wake.set()  # something was published meanwhile: load it first
+            return
+        server.num_missed, server.is_ready = 0, True
+        self.stats.num_returned += server.was_ready
+        server.was_ready = True
+        await self._tell()
+
+    async def _start_again(self, server: _Server) -> None:
+        if self._revive is None or server.wrong is not None:
+            return
+        try:
+            await self._revive(server.url)
+        except TurnwiseError as error:
+            server.why_out = str(error)
+
+    def _take_out(self, server: _Server, why: str) -> None:
+        """Send nothing to this server until it was checked."""
+        server.why_out = why
+        if server.is_ready:
+            server.is_ready = False
+            self.stats.num_lost += 1
+            self._routes.forget_server(server.url)
+            server.wake.set()
+
+    async def _load(self, server: _Server, weights: ServedWeights) -> None:
+        assert weights.name is not None
+        try:
+            async with asyncio.timeout(self.times.load_s):
+                await server.dialect.load(weights)
+        except TimeoutError as cause:
+            gone = ServerGoneError(f"{server.url} did not load {weights.name} within {self.times.load_s:g} s")
+            self._take_out(server, str(gone))
+            raise gone from cause
+        except ServerGoneError as error:
+            self._take_out(server, str(error))
+            raise
+        except ServiceError as error:
+            server.why_out = str(error)
+            raise
+        if weights.name in self._live:
+            server.loaded.add(weights.name)
+            await self._tell()
+        else:
+            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
+
+    async def _unload(self, server: _Server, weights: ServedWeights) -> None:
+        assert weights.name is not None
+        server.loaded.discard(weights.name)
+        with contextlib.suppress(ServiceError, TimeoutError):
+            async with asyncio.timeout(self.times.check_s):
+                await server.dialect.unload(weights)
+
+    async def _await_loads(self, loads: dict[asyncio.Task[None], _Server]) -> list[ServiceError]:
+        """Wait for loads under way: for all, or a little longer than for the first. Returns what failed."""
+        errors: list[ServiceError] = []
+        waiting: set[asyncio.Task[None]] = set(loads)
+        started_s, until_s = time.monotonic(), math.inf
+        while waiting and time.monotonic() < until_s:
+            left_s = None if until_s == math.inf else until_s - time.monotonic()
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    until_s = min(until_s, 2 * time.monotonic() - started_s + self.times.laggard_s)
+                elif isinstance(error, ServiceError):
+                    errors.append(error)
+                else:
+                    raise error
+        return errors
+
+    def _has_any(self, weights: ServedWeights) -> bool:
+        return any(server.is_ready and server.has(weights) for server in self._servers)
+
+    async def _until(self, is_so: Callable[[], bool], deadline_s: float) -> bool:
+        """Wait until something is so; False if it is not so in time."""
+        if is_so():
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(is_so)
+        return is_so()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _why_out(self) -> str:
+        return "; ".join(f"{server.url}: {server.why_out}" for server in self._servers)
+
+
+def _check(response: SampleResponse, request: SampleRequest, url: str) -> None:
+    """Refuse an answer that cannot be trained on: a logprob is never invented."""
+    if len(response.sequences) != request.num_samples:
+        raise ServerGoneError(f"{url} returned {len(response.sequences)} replies; {request.num_samples} were asked for")
+    for sequence in response.sequences:
+        num_logprobs = len(sequence.logprobs or ())
+        if not sequence.tokens or num_logprobs != len(sequence.tokens):
+            raise ServerGoneError(f"{url} returned {len(sequence.tokens)} tokens and {num_logprobs} logprobs")
+        if not all(math.isfinite(value) and value <= 1e-3 for value in sequence.logprobs or ()):
+            raise ServerGoneError(f"{url} returned a logprob that is none: not finite, or above 0")
+
+
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """End tasks, and wait a little for them to clean up."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=CANCEL_GRACE_S)

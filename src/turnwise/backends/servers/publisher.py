@@ -1,0 +1,312 @@
+"""Publishes a trainer's adapter to servers that sample.
+
+Every publication is a directory of PEFT files of its own, under `served/` in the run's directory. Its name is the
+adapter's name on the servers; no other publication, process or run uses it, so a server that outlives a run never mixes
+two of them up. A publication is unloaded and deleted when nobody holds its client any more: attempts that keep old
+weights are served to their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import shutil
+import time
+import uuid
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.backends import BackendSetup
+from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
+from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
+from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
+from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
+from turnwise.client.futures import ApiFuture
+from turnwise.client.publish import Publisher
+from turnwise.errors import CheckpointError, ConfigError, ServiceError
+from turnwise.models.facts import read_facts
+from turnwise.runtime.background_loop import BackgroundLoop
+from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse
+
+PREFIX = "turnwise"
+SERVED = "served"
+"""The folder of the run's directory that holds what the servers have loaded."""
+MAX_MODEL_GAP = 0.25
+"""How far a server's logprobs may be from the trainer's, in nats on average. Rounding in bfloat16 or of quantized
+weights stays below a fifth of it; another model does not."""
+SENTENCE = "A quick check: two plus two is four, Paris is the capital of France, and water is wet."
+CLOSE_S = 10.0
+"""How long unloading may take at the end of a run, in all."""
+
+
+class FleetSamplingClient(SamplingClient):
+    """Samples from one publication on the servers. While somebody holds it, the servers keep the publication."""
+
+    def __init__(self, publisher: ServerPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
+        """Do not call this; use `Publisher.publish`."""
+        self._model_directory = publisher.setup.model_directory
+        self._deadline_s = publisher.setup.rollout.sample_deadline_s
+        self._fleet = fleet
+        self._loop = loop
+        self.weights = weights
+
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        """Begin to sample. Cancelling the future ends the request on the server."""
+        future = self._loop.submit(self._generate(request))
+        what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens on servers"
+        return ApiFuture(future, what, on_abandoned=future.cancel)
+
+    def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
+        """Compute the logprob of each prompt token. The first one gets None, because nothing predicts it."""
+        return self.submit(SampleRequest.scoring(prompt_tokens(prompt))).then(_prompt_logprobs)
+
+    def get_tokenizer(self) -> Any:
+        """Return the base model's transformers tokenizer."""
+        return _load_tokenizer(self._model_directory)
+
+    def get_base_model(self) -> str:
+        return str(self._model_directory)
+
+    async def _generate(self, request: SampleRequest) -> SampleResponse:
+        # A method, so that a request under way holds this client, and with it the publication.
+        return await self._fleet.generate(request, self.weights)
+
+
+class ServerPublisher(Publisher):
+    """Samples on one server or several. A backend says how its servers are spoken to, and how one is started."""
+
+    setup: BackendSetup
+
+    def __init__(self, setup: BackendSetup) -> None:
+        super().__init__(setup)
+        self._loop: BackgroundLoop | None = None
+        self._fleet: Fleet | None = None
+        self._served = setup.run_directory / SERVED
+        self._name = f"{PREFIX}-{uuid.uuid4().hex[:10]}"
+        self._numbers = itertools.count()
+        self._published: dict[str, ServedWeights] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._is_checked = False
+        """The servers' model was compared with the trainer's."""
+        self._publish_s = 0.0
+        self._stats_before = FleetStats()
+
+    @abstractmethod
+    def make_dialect(self, url: str) -> ServerDialect:
+        """How the server at this address is spoken to. Called in the event loop that will use it."""
+
+    async def start_servers(self) -> Sequence[str]:
+        """Return the servers' addresses; a backend that can start a server does so where `rollout.url` is empty."""
+        if not self.setup.rollout.url:
+            raise ConfigError(
+                f"rollout.backend={self.setup.rollout.backend} needs rollout.url, the address of a server that runs"
+            )
+        return self.setup.rollout.url
+
+    def fleet_times(self) -> FleetTimes:
+        """Deadlines; a backend that starts its own server waits for it as long as it takes to start."""
+        rollout = self.setup.rollout
+        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+
+    async def restart_server(self, url: str) -> None:
+        """Start a server of our own again that does not answer. Called again and again until it answers."""
+
+    async def stop_servers(self) -> None:
+        """Stop the servers that `start_servers` started."""
+
+    def check_facts(self, url: str, facts: ServerFacts) -> None:
+        """Refuse a server whose model cannot be the run's."""
+        model, wanted = read_facts(self.setup.model_directory), self.setup.rollout.max_trajectory_tokens
+        if facts.vocabulary is not None and facts.vocabulary != model.vocab_size:
+            raise ConfigError(
+                f"the server at {url} serves {facts.model} with {facts.vocabulary} tokens in its vocabulary; the run's "
+                f"model {self.setup.model_directory} has {model.vocab_size}. Start the server with the run's model"
+            )
+        if facts.context_length is not None and facts.context_length < wanted:
+            raise ConfigError(
+                f"the server at {url} reads at most {facts.context_length} tokens, and attempts may have {wanted} "
+                "(rollout.max_trajectory_tokens); start it with a longer context, or lower the option"
+            )
+
+    async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
+        await self._open()
+        name = self._new_name(version)
+        try:
+            saved = await trainer.save_weights_for_sampler(name)
+            adapter = await asyncio.to_thread(self._take_files, saved.path, name)
+        except (OSError, CheckpointError) as cause:
+            raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
+        except Exception as cause:
+            if "I/O error" in str(cause):  # safetensors reports a full disk with an error of its own
+                raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
+            raise
+        client = await self._publish(ServedWeights(version=version, adapter=adapter))
+        if not self._is_checked:
+            await self._check_model(trainer, client.weights)
+            self._is_checked = True
+        return client
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
+        await self._open()
+        if adapter is None:
+            return await self._publish(ServedWeights(version=version))
+        place = self._served / self._new_name(version)
+        try:
+            await asyncio.to_thread(write_directory, place, functools.partial(_copy_files, adapter))
+        except OSError as cause:
+            raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
+        return await self._publish(ServedWeights(version=version, adapter=place))
+
+    def take_metrics(self) -> dict[str, float]:
+        fleet = self._fleet
+        if fleet is None:
+            return {}
+        now, before = replace(fleet.stats), self._stats_before
+        self._stats_before = now
+        state = {"fleet/servers_ready": float(fleet.num_ready), "fleet/load_s": self._publish_s}
+        return now.since(before) | state
+
+    async def close(self) -> None:
+        """Unload what this process published, and stop the servers that it started."""
+        loop, fleet = self._loop, self._fleet
+        self._loop = self._fleet = None
+        try:
+            if loop is not None and fleet is not None:
+                await loop.run(self._unload_all(fleet))
+        finally:
+            if loop is not None:
+                await asyncio.to_thread(loop.close)
+            await self.stop_servers()
+            with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
+                self._served.rmdir()
+
+    async def _open(self) -> None:
+        """Start everything, at the first publication."""
+        if self._fleet is not None:
+            return
+        addresses = await self.start_servers()
+        self._loop = BackgroundLoop("turnwise fleet")
+        self._fleet = await self._loop.run(self._start_fleet(addresses))
+
+    async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
+        dialects = [self.make_dialect(url) for url in addresses]
+        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.restart_server)
+        try:
+            await fleet.start()
+        except BaseException:
+            await fleet.close()
+            raise
+        for left in self._leftovers():
+            await fleet.retire(ServedWeights(version=-1, adapter=left))
+            await asyncio.to_thread(remove_directory, left)
+        return fleet
+
+    def _leftovers(self) -> list[Path]:
+        """Publications of a process that died in this run; the servers may still hold them."""
+        return sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+
+    def _new_name(self, version: int) -> str:
+        return f"{self._name}-v{version}-{next(self._numbers)}"
+
+    def _take_files(self, path: str, name: str) -> Path:
+        """Move the files that the trainer saved to where the servers read them."""
+        saved, place = CheckpointStore(self.setup.run_directory).directory(path), self._served / name
+        if not saved.is_dir():
+            raise CheckpointError(
+                f"the trainer saved {path}, and {saved} is not there; a trainer that keeps its files elsewhere "
+                "cannot publish to servers"
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        saved.rename(place)
+        return place
+
+    def _not_written(self, version: int) -> str:
+        return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
+
+    async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
+        """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
+        assert self._loop is not None
+        assert self._fleet is not None
+        ids: list[int] = trainer.get_tokenizer().encode(SENTENCE)
+        columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+        datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
+        output = await trainer.forward([datum], "cross_entropy")
+        expected = [float(value) for value in output.loss_fn_outputs[0]["logprobs"].to_numpy()]
+        gaps = await self._loop.run(self._fleet.logprob_gaps(weights, ids, expected))
+        for url, gap in gaps.items():
+            if gap > MAX_MODEL_GAP:
+                raise ConfigError(
+                    f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
+                    f"{len(ids)} tokens are {gap:.2g} from the trainer's on average; expected at most {MAX_MODEL_GAP}"
+                )
+
+    async def _publish(self, weights: ServedWeights) -> FleetSamplingClient:
+        loop, fleet = self._loop, self._fleet
+        assert loop is not None
+        assert fleet is not None
+        started_s = time.perf_counter()
+        try:
+            await loop.run(fleet.publish(weights))
+        except BaseException:
+            if weights.adapter is not None:
+                await asyncio.to_thread(remove_directory, weights.adapter)
+            raise
+        self._publish_s = time.perf_counter() - started_s
+        client = FleetSamplingClient(self, fleet, loop, weights)
+        if weights.name is not None:
+            self._published[weights.name] = weights
+            # The garbage collector may call this in any thread, so the work itself is done in the fleet's.
+            weakref.finalize(client, loop.post, functools.partial(self._begin_retiring, weights)).atexit = False
+        return client
+
+    def _begin_retiring(self, weights: ServedWeights) -> None:
+        if self._fleet is not None:
+            task = asyncio.get_running_loop().create_task(self._retire(self._fleet, weights))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, fleet: Fleet, weights: ServedWeights) -> None:
+        assert weights.name is not None
+        assert weights.adapter is not None
+        self._published.pop(weights.name, None)
+        await fleet.retire(weights)
+        await asyncio.to_thread(remove_directory, weights.adapter)
+
+    async def _unload_all(self, fleet: Fleet) -> None:
+        """Leave servers that go on without this run as they were."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*list(self._retiring))
+                for weights in list(self._published.values()):
+                    await self._retire(fleet, weights)
+        except TimeoutError:
+            pass  # a run that goes on with these servers unloads what is left
+        finally:
+            await fleet.close()
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy PEFT files, without the optimizer's state that a checkpoint holds beside them."""
+    target.mkdir()
+    for file in (source / "adapter_config.json", source / "adapter_model.safetensors"):
+        shutil.copy(file, target)
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    if response.prompt_logprobs is None:
+        raise ServiceError("the server returned no logprobs of the prompt")
+    return list(response.prompt_logprobs)
+
+
+@functools.cache
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(str(directory))

@@ -1,0 +1,276 @@
+"""A fleet: who gets a request, and what happens when a server fails, hangs, lags behind or comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
+from turnwise.backends.servers.fleet import Fleet, FleetTimes
+from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
+from turnwise.errors import ConfigError, ServiceError
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+
+TIMES = FleetTimes(request_s=0.4, wait_s=1.0, check_every_s=0.03, check_s=0.2, load_s=0.3, laggard_s=0.05)
+BASE = ServedWeights(version=0)
+
+
+def version(number: int) -> ServedWeights:
+    return ServedWeights(version=number, adapter=Path(f"/nowhere/turnwise-test-v{number}"))
+
+
+class ServerInMemory(ServerDialect):
+    """A server whose faults are attributes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.is_dead = self.is_hung = self.is_slow_to_load = False
+        self.vocabulary = 100
+        self.logprob = -1.0
+        self.refuses_load = False
+        self.adapters: set[str] = set()
+        self.asked: list[tuple[int, ...]] = []
+        self.num_answered = self.num_cancelled = 0
+        self.draw_s = 0.0
+        self.says_something_new = False
+
+    def restart(self) -> None:
+        """As another process: nothing is loaded any more."""
+        self.adapters.clear()
+        self.is_dead = False
+
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise ServerGoneError(f"{self.url}: connection refused")
+
+    async def facts(self) -> ServerFacts:
+        self._check_alive()
+        return ServerFacts(model="m", vocabulary=self.vocabulary)
+
+    async def healthy(self) -> bool:
+        return not self.is_dead
+
+    async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        self._check_alive()
+        if weights.name is not None and weights.name not in self.adapters:
+            raise ServerGoneError(f"{self.url} has no adapter {weights.name}")
+        self.asked.append(tuple(request.prompt))
+        try:
+            await asyncio.sleep(60 if self.is_hung else self.draw_s)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        self._check_alive()
+        self.num_answered += 1
+        tokens = [7, random.randrange(10**6)] if self.says_something_new else [7, 8]
+        return SampleResponse([SampledSequence("stop", tokens, [self.logprob, self.logprob])] * request.num_samples)
+
+    async def load(self, weights: ServedWeights) -> None:
+        self._check_alive()
+        if self.refuses_load:
+            raise ServerRefusedError("the rank is too large", 400)
+        await asyncio.sleep(60 if self.is_slow_to_load else 0)
+        assert weights.name is not None
+        self.adapters.add(weights.name)
+
+    async def unload(self, weights: ServedWeights) -> None:
+        self._check_alive()
+        assert weights.name is not None
+        self.adapters.discard(weights.name)
+
+    async def replace_weights(self, files: Sequence[Path], version: int) -> None:
+        raise NotImplementedError
+
+    async def abort_all(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def running(servers: Sequence[ServerInMemory], times: FleetTimes = TIMES) -> AsyncIterator[Fleet]:
+    fleet = Fleet(servers, times=times, check_facts=check_vocabulary)
+    try:
+        await fleet.start()
+        for server in servers:
+            server.asked.clear()
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def check_vocabulary(url: str, facts: ServerFacts) -> None:
+    if facts.vocabulary != 100:
+        raise ConfigError(f"{url} serves another model")
+
+
+def make_servers(count: int) -> list[ServerInMemory]:
+    return [ServerInMemory(f"http://s{index}") for index in range(count)]
+
+
+def prompt(*tokens: int) -> SampleRequest:
+    return SampleRequest(tokens, SamplingParams(max_tokens=4))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        await asyncio.sleep(0.005)
+
+
+async def test_turns_of_a_conversation_go_to_one_server_and_new_conversations_to_the_least_loaded() -> None:
+    servers = make_servers(3)
+    for server in servers:
+        server.draw_s, server.says_something_new = 0.01, True
+    random.seed(0)
+
+    async def converse(fleet: Fleet, number: int) -> None:
+        tokens = [5, 5, 5]  # all conversations begin alike, as attempts of a group do
+        for turn in range(6):
+            reply = (await fleet.generate(prompt(*tokens), BASE)).sequences[0].tokens
+            tokens += [*reply, 1000 + number, turn]
+            await asyncio.sleep(random.random() * 0.02)
+
+    async with running(servers) as fleet:
+        await asyncio.gather(*(converse(fleet, number) for number in range(30)))
+        assert fleet.stats.num_requests == 180
+        assert fleet.stats.num_sticky > 135, f"{fleet.stats.num_sticky} of the 150 turns that follow an earlier one"
+    shares = sorted(server.num_answered for server in servers)
+    assert shares[0] > 40, f"{shares}: no server idles"
+    by_conversation = {
+        number: [server.url for server in servers if any(1000 + number in tokens for tokens in server.asked)]
+        for number in range(30)
+    }
+    moved = [urls for urls in by_conversation.values() if len(urls) > 1]
+    assert len(moved) < 10, f"{len(moved)} of 30 conversations were moved between servers"
+
+
+async def test_a_dead_server_loses_its_requests_to_another_and_returns_with_every_version_loaded() -> None:
+    servers = make_servers(3)
+    for server in servers:
+        server.draw_s = 0.1
+    async with running(servers) as fleet:
+        await fleet.publish(version(1))
+        under_way = [asyncio.create_task(fleet.generate(prompt(number), version(1))) for number in range(9)]
+        await asyncio.sleep(0.02)
+        servers[0].is_dead = True
+        answers = await asyncio.gather(*under_way)
+        assert all(answer.sequences[0].tokens == [7, 8] for answer in answers)
+        assert fleet.stats.num_retries == 3
+        assert fleet.num_ready == 2
+        await fleet.publish(version(2))
+        servers[0].restart()
+        await until(lambda: fleet.num_ready == 3)
+        assert servers[0].adapters == {"turnwise-test-v1", "turnwise-test-v2"}
+        assert fleet.stats.num_returned == 1
+
+
+async def test_a_server_that_accepts_and_never_answers_is_left_at_the_deadline_and_stays_out() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        servers[0].is_hung = True
+        answers = await asyncio.gather(*(fleet.generate(prompt(number), BASE) for number in range(4)))
+        assert len(answers) == 4
+        assert servers[0].num_cancelled >= 2, "what hangs is ended there"
+        await asyncio.sleep(0.1)
+        assert fleet.num_ready == 1, "it is healthy by its own word, and fails the probe"
+        servers[0].is_hung = False
+        await until(lambda: fleet.num_ready == 2)
+
+
+async def test_a_version_counts_as_published_without_a_server_that_lags_which_is_not_asked_for_it() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        servers[1].is_slow_to_load = True
+        await fleet.publish(version(1))
+        assert fleet.stats.num_fenced == 1
+        await asyncio.gather(*(fleet.generate(prompt(number), version(1)) for number in range(6)))
+        assert len(servers[0].asked) == 6
+        assert not servers[1].asked
+        await asyncio.gather(*(fleet.generate(prompt(number), BASE) for number in range(50, 56)))
+        servers[1].is_slow_to_load = False
+        await until(lambda: servers[1].adapters == {"turnwise-test-v1"} and fleet.num_ready == 2)
+        await asyncio.gather(*(fleet.generate(prompt(number), version(1)) for number in range(100, 106)))
+        assert len([tokens for tokens in servers[1].asked if tokens[0] >= 100]) == 3
+
+
+async def test_a_request_waits_for_a_server_and_then_fails_with_what_each_server_said() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        for server in servers:
+            server.is_dead = True
+        waiting = asyncio.create_task(fleet.generate(prompt(1), BASE))
+        await asyncio.sleep(0.3)
+        servers[1].restart()
+        assert (await waiting).sequences[0].tokens == [7, 8], "it came back in time"
+        servers[1].is_dead = True
+        with pytest.raises(ServiceError, match=r"no server could sample for 1 s: http://s0: .*refused; http://s1: "):
+            await fleet.generate(prompt(2), BASE)
+
+
+async def test_a_publication_that_every_server_refuses_fails_at_once_with_their_words() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        for server in servers:
+            server.refuses_load = True
+        started_s = time.monotonic()
+        with pytest.raises(ServiceError, match="version 1 cannot be published: the rank is too large"):
+            await fleet.publish(version(1))
+        assert time.monotonic() - started_s < TIMES.wait_s
+        assert fleet.num_ready == 2
+
+
+async def test_a_wrong_model_is_refused_at_the_start_and_a_server_that_returns_with_one_stays_out() -> None:
+    servers = make_servers(2)
+    servers[1].vocabulary = 99
+    with pytest.raises(ConfigError, match="http://s1 serves another model"):
+        async with running(servers):
+            pass
+    servers[1].vocabulary = 100
+    async with running(servers) as fleet:
+        servers[1].is_dead = True
+        await until(lambda: fleet.num_ready == 1)
+        servers[1].vocabulary = 99
+        servers[1].restart()
+        await asyncio.sleep(0.2)
+        assert fleet.num_ready == 1
+
+
+async def test_logprobs_that_are_none_are_refused_and_the_request_goes_elsewhere() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        servers[0].logprob = float("nan")
+        for number in range(4):
+            answer = await fleet.generate(prompt(number), BASE)
+            assert answer.sequences[0].logprobs == [-1.0, -1.0]
+        assert fleet.stats.num_retries == 1, "the probe finds it too, so it is not asked again"
+
+
+async def test_a_cancelled_request_ends_on_the_server_and_counts_no_more() -> None:
+    servers = make_servers(1)
+    async with running(servers, FleetTimes(request_s=60, wait_s=1, check_every_s=0.03)) as fleet:
+        servers[0].is_hung = True
+        task = asyncio.create_task(fleet.generate(prompt(1), BASE))
+        await until(lambda: bool(servers[0].asked))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert servers[0].num_cancelled == 1
+        assert fleet.num_ready == 1, "nobody is to blame"
+
+
+async def test_a_retired_version_is_unloaded_everywhere() -> None:
+    servers = make_servers(2)
+    async with running(servers) as fleet:
+        for number in (1, 2):
+            await fleet.publish(version(number))
+        await fleet.retire(version(1))
+        assert all(server.adapters == {"turnwise-test-v2"} for server in servers)
