@@ -20,6 +20,7 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import diagnose
+from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
@@ -32,7 +33,6 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.opponents import Opponents
 from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
@@ -60,7 +60,7 @@ class LoopSetup:
     interrupt: Interrupt = field(default_factory=Interrupt)
     steering: Steering = field(default_factory=Steering)
     critic: Critic | None = None
-    opponents: Opponents | None = None
+    opponents: RunOpponents | None = None
     """Who plays the other seat, where that is not a script of the world."""
     k2_tolerance: float = tolerances.K2["float32"]
     """How far the trainer's logprobs may be from the sampler's."""
