@@ -8,6 +8,9 @@ const FIELDS = ["run", "world", "view", "phase", "outcome", "stop_reason", "succ
 const END_REASONS = ["terminated", "truncated", "max_turns", "max_tokens", "time_limit", "unparsable", "failed"];
 
 tw.pages.attempts = async (root, { values }) => {
+  // The list of a named run does not wait for the list of runs.
+  const early = values.run ? tw.ask(values.view === "groups" ? "groups" : "attempts", { ...values, size: SIZE, view: "" }) : null;
+  if (early && early.catch) early.catch(() => {});
   const { runs } = await tw.ask("runs");
   const readable = runs.filter((run) => run.state !== "damaged");
   const run = values.run || (readable.length === 1 ? readable[0].name : "");
@@ -20,9 +23,9 @@ tw.pages.attempts = async (root, { values }) => {
   root.append(h("h1", { tabindex: -1 }, isGroups ? "Groups" : "Attempts"), form.element, count, h("section", { class: "card", "aria-label": "Results" }, list), pager);
   let pending = false;
 
-  const refresh = async () => {
+  const refresh = async (answer) => {
     const asked = { ...chosen, size: SIZE, view: "" };
-    const found = await tw.ask(isGroups ? "groups" : "attempts", asked);
+    const found = await (answer || tw.ask(isGroups ? "groups" : "attempts", asked));
     const first = found.first + 1, last = found.first + (found.rows || found.groups).length;
     pending = found.num_searched !== null && found.num_searched !== undefined && found.num_searched < found.num_attempts;
     count.replaceChildren(found.total ? `${tw.plural(found.total, isGroups ? "group" : "attempt")}, ${first.toLocaleString("en")} to ${last.toLocaleString("en")} shown` : "Nothing matches.",
@@ -31,7 +34,7 @@ tw.pages.attempts = async (root, { values }) => {
     list.replaceChildren(isGroups ? groupList(found.groups, !run) : attemptTable(found.rows, !run));
     pager.replaceChildren(...pages(found, change));
   };
-  await refresh();
+  await refresh(early);
   const facets = async () => {
     if (tw.exported) return;
     const counts = await tw.ask("facets", { run, world: chosen.world });

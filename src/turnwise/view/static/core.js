@@ -69,7 +69,7 @@ const read = async (answer) => {
 };
 tw.askExport = (question, values) => {
   if (question === "attempts") return tw.filterExported(values);
-  const keys = { curves: values.metric, run: values.run, attempt: `${values.run}/${values.id}`, group: `${values.run}/${values.id}` };
+  const keys = { curves: values.metric, run: values.run, findings: values.run, attempt: `${values.run}/${values.id}`, group: `${values.run}/${values.id}` };
   const found = (tw.exported.answers[question] || {})[keys[question] || ""];
   if (found && question === "curves") return { ...found, groups: found.groups.filter((group) => group.runs.some((name) => values.runs.split(",").includes(name))) };
   if (found) return found;
