@@ -67,7 +67,7 @@ def every_page_has_roles_and_no_errors(page):
 
 def runs_stand_side_by_side_with_seeds_grouped_and_the_damaged_one_named(page):
     _open(page, "runs")
-    chart = page.get_by_role("img", name=re.compile("^eval/success: latest"))
+    chart = page.get_by_role("img", name=re.compile("^eval.success: latest"))
     expect(chart).to_have_attribute("aria-label", re.compile(r"grpo \(2 seeds\) 71\.0 %"))
     expect(chart.locator("canvas")).to_be_visible()
     row = page.get_by_role("row").filter(has_text="broken")
@@ -77,7 +77,7 @@ def runs_stand_side_by_side_with_seeds_grouped_and_the_damaged_one_named(page):
     page.get_by_label("group seeds").uncheck()
     expect(page.get_by_role("listitem").filter(has_text="grpo-s1")).to_be_visible()
     page.get_by_label("metric", exact=True).select_option("rollout/reward_mean")
-    expect(page.get_by_role("img", name=re.compile("^rollout/reward_mean: latest"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^rollout.reward_mean: latest"))).to_be_visible()
 
 
 def one_run_shows_areas_findings_plan_and_units(page):
@@ -245,7 +245,7 @@ def an_exported_page_works_from_a_file_and_asks_nobody(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url) if request.url.startswith("http") else None)
     page.goto(EXPORT)
-    expect(page.get_by_role("img", name=re.compile("^eval/success: latest"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^eval.success: latest"))).to_be_visible()
     page.goto(f"{EXPORT}#/attempts?run=grpo-s0&text=paris")
     expect(page.get_by_text(re.compile("this file holds 1?[0-9] of 1?[0-9] attempts"))).to_be_visible()
     page.get_by_role("link", name="attempt 1", exact=True).click()

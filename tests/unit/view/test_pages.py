@@ -67,9 +67,10 @@ def test_runs_that_differ_in_their_seed_only_are_one_group_with_an_interval(page
 
 def test_only_options_that_differ_are_listed(pages: Pages) -> None:
     found = pages.differences({"runs": "grpo-s0,grpo-s1,deep/fast"})
+    assert found["groups"] == ["deep/fast", "grpo"]
     assert {row["option"]: row["values"] for row in found["rows"]} == {
-        "train.seed": ["0", "1", "0"],
-        "train.learning_rate": ["0.001", "0.001", "0.5"],
+        "train.seed": ["0", "0, 1"],
+        "train.learning_rate": ["0.5", "0.001"],
     }
 
 

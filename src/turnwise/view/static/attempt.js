@@ -18,7 +18,7 @@ tw.pages.attempt = async (root, { parts, values }) => {
   };
   const hasTokens = attempt.turns.some((turn) => turn.tokens);
   root.append(
-    h("div", { class: "title" }, h("h1", { tabindex: -1 }, `Attempt #${id}`), tw.verdict(row.is_success, row.end_reason), tw.pill(`reward ${tw.num(row.reward)}`), tw.pill(row.outcome, row.outcome === "trained" ? "live" : "")),
+    h("div", { class: "title" }, h("h1", { tabindex: -1 }, `Attempt #${id}`), tw.verdict(row.is_success, row.end_reason), tw.pill(`reward ${tw.num(row.reward)}`), tw.pill(row.outcome === "trained" || row.outcome === "evaluated" ? row.outcome : `not trained: ${row.outcome}`, row.outcome === "trained" ? "live" : "")),
     h("p", { class: "sub" }, `${row.task_id} · step ${row.step} · ${row.phase} · ${tw.plural(row.num_turns, "turn")} · ${tw.plural(row.num_sampled_tokens, "token")} · ${tw.duration(attempt.duration_s)} · seed ${attempt.seed}`),
     siblings(run, id, group),
     h("div", { class: "attempt-page" }, h("div", {}, hasTokens ? tw.tokenTools(state, draw, [attempt]) : null, dialogue), aside(run, attempt, group)));
@@ -137,7 +137,7 @@ tw.tree = (run, group, current) => {
     const one = reward.get(id), left = 24 + depth * columnWidth;
     svg.append(s("a", { href: tw.go(["attempt", run, id]), class: id === current ? "leaf on" : "leaf", "aria-label": `attempt ${id}, reward ${tw.num(one.reward)}` },
       s("rect", { x: left - 4, y: y.get(id) - 9, width: 96, height: 18, rx: 4, class: "hit" }),
-      s("circle", { cx: left + 4, cy: y.get(id), r: 4.5, style: { fill: tw.rewardColor(one.reward, low, high) } }),
+      s("circle", { cx: left + 4, cy: y.get(id), r: 4.5, style: { fill: tw.rewardColor(one.reward, low, high, one.is_success) } }),
       s("text", { x: left + 14, y: y.get(id) + 4 }, `#${id}`), s("text", { x: left + 88, y: y.get(id) + 4, "text-anchor": "end", class: "reward" }, tw.num(one.reward))));
   }
   return h("div", { class: "scroll" }, svg, group.num_left_out ? h("p", { class: "note" }, `${group.num_left_out} more attempts are not drawn.`) : null);

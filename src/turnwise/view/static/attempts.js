@@ -90,7 +90,7 @@ const attemptTable = (rows, withRun) => {
       h("td", {}, h("a", { class: "row-link", href: tw.go(["attempt", row.run, row.id]), "aria-label": `attempt ${row.id}` }, `#${row.id}`)),
       withRun ? h("td", {}, row.run) : null, h("td", { class: "n" }, row.step), h("td", {}, row.phase), h("td", { class: "clip", title: row.task_id }, row.task_id),
       h("td", {}, tw.verdict(row.is_success === null ? null : Boolean(row.is_success)), row.outcome !== "trained" && row.outcome !== "evaluated" ? tw.pill(row.outcome) : null),
-      h("td", { class: "n" }, h("i", { class: "dot", style: { background: tw.rewardColor(row.reward, low, high) } }), tw.num(row.reward)),
+      h("td", { class: "n" }, h("i", { class: "dot", style: { background: tw.rewardColor(row.reward, low, high, row.is_success) } }), tw.num(row.reward)),
       h("td", {}, row.stop_reason.replace("_", " ")), h("td", { class: "n" }, row.num_turns), h("td", { class: "n" }, row.num_sampled_tokens),
       h("td", { class: "preview" }, row.preview)))));
 };
@@ -104,14 +104,14 @@ const groupList = (groups, withRun) => {
       const sorted = [...group.attempts].sort((a, b) => b.reward - a.reward);
       return h("tr", {}, h("td", {}, h("a", { class: "row-link", href: tw.go(["attempt", group.run, sorted[0].id]) }, group.task_id)), withRun ? h("td", {}, group.run) : null,
         h("td", { class: "n" }, group.step), h("td", {}, group.phase), h("td", { class: "n" }, tw.num(mean)),
-        h("td", {}, tw.strip(group.run, sorted, null, low, high), high === low ? h("small", {}, " all the same: nothing to learn from") : null));
+        h("td", {}, tw.strip(group.run, sorted, null, low, high), high === low && sorted.length > 1 ? h("small", {}, ` all ${sorted.every((one) => one.is_success) ? "succeed" : sorted.some((one) => one.is_success) ? "the same" : "fail"}: no difference to learn from`) : null));
     })));
 };
 
 // The attempts of a group as small squares, coloured by reward.
 tw.strip = (run, attempts, current, low, high) => h("span", { class: "strip", role: "list", "aria-label": "Attempts of the group" }, attempts.map((one) =>
   h("span", { role: "listitem" }, h("a", { href: tw.go(["attempt", run, one.id]), class: one.id === current ? "on" : null, "aria-current": one.id === current ? "true" : null,
-    "aria-label": `attempt ${one.id}, reward ${tw.num(one.reward)}`, title: `#${one.id}, reward ${tw.num(one.reward)}, ${one.stop_reason}`, style: { background: one.outcome === "failed" ? "var(--grid)" : tw.rewardColor(one.reward, low, high) } }))));
+    "aria-label": `attempt ${one.id}, reward ${tw.num(one.reward)}`, title: `#${one.id}, reward ${tw.num(one.reward)}, ${one.stop_reason}`, style: { background: one.outcome === "failed" ? "var(--grid)" : tw.rewardColor(one.reward, low, high, one.is_success) } }))));
 
 const pages = (found, change) => {
   const last = Math.max(0, Math.ceil(found.total / found.size) - 1), at = Math.floor(found.first / found.size);
