@@ -14,7 +14,7 @@ from turnwise.engine.attention.plans import Pair, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.ops import cuda_attention, flash4, for_device, torch_draw, torch_layers
-from turnwise.engine.ops.interface import CacheSlots, DrawSettings, Heads, Rotation, Saved
+from turnwise.engine.ops.interface import CacheSlots, DrawSettings, Heads, Rotation, Saved, SoftmaxGradients
 from turnwise.engine.ops.torch_attention import merge
 from turnwise.types import Datum, ModelInput
 
@@ -115,7 +115,8 @@ def test_softmax_gradients_equal_autograd() -> None:
     work = logits.detach().float().clone()
     logsumexps, means = triton_head.row_stats(work, temperature)
     torch.testing.assert_close((logsumexps - means).double(), entropies.detach(), atol=1e-4, rtol=1e-4)
-    out = triton_head.row_gradients(work, temperature, logsumexps, grad, logsumexps - means, grad_entropy)
+    given = SoftmaxGradients(temperature, logsumexps, grad, logsumexps - means, grad_entropy)
+    out = triton_head.row_gradients(work, given)
     out[rows, target] += grad / temperature
     assert logits.grad is not None
     torch.testing.assert_close(out.double(), logits.grad, atol=1e-5, rtol=1e-3)

@@ -107,6 +107,17 @@ class ServiceClient(ClosedOnExit):
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
 
+    def create_full_training_client(
+        self, base_model: str, user_metadata: Mapping[str, str] | None = None
+    ) -> LocalTrainingClient:
+        """Create a client that trains all weights of `base_model`; the base itself stays as it is.
+
+        On a GPU the engine has to leave memory for it: `ServiceClient(engine=EngineConfig(full_weights=True))`.
+        """
+        return self._create(base_model, lambda engine: engine.create_full(), user_metadata)
+
+    create_full_training_client_async = in_thread(create_full_training_client)
+
     def create_critic_training_client(
         self,
         base_model: str,
@@ -250,7 +261,7 @@ class ServiceClient(ClosedOnExit):
         return LocalTrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)
 
 
-def _lora_of(checkpoint: Checkpoint) -> LoraConfig:
+def _lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
     if checkpoint.info is not None:
         return checkpoint.info.lora
     from turnwise.engine.training.adapter_files import read_lora_config  # torch

@@ -71,6 +71,13 @@ class Publisher(ABC):
     publisher is closed, or for as long as somebody holds it.
     """
 
+    takes_full_weights = False
+    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
+
+    dtype: str | None = None
+    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
+    allows for its rounding."""
+
     def __init__(self, setup: BackendSetup | None = None) -> None:
         """Start nothing yet.
 
@@ -79,6 +86,16 @@ class Publisher(ABC):
                 it.
         """
         self.setup = setup
+
+    @classmethod
+    def check_options(cls, rollout: Any) -> None:  # noqa: ARG003
+        """Refuse options that the backend cannot work with; called before anything is spent."""
+        return
+
+    @classmethod
+    def describe(cls, rollout: Any) -> str:
+        """Say in a line who samples, for the plan of a run."""
+        return rollout.backend
 
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""
@@ -98,6 +115,10 @@ class Publisher(ABC):
             f"{type(self).__name__} samples for a trainer only: it has no deliver_files(adapter, version); "
             "expected rollout.backend=local, or a backend that has it"
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the sampler counted since the last call; the loop writes it down with every step."""
+        return {}
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""

@@ -23,6 +23,8 @@ SHOWN_METRICS = (
     ("tokens/s", "rollout/sampled_tokens_per_s", ".0f"),
     ("staleness", "pool/staleness_mean", ".2f"),
     ("k2", "train/kl_sampler_trainer_k2", ".1e"),
+    ("drift k2", "drift/k2", ".1e"),
+    ("worst token", "drift/abs_max", ".1e"),
     ("ESS", "train/ess_fraction", ".2f"),
     ("length bias", "pool/length_bias", "+.1%"),
 )

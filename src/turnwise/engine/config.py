@@ -46,6 +46,10 @@ class EngineConfig(Section):
         "or with the adapter beside the weights; `auto` merges while only one policy uses the "
         "sampler and the copy fits.",
     )
+    full_weights: bool = Field(
+        default=False,
+        description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",
+    )
     share_prefixes: bool = Field(
         default=True,
         description="Train datums that share leading tokens as one tree, which computes the shared tokens once.",

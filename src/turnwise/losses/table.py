@@ -93,7 +93,7 @@ class PolicyOptions(LossOptions):
     @property
     def correction_bounds(self) -> tuple[float, float]:
         """The ratios that the correction keeps or truncates to."""
-        low, high = CORRECTION_BOUNDS[self.correction]
+        low, high = CORRECTION_BOUNDS.get(self.correction, CORRECTION_BOUNDS["none"])
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,

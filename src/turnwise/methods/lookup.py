@@ -274,6 +274,8 @@ def _options_of(found: Any, name: str) -> type[MethodOptions]:
 def _is_at_rest(option: str, value: Any) -> bool:
     """Whether an option has no effect: null, or a term of losses over policies at its default."""
     term = PolicyTerms.model_fields.get(option)
+    if (option, value) == ("correction", "none"):
+        return True
     return value in (None, {}) or (option != "name" and term is not None and value == term.default)
 
 

@@ -26,7 +26,15 @@ from pydantic_core import PydanticCustomError
 from turnwise.credit.gae import Gae
 from turnwise.credit.weights import Weighting, weighting
 from turnwise.losses.outside import find_function, is_outside, outside_info
-from turnwise.losses.table import LOSSES, PolicyOptions, Settings, losses_that_read, policy_losses, read_settings
+from turnwise.losses.table import (
+    LOSSES,
+    Correction,
+    PolicyOptions,
+    Settings,
+    losses_that_read,
+    policy_losses,
+    read_settings,
+)
 from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.runtime.import_path import import_path
 from turnwise.runtime.section import Section
@@ -35,6 +43,8 @@ from turnwise.runtime.suggest import nearest
 Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_mean", "prompt_mean"]
 LAGGING_LOSS = "cispo"
 """The loss that replaces plain importance sampling if attempts are older than the weights."""
+FOREIGN_CAP = 2.0
+"""Where the ratio of trainer to sampler is truncated if another program samples."""
 DECLARED: dict[str, type[MethodOptions]] = {}
 """Every class of options that this process has defined, by import path."""
 
@@ -82,7 +92,7 @@ class MethodOptions(Section):
         given: dict[str, float | str] = {}
         for name in self._options_of_loss():
             value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            if value != type(self).model_fields[name].default and (name, value) != ("correction", "none"):
                 given[name] = float(value) if isinstance(value, bool) else value
         return given
 
@@ -116,6 +126,14 @@ class MethodOptions(Section):
     def when_lagging(self) -> Self:
         """The method to use if samplers lag behind the weights."""
         return self
+
+    def when_foreign(self) -> Self:
+        """The method to use if another program samples: its logprobs are not quite the trainer's."""
+        return self
+
+    def correction_words(self) -> str:
+        """How this method, as it runs, corrects for a sampler that differs from the trainer; for the plan."""
+        return "the loss compares no policies, so there is nothing to correct"
 
     def why_not_own_worlds(self) -> str | None:
         """Why the attempts at a task must start in the same world; None if they need not."""
@@ -224,6 +242,14 @@ class PolicyTerms(PolicyOptions, MethodOptions):
         "their versions.",
     )
 
+    correction: Literal["auto", Correction] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="auto",
+        description="How to correct for a sampler that differs from the trainer: truncate the ratio (tis, which needs "
+        "the old policy) or reject tokens (mask), by token, by the product over a sequence, or by its geometric mean. "
+        f"`auto` is none if this program samples; if another one does (rollout.backend), ratios are truncated at "
+        f"{FOREIGN_CAP:g}: {LAGGING_LOSS} where the loss is auto, else token_tis with old_policy.",
+    )
+
     @property
     def advantage_kl(self) -> AdvantageKl | None:
         is_there = self.kl_coef != 0 and self.kl_place == "advantages"
@@ -236,6 +262,31 @@ class PolicyTerms(PolicyOptions, MethodOptions):
     def _options_of_loss(self) -> Iterable[str]:
         left_out = () if self.kl_place == "loss" else ("kl_coef",)
         return [name for name in super()._options_of_loss() if name not in left_out]
+
+    def when_foreign(self) -> Self:
+        """Truncate the ratio of the weights at the start of the batch to the sampler. What the user set stays.
+
+        A loss that clips its ratio (ppo, gspo) gets an old policy for this: else the sampler's rounding would use up
+        the room that the clip leaves for learning. cispo against the sampler truncates that ratio itself.
+        """
+        if self.correction != "auto" or is_outside(self.loss):
+            return self
+        if self.loss == LAGGING_LOSS and not self.old_policy:
+            return self
+        return self.model_copy(update={"correction": "token_tis", "old_policy": True})
+
+    def correction_words(self) -> str:
+        if self.correction not in ("auto", "none"):
+            low, high = self.correction_bounds
+            kept = f"ratios from {low:g} to {high:g} count" if self.correction.endswith("mask") else f"cap {high:g}"
+            extra = ", with one more forward pass" if self.old_policy_source == "forward" else ""
+            return f"{self.correction} ({kept}{extra})"
+        if is_outside(self.loss):
+            return f"none: {self.loss} is a loss of your own; set method.correction to add one"
+        if self.loss == LAGGING_LOSS:
+            cap = self.loss_config.get("clip_high_threshold", LOSSES[self.loss].options().clip_high_threshold)
+            return f"{self.loss} truncates the ratio to the sampler at {cap:g}"
+        return "none (method.correction=none)" if self.correction == "none" else "none"
 
     @model_validator(mode="after")
     def _kl_options_are_read(self) -> Self:
@@ -313,7 +364,7 @@ class FreeLoss(OwnLossOptions):
     loss_fn: str = Field(
         default="auto",
         description=f"The loss: {', '.join(policy_losses())}, or `module:function` for one of your own. `auto` is "
-        f"importance_sampling, and {LAGGING_LOSS} where samplers lag (train.max_staleness).",
+        f"importance_sampling, and {LAGGING_LOSS} where samplers lag (train.max_staleness) or are not this program.",
     )
     loss_options: dict[str, float | str] = Field(
         default_factory=dict, description="Options of a loss of your own, such as `method.loss_options.sharpness=3`."
@@ -339,6 +390,12 @@ class FreeLoss(OwnLossOptions):
     def when_lagging(self) -> Self:
         is_open = self.loss_fn == "auto" and self.default_loss == "importance_sampling"
         return self.model_copy(update={"loss_fn": LAGGING_LOSS}) if is_open else self
+
+    def when_foreign(self) -> Self:
+        is_open = self.loss_fn == "auto" and self.default_loss == "importance_sampling" and not self.old_policy
+        if self.correction == "auto" and is_open:
+            return self.model_copy(update={"loss_fn": LAGGING_LOSS, "clip_high_threshold": FOREIGN_CAP})
+        return super().when_foreign()
 
     def check_outside_loss(self) -> None:
         """Import a loss from outside the package and check its options, before anything is spent."""

@@ -17,6 +17,7 @@ from typing import Literal
 
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.errors import DataError
+from turnwise.rollout.drift import DriftReport
 from turnwise.runtime import tolerances
 from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import Datum
@@ -96,6 +97,8 @@ class Certificate:
     turns: tuple[TurnCheck, ...]
     drifts: tuple[Drift, ...]
     """The first `MAX_DRIFTS` drifts."""
+    drift: DriftReport | None = None
+    """How far sampler and trainer are apart over all that the step trained, by lag; None where nothing was trained."""
 
     @property
     def has_same_ids(self) -> bool:
@@ -113,7 +116,9 @@ class Certificate:
         fields = json.loads(text)
         turns = tuple(TurnCheck(**turn) for turn in fields.pop("turns"))
         drifts = tuple(Drift(**drift) for drift in fields.pop("drifts"))
-        return Certificate(**fields, turns=turns, drifts=drifts)
+        report = fields.pop("drift", None)  # certificates of older runs have none
+        measured = None if report is None else DriftReport.from_json(report)
+        return Certificate(**fields, turns=turns, drifts=drifts, drift=measured)
 
     def lines(self) -> list[str]:
         """For printing."""
@@ -124,6 +129,7 @@ class Certificate:
             f"  {self.num_trajectories} trajectories, {self.num_turns} turns, {self.num_tokens} trained tokens",
             f"  trained ids = sampled ids in {same}; {self.num_splits} turns start a datum of their own",
             f"  trainer against sampler logprobs: {gaps}",
+            *(() if self.drift is None else (f"  {line}" for line in self.drift.lines())),
         ]
         for drift in self.drifts:
             trainer = "none" if drift.trainer_logprob is None else f"{drift.trainer_logprob:.4f}"

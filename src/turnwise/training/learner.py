@@ -79,7 +79,7 @@ class Learner:
         )
 
     async def _prepare(self, items: Sequence[Any], version: int) -> list[Lesson]:
-        method, config = self._parts.method, self._parts.config.method
+        method, config = self._parts.method, self._parts.config.method_in_use
         if self._critic is None:
             lessons = method.lessons(items)
         else:

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from turnwise.credit.branching import branch_variance_share
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
+from turnwise.rollout.drift import DriftReport, measure_drift
 from turnwise.rollout.group import RolloutResult
-from turnwise.types import ForwardBackwardOutput
+from turnwise.trajectory import Trajectory
+from turnwise.types import ForwardBackwardOutput, TensorData
 from turnwise.watch.entropy import entropy_metrics
 
 if TYPE_CHECKING:
@@ -52,6 +57,41 @@ class Times:
     def played_s(self) -> float:
         """The time in which attempts were played."""
         return self.total_s if self.is_ahead else self.rollout_s
+
+
+def logprobs_by_turn(
+    lesson: Lesson, outputs: Sequence[Mapping[str, TensorData]]
+) -> tuple[NDArray[np.float32] | None, ...]:
+    """[S] per trained turn what the trainer gave its tokens: a lesson's datums hold them in the order of turns."""
+    known: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    for datum, output in zip(lesson.datums, outputs, strict=True):
+        known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained(datum)])
+    rest = np.concatenate(known)
+    assert lesson.trajectory is not None
+    found: list[NDArray[np.float32] | None] = []
+    for turn in lesson.trajectory.turns:
+        length = len(turn.sampled_ids) if turn.is_trained else 0
+        found.append(rest[:length] if turn.is_trained else None)
+        rest = rest[length:]
+    assert not len(rest), "datums train tokens that no turn sampled"
+    return tuple(found)
+
+
+def step_drift(learned: Sequence[Learned], version: int) -> DriftReport | None:
+    """How far the sampler was from the trainer's weights of `version`; None where nothing was trained that was played.
+
+    Only passes before the first optimizer step of the batch count: later ones compare with weights that moved.
+    """
+    played: list[tuple[Trajectory, tuple[NDArray[np.float32] | None, ...]]] = []
+    for step in learned:
+        outputs = iter(step.output.loss_fn_outputs)
+        for lesson in step.lessons:
+            own = [next(outputs) for _ in lesson.datums]
+            if lesson.trajectory is not None:
+                played.append((lesson.trajectory, logprobs_by_turn(lesson, own)))
+        if step.optim_metrics is not None:
+            break
+    return measure_drift(played, version) if played else None
 
 
 def strip_reductions(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run is going to spend, said before it spends anything. Bounds are upper bounds: attempts may end early."""
+"""Says what a run will spend, before it spends anything. Numbers are upper bounds, because attempts may end early."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Plan:
     """Upper bound over training and evaluation."""
     num_warmup_steps: int
     num_optimizer_steps: int
-    num_adapter_parameters: int
+    num_trained_parameters: int
     memory: Memory | None
     """None: the model is at a server."""
 
@@ -61,6 +61,9 @@ def make_plan(
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)
+    memory = None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned)
+    if memory is not None:
+        memory.check_fits()
     return Plan(
         num_train_tasks=num_tasks["train"],
         num_test_tasks=num_tasks["test"],
@@ -72,20 +75,22 @@ def make_plan(
         max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
         num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
-        num_adapter_parameters=facts.num_adapter_parameters(config.model),
-        memory=None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned),
+        num_trained_parameters=facts.num_adapter_parameters(config.model)
+        if config.model.train == "lora"
+        else facts.num_parameters,
+        memory=memory,
     )
 
 
 def attempts_per_task(config: Config) -> int:
-    """Attempts that are played for one task of a batch; none where stored data is read."""
+    """Attempts at one task of a batch; 0 where stored data is read."""
     if config.reads_stored:
         return 0
     return config.rollout.group_size
 
 
 def dialogues_per_optimizer_step(config: Config) -> int:
-    """The most that are learned from at once; a pair is two dialogues."""
+    """The most dialogues that one step learns from; a pair is two dialogues."""
     played = math.ceil(config.train.tasks_per_step / config.train.substeps) * (attempts_per_task(config) or 2)
     return max(played, config.warmup.batch_size if config.warmup.steps else 0)
 
@@ -116,10 +121,11 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     """The plan as a person reads it."""
     model, train = config.model, config.train
     stand_in = f" (standing in for {model.name})" if model.alias else ""
-    trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
+    trained = f"LoRA rank {model.rank}" if model.train == "lora" else "all weights"
+    trained += f", {format_count(plan.num_trained_parameters)} trained"
     rows = {
         "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
-        **({} if model.base_url else {"adapters": _adapters(model, facts)}),
+        **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in all",
@@ -131,7 +137,8 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         f"learning rate {train.learning_rate:g}{_schedule(train)}",
         **_critic(config),
         **_lag(config),
-        "tokens": f"at most {plan.max_sampled_tokens:,} sampled, attempts that fail and are played again aside",
+        **_sampler(config),
+        "tokens": f"at most {plan.max_sampled_tokens:,} sampled, without attempts that fail and are played again",
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
         **_threads(plan),
@@ -150,7 +157,7 @@ def _schedule(train: TrainConfig) -> str:
 
 
 def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
-    """Which layers the adapter lies on, and which it does not."""
+    """Which layers have an adapter, and which do not."""
     adapted, total = facts.adapted(model), format_count(facts.num_parameters)
     left = [name for name in facts.linears if name not in adapted]
     parts = [f"not adapted: {_short(left)}"] if left else []
@@ -200,7 +207,7 @@ def _critic(config: Config) -> dict[str, str]:
 
 
 def _lag(config: Config) -> dict[str, str]:
-    """The line about playing ahead, where a run does."""
+    """The line about playing ahead, if the run plays ahead."""
     train = config.train
     if not train.max_staleness:
         return {}
@@ -212,13 +219,22 @@ def _lag(config: Config) -> dict[str, str]:
     }
 
 
+def _sampler(config: Config) -> dict[str, str]:
+    """The line about another program that samples, and how its logprobs are corrected for."""
+    if not config.is_sampled_elsewhere:
+        return {}
+    return {"sampler": f"{config.rollout.backend}; correction: {config.method_in_use.correction_words()}"}
+
+
 def _notes(config: Config, plan: Plan) -> list[str]:
     notes: list[str] = []
     if plan.num_train_tasks < config.train.tasks_per_step:
-        notes.append("fewer train tasks than tasks per step: some are played twice in a step")
+        notes.append("there are fewer train tasks than tasks per step, so a step plays some of them twice")
     share, default = config.engine_in_use.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
     if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
-        notes.append(f"engine.gpu_memory_utilization={share:g} is for a GPU; on this CPU nothing reads it")
+        notes.append(
+            f"engine.gpu_memory_utilization={share:g} is an option for GPUs; this run uses a CPU and does not read it"
+        )
     notes += [f"{name} is not read: nothing is played for training" for name in unread_of_stored(config)]
     unread = [name for name in config.warmup.changed_options() if name in ("batch_size", "learning_rate")]
     if unread and not config.warmup.steps:
@@ -227,8 +243,11 @@ def _notes(config: Config, plan: Plan) -> list[str]:
         notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
     unread = [f"reward.{name}" for name in config.reward.changed_options() if name != "on_truncated"]
     if unread and config.method.judges_success:
-        notes.append(f"{unread[0]} counts only where the world does not say what a success is; set method.threshold")
+        notes.append(
+            f"{unread[0]} is read only in a world that does not say what a success is; here, set method.threshold"
+        )
     is_clipped = config.method.loss in LOSSES and LOSSES[config.method.loss].is_clipped
-    if config.train.substeps == 1 and not config.train.max_staleness and is_clipped:
-        notes.append(f"one optimizer step per batch: ratios stay at 1, and {config.method.loss} clips nothing")
+    is_on_policy = not config.train.max_staleness and not config.is_sampled_elsewhere
+    if config.train.substeps == 1 and is_on_policy and is_clipped:
+        notes.append(f"there is one optimizer step per batch, so ratios stay at 1 and {config.method.loss} never clips")
     return notes

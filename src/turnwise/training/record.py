@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_yaml
-from turnwise.credit.datums import is_trained
 from turnwise.doctor import Finding, finding_lines
 from turnwise.doctor.diagnose import FINDING_EVENT
 from turnwise.envs.base import Task
 from turnwise.errors import AttemptFailed
-from turnwise.methods.base import Kept, Lesson
+from turnwise.methods.base import Kept
 from turnwise.rollout.certify import Certificate
+from turnwise.rollout.drift import WorstToken
 from turnwise.rollout.group import RolloutResult
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
-from turnwise.training.metrics import Learned
+from turnwise.training.metrics import Learned, logprobs_by_turn
 from turnwise.training.supply import Batch, Taken
 from turnwise.trajectory import Trajectory
-from turnwise.types import TensorData
 from turnwise.watch.alarms import Alarm
 from turnwise.watch.observer import Observer, Observers
 
@@ -39,6 +35,7 @@ class Recorder:
         self.observers = Observers(observers)
         self._num_steps = num_steps
         self.phase_name = "starting"
+        self._largest_gap = 0.0
 
     def phase(self, name: str) -> None:
         """What is going on now."""
@@ -75,8 +72,9 @@ class Recorder:
         """A checkpoint is on record; `RunCheckpoints.save` wrote it."""
         self.observers.checkpoint(row)
 
-    def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
-        """How well the critic foresees what comes of held-out attempts; what was known of `step` gives way."""
+    def held_out_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of an evaluation besides its row: the critic's errors, rewards by opponent. They replace those that
+        `step` had."""
         self.writer.metrics(step, metrics)
         self.observers.metrics(step, metrics)
         self.writer.commit(step)
@@ -110,11 +108,25 @@ class Recorder:
         self.writer.commit(step)
         self.observers.message(f"step {step}: {alarm}")
 
+    def worst_token(self, step: int, worst: WorstToken | None) -> None:
+        """Note where sampler and trainer disagree most, each time that it is worse than before in this process."""
+        if worst is None or abs(worst.gap) <= self._largest_gap:
+            return
+        self._largest_gap = abs(worst.gap)
+        self.writer.event(step, "worst_token", gap=abs(worst.gap), text=str(worst))
+        self.writer.commit(step)
+
     def first_failure(self, step: int, error: AttemptFailed) -> None:
         """A party failed an attempt for the first time in this process."""
         self.writer.event(step, "first_failure", party=str(error.party), detail=error.detail)
         self.writer.commit(step)
         self.observers.message(f"first failure by {error.party}: {error.detail}; failed attempts are not scored")
+
+    def opponent_lost(self, step: int, why: str) -> None:
+        """An opponent of the pool could not be loaded again, and is left out."""
+        self.writer.event(step, "opponent_lost", why=why)
+        self.writer.commit(step)
+        self.observers.message(f"warning: {why}")
 
     def findings(self, step: int, findings: Sequence[Finding]) -> None:
         """Why a step had nothing to learn from; a reader of the run comes to the same findings."""
@@ -174,24 +186,6 @@ class Recorder:
                 self.observers.attempt(step, phase, attempt)
 
         self.writer.attempts(step, phase, told())
-
-
-def logprobs_by_turn(
-    lesson: Lesson, outputs: Sequence[Mapping[str, TensorData]]
-) -> tuple[NDArray[np.float32] | None, ...]:
-    """[S] per trained turn what the trainer gave its tokens: a lesson's datums hold them in the order of turns."""
-    known: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
-    for datum, output in zip(lesson.datums, outputs, strict=True):
-        known.append(output["logprobs"].to_numpy().astype(np.float32)[is_trained(datum)])
-    rest = np.concatenate(known)
-    assert lesson.trajectory is not None
-    found: list[NDArray[np.float32] | None] = []
-    for turn in lesson.trajectory.turns:
-        length = len(turn.sampled_ids) if turn.is_trained else 0
-        found.append(rest[:length] if turn.is_trained else None)
-        rest = rest[length:]
-    assert not len(rest), "datums train tokens that no turn sampled"
-    return tuple(found)
 
 
 _Key = tuple[str, int, int]

@@ -1,9 +1,13 @@
 """Alarms: which metric left its band, why it matters and what to change.
 
-Five things are watched: the gap between the weights that sampled and those that learn (KL), the share of a batch that
-still counts (ESS), the share of groups that were too old to use, the policy's entropy, and gradients that are exactly 0
-step after step. An alarm is reported when a number leaves its band and again when it returns, not at every step
-between.
+Six things are watched: the gap between the weights that sampled and those that learn (KL), the gap between sampler and
+trainer on the same weights (drift), the share of a batch that still counts (ESS), the share of groups that were too old
+to use, the policy's entropy, and gradients that are exactly 0 step after step. An alarm is reported when a number
+leaves its band and again when it returns, not at every step between.
+
+Drift has two bands: a bound, and a multiple of what it was in the run's own first steps. A sampler that rounds more
+than the trainer drifts from the start, and keeps drifting by the same amount; drift that grows means that something
+changed.
 
 Rising entropy alone causes no alarm: policies that learn long tasks explore more, and do better (UI-TARS-2,
 arXiv:2509.02544). It is an alarm if the reward has fallen too. Each turn and each kind of reply is watched separately.
@@ -14,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import NotRequired, TypedDict
 
 from pydantic import Field
@@ -30,6 +34,10 @@ MIN_RISE = 0.05
 """Nats per token: a smaller rise does not count, even if it is a large multiple of a small baseline."""
 ZERO_GRADIENT_STEPS = 3
 """Steps in a row that learned from tokens, and whose gradient was exactly 0: one such step may be an accident."""
+DRIFT_STEPS = 3
+"""Steps whose median drift is compared with the first steps: one odd batch is no trend."""
+MIN_DRIFT = 1e-6
+"""k2 per token. A drift below this is float32's rounding; how much it grew says nothing."""
 
 
 class AlarmError(TurnwiseError):
@@ -41,6 +49,16 @@ class AlarmConfig(Section):
 
     max_kl: float = Field(
         default=0.01, gt=0, description="Largest KL(sampler || trainer) per token (k2) on the data of a step."
+    )
+    max_drift: float = Field(
+        default=0.003,
+        gt=0,
+        description="Largest drift per token (k2): sampler against trainer, over tokens that the newest weights drew.",
+    )
+    drift_growth: float = Field(
+        default=10.0,
+        gt=1,
+        description="Largest drift of the last steps, as a multiple of the drift in the run's first steps.",
     )
     min_ess: float = Field(
         default=0.5,
@@ -77,7 +95,7 @@ class Alarm:
     bound: float
     is_over: bool = False
     place: str = ""
-    """For an entropy: the turn or the kind of reply, as the end of a phrase."""
+    """For an entropy: the turn or the kind of reply, as the end of a phrase. For drift: the worst token."""
 
     @property
     def what(self) -> str:
@@ -103,7 +121,8 @@ class Alarm:
         if self.name == "zero_gradient":
             return f"alarm: {what} is {self.value:.0f}: {why}. {remedy}"
         side = "under" if self.value < self.bound else "over"
-        return f"alarm: {what} is {self.value:.3g}, {side} {self.bound:.3g}: {why}. {remedy}"
+        worst = f". Worst token: {self.place}" if self.place and self.name.startswith("drift") else ""
+        return f"alarm: {what} is {self.value:.3g}, {side} {self.bound:.3g}: {why}. {remedy}{worst}"
 
 
 _WORDS: Mapping[str, tuple[str, str, str]] = {
@@ -111,6 +130,16 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
         "KL(sampler || trainer)",
         "the weights moved away from those that sampled, so ratios do not correct the gradient well any more",
         "Lower train.learning_rate or train.max_staleness, or set method.old_policy=true with method.loss_fn=ppo",
+    ),
+    "drift": (
+        "the drift (k2) of the sampler from the trainer on the same weights",
+        "the sampler computes other numbers than the trainer: it rounds more, or has other weights or another prompt",
+        "Check the sampler's model, adapter and dtype (float32 drifts least), or set rollout.backend=local",
+    ),
+    "drift_growth": (
+        "the drift (k2) of the last steps, as a multiple of that of the first ones,",
+        "sampler and trainer come apart on the same weights, which often ends in a collapse",
+        "Check that every version reaches the sampler, use a float32 sampler, and keep method.correction on",
     ),
     "ess": (
         "the effective share of the batch",
@@ -154,6 +183,10 @@ class AlarmState(TypedDict):
     """Rewards of the best stretch of steps so far."""
     zero_gradients: NotRequired[int]
     """Steps in a row with a gradient of exactly 0."""
+    first_drifts: NotRequired[list[float]]
+    """Drift of the first steps."""
+    last_drifts: NotRequired[list[float]]
+    """Drift of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +212,17 @@ class Alarms:
     _rewards: list[float] = field(default_factory=list[float])
     _best_rewards: list[float] = field(default_factory=list[float])
     _num_zero_gradients: int = 0
+    _first_drifts: list[float] = field(default_factory=list[float])
+    _last_drifts: list[float] = field(default_factory=list[float])
 
-    def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        """The alarms that began or ended with this step."""
+    def check(self, metrics: Mapping[str, float], worst_token: str = "") -> list[Alarm]:
+        """The alarms that began or ended with this step.
+
+        Args:
+            worst_token: where the largest gap between sampler and trainer is, for alarms about drift.
+        """
         changes: list[Alarm] = []
-        for one in self._readings(metrics):
+        for one in self._readings(metrics, worst_token):
             alarm = Alarm(name=one.name, value=one.value, bound=one.bound, place=one.place, is_over=not one.is_out)
             if one.is_out:
                 self.active[one.name] = self.active.get(one.name, 0) + 1
@@ -209,6 +248,8 @@ class Alarms:
             rewards=list(self._rewards),
             best_rewards=list(self._best_rewards),
             zero_gradients=self._num_zero_gradients,
+            first_drifts=list(self._first_drifts),
+            last_drifts=list(self._last_drifts),
         )
 
     def restore(self, state: AlarmState) -> None:
@@ -218,14 +259,18 @@ class Alarms:
         self._rewards = list(state.get("rewards", []))
         self._best_rewards = list(state.get("best_rewards", []))
         self._num_zero_gradients = state.get("zero_gradients", 0)
+        self._first_drifts = list(state.get("first_drifts", []))
+        self._last_drifts = list(state.get("last_drifts", []))
 
-    def _readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
+    def _readings(self, metrics: Mapping[str, float], worst_token: str) -> list[_Reading]:
         """The watched metrics that this step measured."""
         config = self.config
-        readings: list[_Reading] = []
+        readings = self._drift_readings(metrics, worst_token)
+        is_drifting = any(one.name == "drift" and one.is_out for one in readings)
         kl, ess = metrics.get("train/kl_sampler_trainer_k2"), metrics.get("train/ess_fraction")
         if kl is not None:
-            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl))  # nan is outside the band too
+            # nan is outside the band too. A drift is part of this number, and its own alarm names the right cause.
+            readings.append(_Reading("kl", kl, config.max_kl, not kl <= config.max_kl and not is_drifting))
         if ess is not None:
             readings.append(_Reading("ess", ess, config.min_ess, not ess >= config.min_ess))
         stale = metrics.get("pool/stale_share")
@@ -237,6 +282,24 @@ class Alarms:
             count, bound = float(self._num_zero_gradients), float(ZERO_GRADIENT_STEPS)
             readings.append(_Reading("zero_gradient", count, bound, count >= bound))
         return readings + self._entropy_readings(metrics)
+
+    def _drift_readings(self, metrics: Mapping[str, float], worst_token: str) -> list[_Reading]:
+        """Whether sampler and trainer are too far apart on the same weights, and whether they come apart."""
+        drift, config = metrics.get("drift/k2"), self.config
+        if drift is None:  # no token of the step was drawn by the newest weights
+            return []
+        is_out = not drift <= config.max_drift
+        readings = [_Reading("drift", drift, config.max_drift, is_out, worst_token if is_out else "")]
+        if not math.isfinite(drift):
+            return readings
+        if len(self._first_drifts) < BASELINE_STEPS:
+            self._first_drifts.append(drift)
+            return readings
+        self._last_drifts = [*self._last_drifts, drift][-DRIFT_STEPS:]
+        usual, last = max(fmean(self._first_drifts), MIN_DRIFT), median(self._last_drifts)
+        has_grown = len(self._last_drifts) == DRIFT_STEPS and last > config.drift_growth * usual
+        place = worst_token if has_grown else ""
+        return [*readings, _Reading("drift_growth", last / usual, config.drift_growth, has_grown, place)]
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
         """Whether the whole entropy is low, and whether the place where it rose most is high."""

@@ -35,10 +35,12 @@ BLANKS: Mapping[str, Iterable[str] | None] = {
     "party": tuple(Party),
     "why": None,
     "env_metric": None,
+    "opponent": None,
     "turn": tuple("12345678"),
     "fifth": tuple("12345"),
     "state": ("queued", "running", "done", "consumed", "dropped"),
     "side": ("low", "high", "dual"),
+    "lag": (*"12345678", "later"),
 }
 """What a name in braces stands for. None means any word, such as a number that a world gives its attempts."""
 
@@ -48,6 +50,18 @@ def _rows(emitter: str, *rows: tuple[str, str, str]) -> list[Metric]:
 
 
 CATALOGUE: tuple[Metric, ...] = (
+    *_rows(
+        "backends/servers/fleet.py",
+        ("fleet/requests", "requests", "Replies that were asked for on servers since the last step."),
+        ("fleet/retries", "requests", "Requests that were sent again because a server failed them."),
+        ("fleet/servers_ready", "servers", "Servers that take requests."),
+        ("fleet/servers_lost", "servers", "Times that a server was taken out, because it failed or did not answer."),
+        ("fleet/servers_returned", "servers", "Times that a server came back."),
+        ("fleet/laggards_fenced", "servers", "Servers that a version was published without, because they lagged."),
+        ("fleet/sticky_share", "share", "Requests that went to the server that drew the conversation's last reply."),
+        ("fleet/cached_prompt_share", "share", "Prompt tokens that servers had in their prefix caches."),
+        ("fleet/load_s", "s", "Time in which the servers loaded the newest version."),
+    ),
     *_rows(
         "rollout/stats.py",
         ("rollout/attempts", "attempts", "Attempts that the step took: the kept ones and all `rollout/dropped_*`."),
@@ -108,6 +122,17 @@ CATALOGUE: tuple[Metric, ...] = (
         ("pool/staleness_max", "updates", "The same for the oldest group of the step."),
         ("pool/length_bias", "ratio", "Tokens of a group that was learned from over those of a started one, minus 1."),
         ("train/geo_outside_fraction", "share", "Datums whose geometric mean ratio is outside 0.99 to 1.01."),
+    ),
+    *_rows(
+        "rollout/drift.py",
+        ("drift/tokens", "tokens", "Trained tokens that the newest weights drew (lag 0): those of `drift/k2`."),
+        ("drift/k2", "nats/token", "Sampler against trainer on the same weights, mean of gap^2 / 2: numerics alone."),
+        ("drift/abs_mean", "nats/token", "The same, mean of the absolute gap."),
+        ("drift/abs_max", "nats", "The same, gap of the worst token; the event `worst_token` says where it is."),
+        ("drift/beyond_share", "share", "The same, tokens with a gap over 0.1 nats."),
+        ("drift/lag_{lag}_k2", "nats/token", "The gap of tokens drawn by weights so many updates old: staleness too."),
+        ("drift/lag_{lag}_tokens", "tokens", "Trained tokens of that age."),
+        ("drift/broken_tokens", "tokens", "Trained tokens without a finite logprob on one of the two sides."),
     ),
     *_rows(
         "engine/training/losses.py",
@@ -179,6 +204,19 @@ CATALOGUE: tuple[Metric, ...] = (
         ("eval/success", "share", "Held-out attempts that succeeded."),
         ("eval/reward", "reward", "Mean return of held-out attempts."),
         ("eval/failed_attempts", "attempts", "Held-out attempts that failed, and are not scored."),
+    ),
+    *_rows(
+        "training/opponents.py",
+        ("opponent/attempts_{opponent}", "attempts", "Attempts of the step against this opponent."),
+        (
+            "opponent/reward_{opponent}_mean",
+            "reward",
+            "Reward of the policy against this opponent.",
+        ),
+    ),
+    *_rows(
+        "training/evaluate.py",
+        ("opponent/eval_reward_{opponent}", "reward", "Held-out reward against one opponent of the panel."),
     ),
 )
 

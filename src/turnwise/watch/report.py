@@ -39,6 +39,7 @@ def report_lines(
     ]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
     lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
+    lines += _drift(run)
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
     lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")
     for row in _chosen(run, evaluations, num_dialogues):
@@ -118,6 +119,23 @@ def _certificate(run: RunReader) -> str:
     steps = ", ".join(str(row.step) for row in rows)
     verdict = f"NOT exact at step {bad[0]}" if bad else "every trained token is a sampled token"
     return f"{verdict} (checked every step, kept of {steps}); turnwise certify {run.directory}"
+
+
+def _drift(run: RunReader) -> list[str]:
+    """How far the sampler was from the trainer on the same weights, and where most."""
+    k2s, sizes, counts = (dict(run.metric(f"drift/{name}")) for name in ("k2", "abs_mean", "tokens"))
+    steps = [step for step in k2s if math.isfinite(k2s[step])]
+    num_tokens = sum(counts[step] for step in steps)
+    if not num_tokens:
+        return []
+    k2, size = (sum(values[step] * counts[step] for step in steps) / num_tokens for values in (k2s, sizes))
+    last = "" if len(steps) < 2 else f", {k2s[steps[-1]]:.1e} in the last step"
+    lines = [f"{'drift':<{LABEL_WIDTH}}mean k2 {k2:.1e}{last}, mean |gap| {size:.1e} over {num_tokens:,.0f} tokens"]
+    events = run.events("worst_token")
+    if events:
+        worst = max(events, key=lambda event: event.detail["gap"])
+        lines.append(f"{'':<{LABEL_WIDTH}}worst {worst.detail['gap']:.1e}, step {worst.step}: {worst.detail['text']}")
+    return lines
 
 
 def _chosen(run: RunReader, evaluations: Sequence[EvaluationRow], count: int) -> list[AttemptRow]:

@@ -274,6 +274,8 @@ def _summary(metrics: Mapping[str, float]) -> str:
         ("tokens/s", "rollout/sampled_tokens_per_s", ".0f"),
         ("entropy", "rollout/entropy_estimate", ".2f"),
         ("k2", "train/kl_sampler_trainer_k2", ".1e"),
+        ("drift", "drift/abs_mean", ".1e"),
+        ("worst", "drift/abs_max", ".1e"),
         ("grad", "train/grad_norm", ".2g"),
         ("critic EV", "train/critic_explained_variance", ".2f"),
         ("lag", "pool/staleness_mean", ".1f"),

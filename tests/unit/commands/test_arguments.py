@@ -64,8 +64,8 @@ def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) ->
     share = "engine.gpu_memory_utilization=0.7"
     assert main([*PLAN, "method.loss_fn=ppo", "eval.tasks=1000", "engine.device=cpu", share]) == 0
     out = capsys.readouterr().out
-    assert f"{share} is for a GPU" in out
-    assert "ppo clips nothing" in out
+    assert f"{share} is an option for GPUs" in out
+    assert "ppo never clips" in out
     assert "eval.tasks=1000, but this world holds out 64" in out
 
 

@@ -9,8 +9,7 @@ from turnwise.credit.datums import trajectory_to_datums
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.stats import RolloutStats
-from turnwise.training.metrics import Times, merge_outputs, step_metrics, strip_reductions
-from turnwise.training.record import logprobs_by_turn
+from turnwise.training.metrics import Times, logprobs_by_turn, merge_outputs, step_metrics, strip_reductions
 from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import ForwardBackwardOutput, TensorData
 

@@ -134,3 +134,55 @@ def test_three_steps_in_a_row_whose_gradient_is_exactly_zero_are_an_alarm_that_s
     assert "no detach()" in str(alarm)
     (over,) = alarms.check({"train/grad_norm": 0.1})
     assert over.is_over
+
+
+def _drift_run(values: list[float], config: AlarmConfig | None = None) -> list[Alarm]:
+    alarms = Alarms(config or AlarmConfig())
+    found = []
+    for value in values:
+        found += alarms.check({**FINE, "drift/k2": value}, "task attempt 2, turn 1, token 5")
+    return found
+
+
+def test_drift_over_its_bound_is_an_alarm_with_the_worst_token_and_one_that_only_lags_is_not() -> None:
+    (alarm,) = _drift_run([1e-4, 0.02])
+    for words in ("on the same weights is 0.02, over 0.003", "float32", "Worst token: task attempt 2, turn 1, token 5"):
+        assert words in str(alarm)
+    (broken,) = _drift_run([math.nan])
+    assert broken.name == "drift"
+    stale = Alarms(AlarmConfig())
+    found = [stale.check({**FINE, "drift/k2": 1e-9, "drift/lag_4_k2": 0.5}) for _ in range(8)]
+    assert not any(found), "a gap to older weights is staleness, which has alarms of its own"
+    assert not any(stale.check({**FINE, "drift/lag_1_k2": 0.5}) for _ in range(8)), "no token of lag 0 was trained"
+
+
+def test_drift_that_is_the_cause_of_a_large_kl_is_told_once_with_the_right_remedy() -> None:
+    alarms = Alarms(AlarmConfig())
+    (alarm,) = alarms.check({**FINE, "drift/k2": 0.05, "train/kl_sampler_trainer_k2": 0.05})
+    assert alarm.name == "drift"
+    (kl,) = Alarms(AlarmConfig()).check({**FINE, "drift/k2": 1e-9, "train/kl_sampler_trainer_k2": 0.05})
+    assert kl.name == "kl"
+
+
+def test_drift_that_grows_over_the_runs_own_start_is_an_alarm_before_the_bound_is_reached() -> None:
+    (alarm,) = _drift_run([2e-5] * 5 + [4e-4] * 3)
+    assert alarm.name == "drift_growth"
+    assert "as a multiple of that of the first ones, is 20, over 10" in str(alarm)
+    changes = _drift_run([2e-5] * 5 + [4e-4] * 3 + [2e-5] * 5)
+    assert [change.is_over for change in changes] == [False, True]
+
+
+def test_steady_drift_a_single_odd_step_and_growing_rounding_are_no_alarm() -> None:
+    assert _drift_run([8e-4, 9e-4, 7e-4] * 6) == [], "a bfloat16 server drifts from the start"
+    assert _drift_run([1e-5] * 6 + [2.5e-3] + [1e-5] * 6) == [], "one odd batch"
+    assert _drift_run([1e-14] * 5 + [1e-9] * 5) == [], "float32 rounding, a hundred thousand times what it was"
+
+
+def test_the_start_of_a_run_is_still_its_start_after_a_resume() -> None:
+    alarms = Alarms(AlarmConfig())
+    for _ in range(4):
+        alarms.check({**FINE, "drift/k2": 2e-5})
+    resumed = Alarms(AlarmConfig())
+    resumed.restore(json.loads(json.dumps(alarms.to_state())))
+    found = [alarm for _ in range(3) for alarm in resumed.check({**FINE, "drift/k2": 4e-4})]
+    assert [alarm.name for alarm in found] == ["drift_growth"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def for_device(device: torch.device) -> Ops:
-    """The ops of a device. Small functions may ask at every call: an answer is one look into a dictionary."""
+    """The ops of a device. Asking at every call is cheap: the answer is cached."""
     if device.type == "cpu":
         from turnwise.engine.ops.cpu_ops import make_ops
     elif device.type == "cuda":

@@ -1,8 +1,8 @@
 """The C kernels as one library: compiled on first use, cached, opened with ctypes.
 
-`library()` builds every `cpu*.c` of this folder with the system compiler for the processor it finds, keeps the result
-under `$TURNWISE_HOME/kernels` (or `~/.cache/turnwise/kernels`), named by everything that went into it, and opens it; it
-gives None where nothing can be built, and the callers stay with plain torch.
+`library()` compiles every `cpu*.c` of this folder with the system compiler, for the processor of this machine. It keeps
+the result under `$TURNWISE_HOME/kernels` (or `~/.cache/turnwise/kernels`); the file name is a hash of the sources, the
+compiler and the processor. Where nothing can be built it returns None, and the callers use plain torch.
 
 Threads come from the OpenMP runtime that torch has loaded: the library is compiled for OpenMP but linked without one,
 so its calls bind to torch's. A second runtime would keep its own pool spinning on the same cores.
@@ -21,12 +21,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch  # noqa: F401 - its OpenMP runtime has to be there before the library asks for one
+import torch  # noqa: F401 - torch's OpenMP runtime must be loaded before the library asks for one
 
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-# No -ffast-math: the kernels meet -inf (masked logits) and have to report NaN.
+# No -ffast-math: the kernels read -inf (masked logits) and must report NaN.
 COMPILE_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK_FLAGS = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
 # More flags to (compile, link), best first: torch's OpenMP, a runtime of our own, one thread, any processor.
@@ -42,8 +42,8 @@ _loaded: list[ctypes.CDLL | None] = []
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, built if need be; None, logged once, where this machine cannot build it."""
-    if not _loaded:  # asked at every call of a kernel, so the lock is for the first ones alone
+    """The library; the first call builds it. None where this machine cannot build it, which is logged once."""
+    if not _loaded:  # every call of a kernel asks, so only the first calls take the lock
         with _load_lock:
             if not _loaded:
                 _loaded.append(open_library())
@@ -63,7 +63,7 @@ def open_library() -> ctypes.CDLL | None:
             return ctypes.CDLL(str(path))
         except subprocess.CalledProcessError as error:
             why = error.stderr.strip().splitlines()[-1] if error.stderr.strip() else str(error)
-        except OSError as error:  # no room for the cache, or the library does not find its symbols
+        except OSError as error:  # the disk is full, or the library lacks a symbol
             why = str(error)
     _log.warning("%s cannot build the CPU kernels (%s): the slower torch path is used", compiler[0], why)
     return None
@@ -91,7 +91,7 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    # Renamed into place when complete: another process sees the whole library or none, and may build its own meanwhile.
+    # We rename the file when it is complete, so another process sees a whole library or none.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = [Path(temporary) / f"{source.stem}.o" for source in sources]
         shared = Path(temporary) / "cpu.so"
@@ -114,7 +114,7 @@ def _run(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """What -march=native depends on, as far as the system tells: a cache on a shared disk serves several machines."""
+    """What -march=native depends on. Several machines may share one cache directory, and each needs its own build."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("vendor", "model", "cpu family", "flags", "CPU")))

@@ -40,7 +40,7 @@ class CpuKernels:
         self._scratch = threading.local()
 
     def num_threads(self) -> int:
-        """Threads that a call really gets now: `torch.get_num_threads()`, or 1 without OpenMP."""
+        """The threads that a call gets now: `torch.get_num_threads()`, or 1 without OpenMP."""
         return self._count_threads(torch.get_num_threads())
 
     def linear_small(self, weight: Tensor, x: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -112,7 +112,7 @@ class CpuKernels:
         """Draw a token per row of softmax(logits [B, V] / T [B]) by inverse CDF; returns int64 tokens and logprobs.
 
         T = 0 takes the largest logit, the first one on ties, with its logprob at T = 1. A row that is no distribution
-        (a NaN, +inf, or nothing above -inf) gives token -1 with logprob NaN.
+        (it has a NaN or +inf, or only -inf) gives token -1 with logprob NaN.
 
         Args:
             uniform: [B] numbers in [0, 1), float32 or float64. float32 steps are coarser than rare tokens of
@@ -136,7 +136,7 @@ class CpuKernels:
         return tokens, logprobs
 
     def _linear_scratch(self, inputs: int) -> int:
-        """Address of this thread's room for the packed x."""
+        """Address of this thread's buffer for the packed x."""
         buffer: Tensor | None = getattr(self._scratch, "buffer", None)
         needed = inputs * _SCRATCH_COLUMNS
         if buffer is None or buffer.numel() < needed:
@@ -145,7 +145,7 @@ class CpuKernels:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    """Check what C code cannot check: it reads whatever its pointers point to."""
     if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
         raise DataError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
@@ -154,7 +154,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _check_strided(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Like `_check`, but only what is below the first axis has to be contiguous."""
+    """Like `_check`, but rows may be strided: only the axes after the first must be contiguous."""
     if tensor.is_contiguous() or tensor.shape != shape:
         _check(name, tensor, shape)
     else:
@@ -162,7 +162,7 @@ def _check_strided(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def load() -> CpuKernels | None:
-    """The kernels, built if need be; None where this machine cannot build them."""
+    """The kernels; the first call builds them. None where this machine cannot build them."""
     library = build.library()
     return None if library is None else _bind(library)
 

@@ -69,7 +69,7 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) 
 
 
 def _attend_forest(sides: Saved, plan: TreePlan, scale: float) -> None:
-    """Our kernel writes output and log-sum-exp in place, own node first, then adds each ancestor to the softmax."""
+    """Write output and log-sum-exp in place: first attend to the own node, then add each ancestor to the softmax."""
     for run in plan.equal_runs():
         attend(Saved(*(_rows(side, run) for side in sides)), scale, is_causal=True)
     for rows, keys in plan.ancestors():
@@ -177,7 +177,7 @@ def attend_backward(
     is_causal: bool,
     is_added: bool = False,
 ) -> None:
-    """Write the gradients of query, key and value to `grads`, or add them there; all sides are heads-first.
+    """Write the gradients of query, key and value to `grads`, or add to what is there; all tensors are heads-first.
 
     `out` and `logsumexp` are those of whole rows, also where these keys are only some of what the queries saw.
     """
@@ -191,7 +191,7 @@ def attend_backward(
 
 
 def _arguments(sides: list[Tensor], is_causal: bool) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
-    """Pointers, strides and sizes, checked: the C side trusts them."""
+    """Pointers, strides and sizes, after a check: C code reads whatever its pointers point to."""
     query, key = sides[0], sides[1]
     batch, heads, queries, size = query.shape
     kv_heads, keys = key.shape[1:3]

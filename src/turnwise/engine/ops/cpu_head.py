@@ -1,4 +1,4 @@
-"""Softmax over a large vocabulary for training, in C (`cpu_head.c`): float32 logits are read twice, written once.
+"""Softmax over a large vocabulary for training, in C (`cpu_head.c`). It reads float32 logits twice and writes once.
 
 The functions of `triton_head.py`, for the CPU. `logprobs.py` takes this module where `is_built()`.
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.ops import build, waiting
+from turnwise.engine.ops.interface import SoftmaxGradients
 from turnwise.errors import DataError
 
 
@@ -55,27 +56,22 @@ def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]
     return logsumexps, means
 
 
-def row_gradients(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    logsumexps_R: Tensor,
-    grads_R: Tensor,
-    entropies_R: Tensor | None,
-    grad_entropies_R: Tensor | None,
-) -> Tensor:
-    """Write -(grad p + grad_entropy p (log p + H)) / T over the logits: d loss / d logit without the target's own."""
-    rows, vocab = logits_RV.shape
-    looked_at = () if entropies_R is None or grad_entropies_R is None else (entropies_R, grad_entropies_R)
-    _check(logits_RV, temperature_R, logsumexps_R, grads_R, *looked_at)
+def row_gradients(logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
+    """Write the gradient over the logits; `interface.SoftmaxOps` has the formula."""
+    num_rows, vocab = logits_RV.shape
+    entropies, grad_entropies = rows.entropies, rows.grad_entropies
+    looked_at = () if entropies is None or grad_entropies is None else (entropies, grad_entropies)
+    sides = (rows.temperature, rows.logsumexps, rows.grads, *looked_at)
+    _check(logits_RV, *sides)
     _kernels().row_gradients(
-        logits_RV.data_ptr(), temperature_R.data_ptr(), logsumexps_R.data_ptr(), grads_R.data_ptr(),
-        *(side.data_ptr() for side in looked_at), *[None] * (2 - len(looked_at)), rows, vocab, waiting.num_threads(),
+        logits_RV.data_ptr(), *(side.data_ptr() for side in sides), *[None] * (5 - len(sides)), num_rows, vocab,
+        waiting.num_threads(),
     )  # fmt: skip
     return logits_RV
 
 
 def _check(logits: Tensor, *sides: Tensor) -> None:
-    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    """Check what C code cannot check: it reads whatever its pointers point to."""
     for tensor, shape in ((logits, logits.shape), *((side, logits.shape[:1]) for side in sides)):
         if tensor.shape != shape or tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.is_cuda:
             raise DataError(

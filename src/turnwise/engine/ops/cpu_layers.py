@@ -87,7 +87,8 @@ def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tenso
 def rotate(qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots | None) -> tuple[Tensor, Tensor, Tensor]:
     """Head norms and rotary position: query [N, Q, D], key and value [N, K, D].
 
-    A training pass, which keeps what it reads, keeps one copy: heads that are not normed are turned where they lie.
+    A training pass keeps its inputs for the backward pass. Heads without a norm are rotated in place, so that it keeps
+    one copy and not two.
     """
     stored = () if cache is None else (cache.keys, cache.values)
     if not _is_read(qkv, heads.query_norm, heads.key_norm, *stored) or not _is_turned(rotation, cache):
@@ -157,12 +158,12 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_read(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can read them as they lie."""
+    """Whether the kernels can read these tensors without a copy."""
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.is_cpu) for t in tensors)
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:
-    """Whether the kernels that take a row stride can read it."""
+    """Whether the kernels that take a row stride can read this tensor without a copy."""
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.stride(1) == 1
 
 
@@ -189,7 +190,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _check_sizes(name: str, first: Tensor, *pairs: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """The C side trusts its pointers, so nothing of the wrong size may reach it."""
+    """Check what C code cannot check: it reads whatever its pointers point to."""
     for tensor, shape in pairs:
         if tensor is not None and tensor.shape != shape:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Gradients of low-rank parts in C (`cpu_low_rank.c`): float32, the large matrix is read once for both.
+"""Gradients of low-rank parts in C (`cpu_low_rank.c`): float32; one read of the large matrix gives both.
 
 Shape legend: M rows, I columns of the large matrix, R of the narrow ones.
 """

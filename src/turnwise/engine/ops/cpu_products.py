@@ -1,4 +1,4 @@
-"""Matrix products on a CPU, in C where that is faster than BLAS: most of the time of a sampler and of a training step.
+"""Matrix products on a CPU, in C where that is faster than BLAS. Samplers and training steps spend most time here.
 
 A decode step multiplies few rows with every weight of the model. The usual x @ W' then runs far below both the
 memory's and the cores' speed; `cpu.c` streams each weight row once past all x rows. Without a C compiler, W @ x' is
@@ -22,7 +22,7 @@ from turnwise.engine.ops import build, cpu, cpu_low_rank, torch_products, waitin
 from turnwise.errors import DataError
 
 MAX_FEW_ROWS = 384
-"""Above this many rows the kernel for few rows brings nothing."""
+"""Above this many rows, the kernel for few rows is not faster than BLAS."""
 CACHE_LINE, SET_BYTES = 64, 4096
 """Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
 _SCRATCH = 640 * (384 + 32)
@@ -40,7 +40,7 @@ LowRank = tuple[Tensor, Tensor, float]
 
 
 class ProductKernel:
-    """The function of one compiled library, and the room that its threads pack into."""
+    """The function of one compiled library, and the buffer that its threads pack into."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._product = library.tw_product
@@ -76,7 +76,7 @@ class ProductKernel:
         self._product(pointers, strides, sizes, alpha, scale, is_added, self._room(threads), threads)
 
     def _room(self, threads: int) -> int:
-        """Address of this thread's room for the packed blocks of all its workers."""
+        """Address of this thread's buffer for the packed blocks of all its workers."""
         buffer: Tensor | None = getattr(self._scratch, "buffer", None)
         if buffer is None or buffer.numel() < threads * _SCRATCH:
             buffer = self._scratch.buffer = torch.empty(threads * _SCRATCH, dtype=torch.float32, device="cpu")
@@ -103,7 +103,7 @@ def product(
 ) -> Tensor:
     """The C kernel: out = alpha (a b + scale low_a low_b), or added to it; float32, any strides."""
     if low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
-        # Packing the large operand in its own order beats turning it: the other one is copied a few rows at a time.
+        # It is faster to pack the large operand in its own order than to transpose it.
         _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
     else:
         _kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added, low_rank)
@@ -137,7 +137,7 @@ def multiply(
 
 
 def takes_low_rank_along(x_NI: Tensor) -> bool:
-    """The kernel for many rows does."""
+    """True for the shapes that the kernel for many rows takes."""
     return x_NI.shape[0] > MAX_FEW_ROWS and x_NI.dtype is torch.float32 and is_built()
 
 

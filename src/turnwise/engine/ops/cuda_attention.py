@@ -92,7 +92,7 @@ def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, s
 
 
 def can_capture_prefill(dtype: torch.dtype, head_size: int) -> bool:
-    """On the flash kernels, and on ours: plain torch would slice by numbers that the host has to know."""
+    """True for the flash kernels and ours. Plain torch slices by numbers that the host must know."""
     return has_triton() and fits_flash(dtype, head_size)
 
 
@@ -131,5 +131,5 @@ def _takes_flash4(q: Tensor, part: Varlen) -> bool:
 
 @functools.cache
 def _no_dropout(device: torch.device) -> Tensor:
-    """The random state that a backward pass asks for, and without dropout does not read."""
+    """The random state that a backward pass takes as an argument; without dropout it does not read it."""
     return torch.zeros(2, dtype=torch.uint64, device=device)

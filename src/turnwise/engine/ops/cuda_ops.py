@@ -56,7 +56,7 @@ class CudaGraphRecorder:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            step(inputs)  # what is set up at a first launch is not captured
+            step(inputs)  # the first launch sets things up that a graph must not capture
         torch.cuda.current_stream(self._device).wait_stream(side)
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = step(inputs)

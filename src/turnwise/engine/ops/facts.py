@@ -18,9 +18,9 @@ class DeviceFacts:
     prefers_few_launches: bool
     """A launch costs more than reading an input again."""
     keeps_normed_inputs: bool
-    """A training pass keeps what the norms give; else backward forms it again from the residual stream."""
+    """A training pass keeps the outputs of the norms; else backward computes them again from the residual stream."""
     rotates_in_place: bool
-    """A training pass rotates float32 heads that have no norms where they lie, and keeps one copy of them."""
+    """A training pass rotates float32 heads without norms in place, and keeps one copy of them."""
     widens_gradients: bool
     """The gradients inside a layer are float32 whatever the dtype of the activations is."""
     wide_gradients: int
@@ -32,7 +32,7 @@ class DeviceFacts:
     prefill_tokens: int
     """Prompt tokens that one sampler step reads at most, where the config does not say."""
     has_own_memory: bool
-    """The device has memory of its own, and the engine plans with all of it; else it shares the machine's memory."""
+    """The device has its own memory, and the engine may plan with all of it; else it shares the machine's memory."""
     kv_cache_bytes: int | None
     """Size of the KV cache, where the config does not say; None: half of what the weights leave."""
     pass_tokens: tuple[int, int] | None
@@ -52,7 +52,7 @@ CPU = DeviceFacts(
     prefill_tokens=512,
     has_own_memory=False,
     kv_cache_bytes=GIB,
-    pass_tokens=(2048, 4096),  # a longer pass is hardly faster, and takes its memory
+    pass_tokens=(2048, 4096),  # a longer pass is hardly faster and needs more memory
 )
 CUDA = DeviceFacts(
     default_dtype="bfloat16",

@@ -1,8 +1,8 @@
 """FlashAttention 4, where the `flash4` extra is installed on a Hopper card: training's attention in half the time.
 
 Its kernels are compiled when first asked for, a few seconds each; what was compiled is kept under
-`$TURNWISE_HOME/kernels/flash4` for the next process. The two functions that we call take and give the log-sum-exp, and
-are not part of the package's public face: their arguments are looked at before they are trusted.
+`$TURNWISE_HOME/kernels/flash4` for the next process. The two functions that we call take and return the log-sum-exp.
+They are not public functions of the package, so we check their arguments before we use them.
 """
 
 # pyright: reportMissingImports=false
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOPPER = 9
-"""First digit of the compute capability; nothing else was tried."""
+"""First digit of the compute capability; we tried no other."""
 HEAD_SIZES = (64, 96, 128)
 _RUNS = frozenset({"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"})
 _NEEDED = {"_flash_attn_fwd": _RUNS | {"return_lse"}, "_flash_attn_bwd": _RUNS}
@@ -89,6 +89,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `logsumexp` are those of whole rows."""
+    # The parameters are those of `cuda_attention._varlen_backward`, which hands them over as they came.
     dq, dk, dv, *_ = _package()._flash_attn_bwd(q, k, v, out, grad, logsumexp, **_runs(part, is_causal, scale))
     return dq, dk, dv
 

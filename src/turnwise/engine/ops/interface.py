@@ -41,6 +41,20 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftmaxGradients:
+    """What the gradient of a softmax over logits [R, V] needs to know of each row; every tensor is float32 [R]."""
+
+    temperature: Tensor
+    logsumexps: Tensor
+    """log-sum-exp of logits / temperature."""
+    grads: Tensor
+    """d loss / d logprob, summed over the row's targets."""
+    entropies: Tensor | None = None
+    grad_entropies: Tensor | None = None
+    """d loss / d entropy. None, like `entropies`, where the loss has no entropy term."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSlots:
     """Where rotated keys and values go: `keys` and `values` are [slots, K, D]."""
 
@@ -117,7 +131,7 @@ class LayerOps(Protocol):
         ...
 
     def norm_backward(self, dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tensor | None) -> Tensor:
-        """Gradient of `add_norm` for its sum, added to `dh` (the gradient that goes round the norm)."""
+        """Gradient of `add_norm` with respect to its sum, added to `dh` (the gradient of the residual path)."""
         ...
 
     def rotate(
@@ -171,7 +185,7 @@ class ProductOps(Protocol):
         ...
 
     def empty_rows(self, like: Tensor, rows: int, cols: int) -> Tensor:
-        """[rows, cols] for a product to write and others to read, laid out as this device reads it fastest."""
+        """An empty [rows, cols] tensor for the result of a product, in the layout that this device reads fastest."""
         ...
 
 
@@ -213,16 +227,9 @@ class SoftmaxOps(Protocol):
         """Log-sum-exp and mean of logits / temperature under their softmax, [R] each; entropy is the difference."""
         ...
 
-    def row_gradients(
-        self,
-        logits_RV: Tensor,
-        temperature_R: Tensor,
-        logsumexps_R: Tensor,
-        grads_R: Tensor,
-        entropies_R: Tensor | None,
-        grad_entropies_R: Tensor | None,
-    ) -> Tensor:
-        """Write d loss / d logit, without the target's own part, over the logits."""
+    def row_gradients(self, logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
+        """Write d loss / d logit, without the target's own part, over the logits:
+        -(grad p + grad_entropy p (log p + H)) / T."""
         ...
 
 
@@ -246,7 +253,7 @@ class TransferOps(Protocol):
         ...
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size] of the host's memory, its content undefined, that the device can copy from by itself."""
+        """[size] uninitialised host memory that the device can copy from without the host's help."""
         ...
 
     def read_later(self, tensor: Tensor) -> PendingRead:
@@ -284,7 +291,7 @@ class Ops:
     products: ProductOps
     attention: AttentionOps
     softmax_for: Callable[[torch.dtype], SoftmaxOps | None]
-    """The fused softmax for logits of a dtype; None where plain torch is all there is."""
+    """The fused softmax for logits of a dtype; None where only plain torch can compute it."""
     draw: Callable[[Tensor, DrawSettings], tuple[Tensor, Tensor]]
     """Logits [B, V] -> tokens [B] int64 and logprobs [B] float32; logits that are not finite give token -1 or NaN."""
     transfer: TransferOps

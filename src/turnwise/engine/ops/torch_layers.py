@@ -31,7 +31,7 @@ def add_norm(
 
 
 def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tensor | None) -> Tensor:
-    """Gradient of `add_norm` for its sum, added to `dh` (the gradient that goes round the norm)."""
+    """Gradient of `add_norm` with respect to its sum, added to `dh` (the gradient of the residual path)."""
     scaled = dx.float() * weight.float()
     wide = h.float()
     mean = (scaled * wide).mean(dim=-1, keepdim=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from turnwise.engine.ops.interface import PendingRead
 
 ALIGNMENT = 64
-"""Bytes; kernels are compiled for how their pointers are aligned, so every array gets the same."""
+"""Bytes. Kernels are compiled for one alignment of their pointers, so every array has the same one."""
 _TORCH_DTYPES = {
     np.dtype(name).str: dtype
     for name, dtype in (("int32", torch.int32), ("int64", torch.int64), ("float32", torch.float32))
@@ -45,7 +45,7 @@ class HostTransfer:
         return _Here(tensor)
 
     def wait(self) -> None:
-        """A CPU has done its work when a call returns."""
+        """Nothing to wait for: on a CPU the work is done when a call returns."""
 
 
 class PackedTransfer:
@@ -81,7 +81,7 @@ class PackedTransfer:
 
 
 class PinnedTransfer(PackedTransfer):
-    """A GPU copies from and to pinned memory by itself, so the host does not wait for a copy."""
+    """A GPU reads and writes pinned memory itself, so the host does not wait for a copy."""
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)

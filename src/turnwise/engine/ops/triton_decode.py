@@ -1,8 +1,8 @@
 """Decode attention over a paged KV cache, in Triton.
 
 One program reads one sequence's keys and values for one KV head, or a slice of them, once for all query heads of the
-group (padded to 16 rows, the least that the matrix units take). Long contexts are split over programs; their partial
-softmaxes are merged by log-sum-exp. Registered as a custom op, so that a compiled model body can call it.
+group (padded to 16 rows, the smallest size that the matrix units take). Long contexts are split over programs; their
+partial softmaxes are merged by log-sum-exp. Registered as a custom op, so that a compiled model body can call it.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -93,7 +93,7 @@ def _merge_kernel(
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_context: int) -> int:
-    """Enough programs to fill the card, none with less than four tiles to read."""
+    """Enough programs to fill the card, but each reads at least four tiles."""
     wanted = TARGET_PROGRAMS // max(1, num_rows * num_kv_heads)
     return max(1, min(wanted, max_context // (4 * TILE), MAX_SPLITS))
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turnwise.engine.ops.interface import SoftmaxGradients
+
 BLOCK = 4096
 
 
@@ -65,19 +67,12 @@ def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]
     return logsumexps, means
 
 
-def row_gradients(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    logsumexps_R: Tensor,
-    grads_R: Tensor,
-    entropies_R: Tensor | None,
-    grad_entropies_R: Tensor | None,
-) -> Tensor:
-    """Write -(grad p + grad_entropy p (log p + H)) / T over the logits: d loss / d logit without the target's own."""
-    rows, vocab = logits_RV.shape
-    has_entropy = entropies_R is not None and grad_entropies_R is not None
-    _row_gradients_kernel[(rows, triton.cdiv(vocab, BLOCK))](
-        logits_RV, temperature_R, logsumexps_R, entropies_R if has_entropy else grads_R, grads_R,
-        grad_entropies_R if has_entropy else grads_R, vocab, BLOCK, has_entropy,
+def row_gradients(logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
+    """Write the gradient over the logits; `interface.SoftmaxOps` has the formula."""
+    num_rows, vocab = logits_RV.shape
+    has_entropy = rows.entropies is not None and rows.grad_entropies is not None
+    _row_gradients_kernel[(num_rows, triton.cdiv(vocab, BLOCK))](
+        logits_RV, rows.temperature, rows.logsumexps, rows.entropies if has_entropy else rows.grads, rows.grads,
+        rows.grad_entropies if has_entropy else rows.grads, vocab, BLOCK, has_entropy,
     )  # fmt: skip
     return logits_RV

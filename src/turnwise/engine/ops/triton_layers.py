@@ -17,7 +17,7 @@ from turnwise.engine.ops.interface import CacheSlots, Heads, Rotation
 
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8
-"""Heads that one program turns: few, so that a decode step of a hundred rows fills the card."""
+"""Heads that one program rotates. The number is small so that a decode step of a hundred rows fills the card."""
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def add_norm(
     weight: Tensor,
     eps: float,
     *,
-    room: Tensor | None = None,  # noqa: ARG001 - the allocator finds room by itself
+    room: Tensor | None = None,  # noqa: ARG001 - torch's allocator is fast enough, so `room` is not used
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h + delta, its RMS norm times `weight`, and 1 / rms [N]."""
     rows, size = h.shape

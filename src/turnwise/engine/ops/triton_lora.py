@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 16
-"""Rows of a tile: the least that the matrix units take."""
+"""Rows of a tile: the smallest size that the matrix units take."""
 INPUTS = 128
 OUTPUTS = 64
 

@@ -1,4 +1,4 @@
-"""Merging the parts of a tree's attention, in Triton: picked rows of a large tensor are read and written in place.
+"""Merging the parts of a tree's attention, in Triton: kernels read and write selected rows of a large tensor in place.
 
 Shape legend: N packed tokens, M picked rows, H heads, D head size.
 """

@@ -5,7 +5,7 @@ spins takes the time of the very thread that it waits for, and a call of microse
 look every few dozen milliseconds asks the kernel how long the threads wanted a core and did not get one, and chooses.
 Where all of them together get less than one core, sharing the work only costs, and one thread does it.
 
-The work is split as before in all of it, so results stay bit for bit equal.
+The work is always split in the same way, so results stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ALONE_WORTH = 0.85
 """The share of that time which one thread needs to do as much alone, since it waits for nobody. Of one session the
 scheduler is fair to threads, and one thread gets half of what two get; else it is fair to sessions."""
 TRIAL_S = 0.1
-"""How long threads do one thing before it is judged what they get."""
+"""How long threads wait in one way before the result is judged."""
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 4.0
 """After a pause the threads spin again for one look: sleeping, they wait a little for a core at every waking, so only
 threads that spin tell a quiet machine for sure. The pause doubles as long as the machine is found busy."""
 MAX_GAP_S = 0.25
-"""Between two calls; whoever calls more rarely is not at work."""
+"""The longest pause between two calls of a thread that is at work."""
 USERS_CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 ThreadTimes = dict[int, tuple[int, int]]
@@ -47,7 +47,7 @@ ThreadTimes = dict[int, tuple[int, int]]
 
 
 class Manner(enum.Enum):
-    """What threads do while there is nothing to do for them."""
+    """What threads do while they have no work."""
 
     SPIN = enum.auto()
     SLEEP = enum.auto()
@@ -56,7 +56,7 @@ class Manner(enum.Enum):
 
 
 class Waiting:
-    """Decides the manner for one set of threads."""
+    """Decides how one set of threads waits."""
 
     def __init__(self, read_times: Callable[[], ThreadTimes], use: Callable[[Manner], None]) -> None:
         self._read_times = read_times
@@ -132,7 +132,7 @@ def _ran_ns(before: ThreadTimes, after: ThreadTimes) -> int:
 
 
 class _Watch:
-    """The process's one look at its threads; they are those of the thread that asks."""
+    """The one watcher of this process. It watches the OpenMP threads of the thread that calls the kernels."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,10 @@
 """CUDA graphs, and a decode step as one: one launch for the whole model, the head and the draw.
 
-Eager decode is bound by launches, not by the card. A graph is captured per bucket of rows, with static inputs that each
-step copies into; rows that pad a bucket write to a scratch block. Weights are read where they lie, so merging a new
-policy into the same buffers needs no new capture. A row's last token never leaves the device: the graph reads it from
-the row's lane and writes the next one there, so the host can launch a step before it has seen the tokens of the last.
+Eager decode spends its time on launching kernels, not on the card. A graph is captured per bucket of rows, with static
+inputs that each step copies into; rows that pad a bucket write to a scratch block. A graph reads weights in place, so
+merging a new policy into the same buffers needs no new capture. A row's last token never leaves the device: the graph
+reads it from the row's lane and writes the next one there, so the host can launch a step before it has seen the tokens
+of the last.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GraphCache:
         return len(self._captured)
 
     def weights_moved(self) -> None:
-        """A policy was merged: its weights may lie where those before it did not."""
+        """A policy was merged, so its weights may have new addresses."""
         self._merged_key = None
 
     def has(self, shape: Hashable, route: Route) -> bool:
@@ -53,7 +54,7 @@ class GraphCache:
     def get(
         self, shape: Hashable, route: Route, make_inputs: Callable[[], Tensor], step: Callable[[Tensor], Tensor]
     ) -> Captured:
-        """The graph of `step`, captured now when there is none; graphs whose weights are gone are dropped then."""
+        """The graph of `step`. If there is none, capture it, and drop the graphs whose weights are gone."""
         weights = self.weights_key(route)
         if (shape, weights) not in self._captured:
             self._captured = {k: c for k, c in self._captured.items() if not _is_given_up(k[1], weights)}
@@ -61,13 +62,15 @@ class GraphCache:
         return self._captured[shape, weights]
 
     def weights_key(self, route: Route) -> _Weights:
-        """What of a route is built into a graph: where the merged weights lie, or the layout of the banks."""
+        """What a graph has built in of a route: the addresses of the merged weights, or the layout of the banks."""
         if route.bank is not None:
             return "bank", route.bank.generation, _num_tiles(route)
+        if route.full is not None:
+            return "full", route.full.weights.flat.data_ptr()
         if route.merged is None:
             return ("base",)
         if self._merged_key is None:
-            # By name: two layers whose buffers changed places need another graph, though the addresses are the same.
+            # By name: if two layers exchange their buffers, the addresses are the same, but the graph is wrong.
             places = (part for name in sorted(route.merged) for part in (name, route.merged[name].data_ptr()))
             self._merged_key = ("merged", *places)
         return self._merged_key
@@ -133,7 +136,7 @@ class _Batch:
         )
 
     def advance(self, block_size: int) -> bool:
-        """One token further with the same rows; False when a table of this width does not hold it."""
+        """Go one token further with the same rows; False if the block table is too narrow for it."""
         self.positions += 1
         self.num_sampled += np.uint64(1)
         if self.positions.max() >= self.width * block_size:
@@ -188,7 +191,7 @@ class DecodeGraphs(StepGraphs):
         return packed
 
     def _padding(self) -> list[int]:
-        """Columns of a row that nobody asked for."""
+        """Columns of a row that only pads the batch."""
         ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
         return [self.scratch_lane, 0, self.scratch_slot, ones, halves]
 
@@ -205,13 +208,13 @@ class DecodeGraphs(StepGraphs):
         )
 
     def missing(self, max_rows: int, num_blocks: int, route: Route) -> list[tuple[int, int]]:
-        """(bucket, width) of the graphs that so many rows of so many blocks may need, and that are not there yet."""
+        """(bucket, width) of the graphs that this many rows and blocks may need and that are not captured yet."""
         widths = sorted({table_width(count) for count in range(1, num_blocks + 1)})
         buckets = sorted({row_bucket(count) for count in range(1, max_rows + 1)})
         return [(b, w) for w in widths for b in buckets if not self.captures.has((b, w), route)]
 
     def capture(self, bucket: int, width: int, route: Route) -> None:
-        """Ahead of need; what is there already stays."""
+        """Capture graphs before they are needed; those that exist stay."""
         with torch.inference_mode():
             self._get(bucket, width, route)
 
@@ -242,14 +245,17 @@ def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tenso
 
 
 def _is_given_up(old: _Weights, new: _Weights) -> bool:
-    """Whether a graph's weights are gone: a bank of an older generation, merged weights that lie elsewhere now."""
-    if old[0] != new[0]:
+    """Whether a graph's weights are gone: its bank was replaced, or merged weights have other addresses now.
+
+    Copies of all weights are used in turn, so the graphs of each of them stay.
+    """
+    if old[0] != new[0] or old[0] == "full":
         return False
     return old[1] != new[1] if old[0] == "bank" else old != new
 
 
 def _num_tiles(route: Route) -> int:
-    """Tiles of the graph: few sizes, so that few graphs are captured, and few tiles that hold no rows."""
+    """Tiles of the graph. There are few sizes, so that few graphs are captured, and few of the tiles are empty."""
     return 0 if route.bank is None else _power_of_two(count_tiles([count for _, count, _ in route.bank.runs]))
 
 
@@ -258,12 +264,12 @@ def _input_size(bucket: int, width: int, num_tiles: int) -> int:
 
 
 def table_width(num_blocks: int) -> int:
-    """Columns of the block table of a graph: few sizes, and none so small that it is soon outgrown."""
+    """Columns of the block table of a graph. There are few sizes, and even the smallest lasts for a while."""
     return max(MIN_WIDTH, _power_of_two(num_blocks))
 
 
 def row_bucket(count: int) -> int:
-    """Rows of the graph that takes `count`: powers of two up to 16, from there at most a quarter more than asked."""
+    """Rows of the graph for `count` rows: powers of two up to 16, above that at most a quarter more than `count`."""
     power = _power_of_two(count)
     if power <= 16:
         return power

@@ -1,9 +1,9 @@
-"""A step as the arrays that a forward pass and a draw take, built for all rows at once.
+"""Turns a step into the arrays that a forward pass and a draw take, for all rows at once.
 
 A token's randomness is one uniform number, a hash of (request seed, sample, token index): the same request gives the
 same tokens whatever else is in the batch, on every device. The reported logprob is of the whole vocabulary at the
-sampling temperature (at 1 when greedy), before top-k, top-p and min-p cut the tail: the distribution the trainer
-computes, so that the two agree.
+sampling temperature (at 1 when greedy), before top-k, top-p and min-p cut the tail. The trainer computes the same
+distribution, so the two agree.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _chunks(firsts: np.ndarray, lengths: np.ndarray, num_blocks: Sequence[int], 
 
 
 def draw_arrays(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Temperatures and uniform numbers of the next tokens; where some row cuts its tail, also top-k, top-p, min-p."""
+    """Temperatures and uniform numbers of the next tokens; also top-k, top-p and min-p if a row uses one of them."""
     params = [row.request.params for row in rows]
     arrays = [np.array([p.temperature for p in params], dtype=np.float32), next_uniforms(rows)]
     if any(row.request.cuts_tail for row in rows):

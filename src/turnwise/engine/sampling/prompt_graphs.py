@@ -1,9 +1,9 @@
 """A pass over a few prompts as a captured CUDA graph: the next turns of dialogues, some tokens each.
 
-A dialogue with short turns reads new tokens as often as it ends a reply. Launched kernel by kernel such a pass takes
-the host ten times as long as the card, and holds Python's lock while the rollout would play on. Here it is one launch.
-Graphs are captured per `PromptShape`, when a shape comes for the second time; what pads a shape belongs to no prompt
-and is written to a scratch block. Passes whose products take the card longer than the host are not captured.
+A dialogue with short turns has such a pass before every reply. To launch it kernel by kernel takes the host ten times
+as long as the card needs for it, and holds Python's lock, which the rollout needs. Here it is one launch.
+A graph is captured per `PromptShape`, when a shape comes for the second time. Padding belongs to no prompt and is
+written to a scratch block. A pass that keeps the card busy for longer than the launches take is not captured.
 
 Shape legend: N tokens, R runs (one per prompt), K keys that the runs see, each of a shape and thus padded.
 """
@@ -31,10 +31,10 @@ from turnwise.engine.sampling.requests import Piece
 log = logging.getLogger(__name__)
 
 MOST_OPERATIONS = 2e12
-"""Of the products of a padded pass: what a large card does in the time that launching the pass takes."""
+"""Operations of a padded pass that a large card computes in the time that the host needs to launch the pass."""
 MOST_TOKENS, MOST_KEYS = 8192, 1 << 16
 NUM_SEEN = 2
-"""A shape is captured when it comes for this time."""
+"""A shape is captured when it has come this many times."""
 NUM_COLUMNS = 7
 """Per run, and for what pads them: end of its tokens and of its keys (both after a 0), what turns a place among the
 tokens into a position, its first block, lane, temperature, uniform; the last two as bits of a float32."""
@@ -51,7 +51,7 @@ class PromptShape(NamedTuple):
     """Tokens of one run, at most."""
     keys: int
     draws: bool
-    """It draws the token after each run; else it ends with the hidden states."""
+    """True: it draws the token after each run. False: it ends with the hidden states."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], *, draws: bool) -> PromptShape:
@@ -65,7 +65,7 @@ class PromptShape(NamedTuple):
         )
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that hold the keys of all runs, of which each may have begun one."""
+        """Blocks that hold the keys of all runs; each run may fill its last block only in part."""
         return self.keys // block_size + self.runs
 
     def input_size(self, block_size: int) -> int:
@@ -97,11 +97,11 @@ class PromptGraphs(StepGraphs):
         self._most_tokens = min(MOST_TOKENS, int(MOST_OPERATIONS / token_operations))
 
     def are_few(self, pieces: Sequence[Piece]) -> bool:
-        """Whether it is worth looking at them closer."""
+        """A quick check: False means that no graph can take these pieces."""
         return sum(piece.stop - piece.start for piece in pieces) <= self._most_tokens
 
     def find(self, pieces: Sequence[Piece], route: Route, *, draws: bool) -> Found | None:
-        """The graph for these pieces; None: launch one kernel after the other."""
+        """The graph for these pieces. None means: launch one kernel after the other."""
         shape = PromptShape.of(pieces, draws=draws)
         if shape.tokens > self._most_tokens or shape.keys > MOST_KEYS or self._is_full:
             return None
@@ -126,7 +126,7 @@ class PromptGraphs(StepGraphs):
 
     def _get(self, shape: PromptShape, route: Route) -> Captured:
         def make_inputs() -> Tensor:
-            """No prompt at all; what is drawn goes to nobody's lane."""
+            """Inputs without any prompt; drawn tokens go to a lane that nobody reads."""
             size = self.cache.block_size
             inputs = torch.zeros(shape.input_size(size), dtype=torch.int64, device=self.model.device)
             _, columns, _ = shape.views(inputs, size)
@@ -166,7 +166,7 @@ class PromptGraphs(StepGraphs):
         q_bounds, k_bounds, shifts, first_blocks, lanes, temperatures, drawn = columns
 
         def places(count: int, bounds: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
-            """Positions and slots of tokens or keys; what pads them stands at 0 and in the scratch block."""
+            """Positions and slots of tokens or keys. Padding has position 0 and the scratch block."""
             index = torch.arange(count, device=inputs.device)
             owners = torch.searchsorted(bounds[1:], index, right=True)
             is_real = owners < shape.runs

@@ -119,7 +119,7 @@ class Trainer:
 
     def forward_backward(
         self, jobs: Sequence[TrainingJob], loss: PassLoss, reference: Policy | None
-    ) -> Generator[None, None, list[ForwardBackwardOutput]]:
+    ) -> Generator[None, None, list[JobResult]]:
         """Add each job's gradient to its trainable. Jobs share passes, so all must have the same objective."""
         results = [self._start(job, loss.needs_entropy) for job in jobs]
         if reference is not None:
@@ -129,7 +129,7 @@ class Trainer:
         if loss.spans_datums and any(len(own) > 1 for own in passes):
             for job, result in zip(jobs, results, strict=True):
                 yield from self._whole_batch(job, result, loss)
-            return [make_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
+            return results
         for members in itertools.zip_longest(*passes, fillvalue=()):
             triples = zip(jobs, results, members, strict=True)
             shares = [_Share(job, result, chosen) for job, result, chosen in triples if chosen]
@@ -139,7 +139,7 @@ class Trainer:
                 for share in shares:
                     self._sequence_pass(share, loss)
             yield
-        return [make_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
+        return results
 
     def backward_from(self, job: TrainingJob, grad_T: Tensor) -> Generator[None, None, None]:
         """Add the gradient of sum(grad_T * outputs_T): a loss that was differentiated elsewhere."""
@@ -184,7 +184,7 @@ class Trainer:
             batches.append(batch)
             token += batch.num_tokens
             edges.append(edges[-1] + len(entries[-1].columns))
-        return _Pass(shares, PackedBatch.join(batches), Route(spans=spans), Entries.join(entries), edges)
+        return _Pass(shares, PackedBatch.join(batches), Route.of(spans), Entries.join(entries), edges)
 
     def _entries(self, share: _Share, batch: PackedBatch, first_token: int, only_trained: bool) -> Entries:
         tokens, temperatures, targets, columns = [], [], [], []

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages in, a reply out, whole or as it is drawn; with a capture, recorded on the way."""
+"""`/v1/chat/completions`: messages in, a reply out, at once or as a stream. With a capture, the call is recorded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Call:
             sampled_ids=tuple(sequence.tokens),
             sampler_logprobs=tuple(sequence.logprobs),
             policy_version=outcome.response.policy_version,
-            temperature=self.params.temperature or 1.0,  # greedy logprobs are those at 1
+            temperature=self.params.temperature or 1.0,  # the logprobs of a greedy draw are those at temperature 1
             reply=self.talker.renderer.parse(sequence.tokens),
             is_cut=sequence.stop_reason == "length",
         )
@@ -108,7 +108,7 @@ async def answer_chat(
 
 
 def _as_captured(body: ChatBody, capture: Capture) -> ChatBody:
-    """The call as the capture wants it: its own model and temperature, one reply, nothing cut from the distribution."""
+    """The call with the capture's settings: its model and temperature, one reply, no top_p, top_k or min_p."""
     settings = capture.settings
     if (body.n or 1) > 1:
         raise refused("n", "a capture records one reply per call")
@@ -174,7 +174,7 @@ def usage(prompt: Sequence[int], outcome: SampleReply) -> dict[str, Any]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one request; however it ends, the request ends with it."""
+    """Server-sent events of one request. When the stream ends, for any reason, the request is ended too."""
 
     def __init__(self, events: AsyncIterator[str], promise: Promise) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -195,7 +195,7 @@ DONE = "data: [DONE]\n\n"
 
 
 async def _answer_stream(gateway: Gateway, call: Call) -> Response:
-    """A stream that begins with the first token; a request that is refused is told by its status."""
+    """A stream that begins with the first token. A request that is refused before it gets a status code."""
     feed = TokenFeed()
     promise = gateway.draw(call.talker, call.sample, on_token=feed.on_token)
     await feed.follow(promise)

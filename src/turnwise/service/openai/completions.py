@@ -1,4 +1,4 @@
-"""`/v1/completions`: raw text or ids in, their continuation out; with `echo`, the prompt's own logprobs too."""
+"""`/v1/completions`: raw text or ids in, the continuation out. With `echo`, also the logprobs of the prompt."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def _ids(talker: Talker, prompt: str | list[int]) -> list[int]:
 
 
 async def _all(gateway: Gateway, jobs: Sequence[_CompletionPrompt], request: Request) -> list[SampleReply]:
-    """Every prompt's outcome; the first failure ends them all."""
+    """The outcomes of all prompts. The first failure cancels the other prompts."""
     promises: list[Promise] = []
     try:
         promises.extend(job.draw(gateway) for job in jobs)

@@ -16,6 +16,7 @@ from turnwise.errors import CheckpointError, TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure, without_paths
 from turnwise.service.service import Service
+from turnwise.service.wire.screen import InvalidBodyError
 
 _TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded", 504: "timeout"}
@@ -27,7 +28,7 @@ def error_json(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 class AsciiJson(JSONResponse):
-    """JSON in ASCII: half a surrogate pair, which a client or a model may well write, has no UTF-8."""
+    """JSON in ASCII. A client or a model may write half a surrogate pair, which cannot be encoded as UTF-8."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -41,7 +42,12 @@ class OpenAIRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
+                if self.body_field is not None:
+                    service: Service = request.app.state.service
+                    await service.screen.check(self.body_field.field_info.annotation, await request.body())
                 return await handler(request)
+            except InvalidBodyError as error:
+                return _invalid(error)
             except HttpFailure as error:
                 body = error_json(error.status, error.detail, getattr(error, "param", None))
                 return AsciiJson(body, error.status, headers=error.headers)
@@ -56,7 +62,7 @@ class OpenAIRoute(APIRoute):
         return answer
 
 
-def _invalid(error: RequestValidationError) -> AsciiJson:
+def _invalid(error: RequestValidationError | InvalidBodyError) -> AsciiJson:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(place)[:200] or None
@@ -70,7 +76,7 @@ def _invalid(error: RequestValidationError) -> AsciiJson:
 
 
 async def get_caller(request: Request) -> Caller:
-    """Whoever sends the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
+    """The caller whose key was sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
     service: Service = request.app.state.service
     kind, _, credential = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not credential.strip():

@@ -29,7 +29,7 @@ from turnwise.service.wire.results import SampleReply
 from turnwise.types import SampleRequest, SamplingParams
 
 DEADLINE_S = 600.0
-"""The longest time for an answer; then the sampling is stopped."""
+"""The longest time for an answer. After it, sampling is stopped."""
 FIRST_SEQ = 2**62
 """The first number of our requests in a sampling session. SDKs use lower numbers in the same session."""
 CLIENT_GONE = 499
@@ -50,7 +50,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class Talker:
-    """A policy that can be talked to."""
+    """A policy that a client can talk to."""
 
     model: str
     """The name that the client used."""
@@ -65,7 +65,7 @@ class Talker:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ends of turn and of sequence."""
+        """The token ids that end a turn or a sequence."""
         if self.format.renderer is not None:
             return self.format.renderer.stop_ids
         eos_id = self.format.tokenizer.eos_token_id
@@ -75,7 +75,7 @@ class Talker:
         return str(self.format.tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def ids_of(self, text: str) -> list[int]:
-        """Raw text as the tokenizer itself reads it: control tokens in it are meant."""
+        """Raw text as the tokenizer reads it; control tokens in the text count as control tokens."""
         try:
             return [int(token) for token in self.format.tokenizer(text)["input_ids"]]
         except (UnicodeError, TypeError) as cause:
@@ -110,7 +110,7 @@ class Gateway:
         session = self._session(caller)
         if "://" in model:
             row = service.checkpoints.find(model, caller.owner)
-            # A checkpoint that was written over is another one: its sampler would still hold the old weights.
+            # If a checkpoint was overwritten, it needs a new sampler, because the old one holds the old weights.
             identity, what = f"{row.path} {row.created_at}", {"model_path": model}
         else:
             identity, what = service.models.find(model).name, {"base_model": model}
@@ -119,7 +119,7 @@ class Gateway:
         return service.sampling.get(service.sampling.create(caller, body), caller.owner)
 
     def _session(self, caller: Caller) -> str:
-        """The session that an owner's requests belong to; it gets its fair share like any other."""
+        """The session of an owner's requests; it gets a fair share like any other session."""
         session_id = f"openai-{caller.owner}"
         if self.service.store.session(session_id, caller.owner) is None:
             now = time.time()
@@ -135,7 +135,7 @@ class Gateway:
         return session_id
 
     async def _format(self, served: ServedModel) -> ChatFormat:
-        """The chat format of a base model; its tokenizer is loaded once, beside the event loop."""
+        """The chat format of a base model. Its tokenizer is loaded once, in another thread than the event loop's."""
         task = self._formats.get(served.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             work = asyncio.to_thread(_load_format, served)
@@ -184,7 +184,7 @@ class TokenFeed:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, token, logprob))
 
     async def follow(self, promise: Promise) -> None:
-        """Wait for the first token, or for the end; a request that is refused, or comes to nothing, is told here."""
+        """Wait for the first token or the end. Raises if the request was refused or failed."""
         if promise.is_done:
             self._queue.put_nowait(None)
         else:
@@ -225,7 +225,7 @@ def outcome_of(promise: Promise) -> SampleReply:
 
 
 def sampling_params(body: Any, stop_ids: tuple[int, ...], max_tokens: int | None) -> SamplingParams:
-    """What the body asks for; the chat format's end of turn stops a reply besides."""
+    """The sampling settings of the body, plus the chat format's end of turn as a stop."""
     settings: Mapping[str, Any] = {
         name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(body, name)) is not None
     }

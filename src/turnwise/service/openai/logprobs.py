@@ -11,7 +11,7 @@ from turnwise.service.openai.text import UNFINISHED
 
 
 def check_top_logprobs(count: int, temperature: float | None, *, is_streamed: bool) -> None:
-    """Alternatives are found by reading the reply once more, at temperature 1."""
+    """The engine reads the reply once more, at temperature 1, to find alternatives."""
     if count and is_streamed:
         raise refused("top_logprobs", "no alternatives while streaming; leave stream out, or ask for none")
     if count and temperature not in (None, 0, 1):
@@ -40,7 +40,7 @@ def plain_logprobs(
     logprobs: Sequence[float | None],
     rows: Sequence[Sequence[tuple[int, float]] | None] | None,
 ) -> dict[str, Any]:
-    """The four lists of `/v1/completions`; alternatives that read alike are one entry, as there."""
+    """The four lists of `/v1/completions`. Alternatives with the same text are one entry, as in OpenAI's API."""
     texts = [talker.text_of([token]) for token in tokens]
     offsets: list[int] = []
     place = 0

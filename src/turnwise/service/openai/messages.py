@@ -1,7 +1,7 @@
-"""Messages and tools of OpenAI clients, as our renderers take them, and replies on the way back.
+"""Turns messages and tools of OpenAI clients into what our renderers take, and replies back into OpenAI's form.
 
 Tools are described in the system message, in the words of `turnwise.envs.tools`, and calls are the `<tool_call>`
-blocks that its worlds use. So what a policy learned in a world with tools holds here, and the other way round.
+blocks that its worlds use. So a policy that learned to use tools in a world can use them here, and the other way round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CALL_TEXT = 100_000
 
 
 def read_messages(bodies: Sequence[MessageBody]) -> list[Message]:
-    """What was said, by role; an assistant's calls are beside its content, not in it (see `with_call_text`)."""
+    """The messages. An assistant's tool calls are kept apart from its content (see `with_call_text`)."""
     names: dict[str, str] = {}
     messages: list[Message] = []
     for index, body in enumerate(bodies):
@@ -57,7 +57,7 @@ def _text(body: MessageBody, index: int) -> str:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[ToolBody]) -> list[Message]:
-    """The same conversation, with the tools described at the end of its system message."""
+    """The same conversation; the end of its system message describes the tools."""
     text = describe_tools(tools)
     if messages and messages[0].role == "system":
         return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
@@ -96,7 +96,7 @@ def _default(schema: Any, *, is_required: bool) -> str:
 
 
 def _type_name(schema: Any) -> str:
-    """A short name where the type has one, else its whole schema."""
+    """The short name of a type, or the whole schema if the type has no short name."""
     if not isinstance(schema, dict) or not schema:
         return "any"
     if isinstance(schema.get("enum"), list):
@@ -109,7 +109,7 @@ def _type_name(schema: Any) -> str:
 
 
 def with_call_text(message: Message) -> Message:
-    """The message as a renderer takes it: an assistant's calls are written out in its content."""
+    """The message as a renderer takes it: an assistant's calls are part of its content."""
     if not message.tool_calls:
         return message
     calls = [_call_text(call) for call in message.tool_calls]
@@ -117,7 +117,7 @@ def with_call_text(message: Message) -> Message:
 
 
 def _call_text(call: ToolCall) -> str:
-    """As `format_tool_call` writes it, for arguments of any name."""
+    """The same text as `format_tool_call` gives, but arguments may have any name."""
     return f"<tool_call>{json.dumps({'name': call.name, 'arguments': call.arguments})}</tool_call>"
 
 
@@ -135,7 +135,7 @@ class Reply:
         return found
 
     def is_said_by(self, message: Message) -> bool:
-        """Whether a client sent this very reply back; white space around it may have been lost."""
+        """Whether a client sent this reply back. White space around it does not count."""
         calls = [(call.name, call.arguments) for call in message.tool_calls]
         return (
             message.role == "assistant"
@@ -145,7 +145,7 @@ class Reply:
 
 
 def read_reply(text: str, *, has_tools: bool) -> Reply:
-    """A reply's text; calls that cannot be read stay text."""
+    """The text of a reply. Calls that cannot be parsed stay in the text."""
     parsed = parse_tool_calls(text) if has_tools else None
     if parsed is None or not parsed.calls:
         return Reply(text)

@@ -49,7 +49,7 @@ async def list_models(gateway: GatewayDep, caller: KeyHolder) -> dict[str, Any]:
 
 @router.get("/models/{model:path}")
 async def get_model(gateway: GatewayDep, caller: KeyHolder, model: str) -> dict[str, Any]:
-    # A path of a URL holds no two slashes in a row for certain: proxies and clients fold them.
+    # Proxies and clients may turn two slashes in a URL into one, so both forms are accepted.
     name = model if "://" in model else model.replace(":/", "://", 1)
     await gateway.find(name, caller)
     return _model_json(name, 0)
@@ -61,7 +61,7 @@ def _model_json(name: str, created: int) -> dict[str, Any]:
 
 @router.post("/captures")
 async def create_capture(gateway: GatewayDep, caller: KeyHolder, request: Request, body: CaptureBody) -> dict[str, Any]:
-    """Start a trajectory; `base_url` is what the agent's OpenAI client is given."""
+    """Start a trajectory. Give the answer's `base_url` to the agent's OpenAI client."""
     if body.model is not None:
         await gateway.find(body.model, caller)
     capture = gateway.captures.create(caller.owner, body)
@@ -104,7 +104,7 @@ async def delete_capture(gateway: GatewayDep, caller: KeyHolder, capture_id: Cap
 async def captured_chat_completions(
     gateway: GatewayDep, caller: KeyHolder, request: Request, capture_id: CaptureId, body: ChatBody
 ) -> Response:
-    """`/v1/chat/completions`, recorded."""
+    """Like `/v1/chat/completions`, and record the call."""
     capture = _used(gateway, capture_id, caller.owner)
     return await answer_chat(gateway, caller, request, body, capture)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from turnwise.service.failures import HttpFailure
+from turnwise.service.wire.schemas import Items
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -27,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Loose(BaseModel):
-    """Messages come back with whatever a client's own objects hold."""
+    """Unknown fields are allowed, because clients send messages back with fields of their own."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
@@ -50,9 +51,9 @@ class ToolCallBody(_Loose):
 
 class MessageBody(_Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[PartBody] | None = None
+    content: Text | Items[PartBody] | None = None
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=200)] | None = None
 
 
@@ -83,16 +84,16 @@ class _Sampled(_Strict):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     return_token_ids: bool | None = None
-    """Ours: add `prompt_token_ids` to the answer and `token_ids` to each choice."""
-    # Refused unless at rest.
+    """An option of our own: add `prompt_token_ids` to the answer and `token_ids` to each choice."""
+    # Refused, unless the value changes nothing.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Taken, and not used.
+    # Accepted and ignored.
     user: str | None = None
 
     def stops(self) -> list[str]:
@@ -103,19 +104,19 @@ class _Sampled(_Strict):
             if getattr(self, name):
                 raise refused(name, "replies are drawn from the model's own distribution; leave it out")
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "it is for stream=true only")
+            raise refused("stream_options", "it works only with stream=true")
 
 
 class ChatBody(_Sampled):
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=100_000)]
+    messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=100_000)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=1000)] | None = None
+    tools: Annotated[Items[ToolBody], Field(max_length=1000)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     audio: Any = None
     prediction: Any = None
     functions: Any = None
@@ -135,7 +136,7 @@ class ChatBody(_Sampled):
         return bool(self.tools) and self.tool_choice != "none"
 
     def check(self) -> None:
-        """Refuse what would change the answer and is not supported."""
+        """Refuse options that would change the answer and are not supported."""
         self.refuse_penalties()
         for name, advice in _REFUSED.items():
             if getattr(self, name) is not None:
@@ -156,7 +157,7 @@ class ChatBody(_Sampled):
 
 _REFUSED: Mapping[str, str] = {
     "audio": "text is all there is",
-    "prediction": "there is no speculative text",
+    "prediction": "predicted outputs are not supported",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "reasoning_effort": "this server does not steer thinking",
@@ -166,7 +167,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 class CompletionBody(_Sampled):
-    prompt: Text | list[Token] | list[Text] | list[list[Token]]
+    prompt: Text | Items[Token] | Items[Text] | Items[Items[Token]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -175,11 +176,11 @@ class CompletionBody(_Sampled):
     def check(self) -> None:
         self.refuse_penalties()
         if self.suffix:
-            raise refused("suffix", "the model continues its prompt; it fills no gaps")
+            raise refused("suffix", "the model continues its prompt and cannot fill in text before a suffix")
         if self.best_of not in (None, 1, self.n):
-            raise refused("best_of", "nothing is sampled that is not returned; use n")
+            raise refused("best_of", "every sampled reply is returned; use n")
         if self.echo and self.stream:
-            raise refused("echo", "it is for answers that are not streamed")
+            raise refused("echo", "it works only without stream")
         if self.max_tokens == 0 and not self.echo:
             raise refused("max_tokens", "expected at least 1; 0 scores a prompt, with echo=true")
 
@@ -194,12 +195,12 @@ class CaptureBody(_Strict):
     """A trajectory to be recorded."""
 
     model: ModelName | None = None
-    """Takes the place of whatever model the agent names; None: the agent's own choice."""
+    """Used instead of the model that the agent names. None: the agent's own choice."""
     task_id: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = "captured"
     attempt: Annotated[int, Field(ge=0, le=2**53)] = 0
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Takes the place of the agent's temperature, and switches its top_p, top_k and min_p off."""
+    """Used instead of the agent's temperature; its top_p, top_k and min_p are ignored then."""
 
 
 class RewardBody(_Strict):

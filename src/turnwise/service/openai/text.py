@@ -1,4 +1,4 @@
-"""Sampled ids to text: whole, piece by piece, and cut where a stop string begins."""
+"""Turns sampled ids into text: at once, token by token, and cut where a stop string begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnwise.service.openai.messages import Reply, read_reply
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"
-"""What a decoder gives for the first bytes of a character."""
+"""What a tokenizer returns for an incomplete character."""
 CALL_START = "<tool_call>"
 
 
@@ -21,22 +21,22 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class TokenTexts:
-    """The text that each further token adds; a character that is spread over tokens comes with its last one."""
+    """The text that each new token adds. A character of several tokens comes with the last of them."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._start = 0
-        """Decoding begins here: a token's text may depend on the one before it."""
+        """Decoding begins at this token, because a token's text may depend on the token before it."""
         self._told = 0
-        """Tokens whose text is out."""
+        """Number of tokens whose text was returned."""
 
     def add(self, token: int) -> str:
         self._ids.append(token)
         return self._new(is_last=False)
 
     def finish(self) -> str:
-        """What was held back, incomplete as it is."""
+        """The text that was held back, even if it is incomplete."""
         return self._new(is_last=True)
 
     def _new(self, *, is_last: bool) -> str:
@@ -49,7 +49,8 @@ class TokenTexts:
 
 
 class ReplyStream:
-    """The visible text of one reply while it is sampled: no stop, no tool call, and nothing that may become one.
+    """The visible text of one reply while it is sampled. It leaves out stop strings, tool calls, and text that may
+    become one of them.
 
     A reply that is not streamed goes through here too, so that both ways show the same.
     """
@@ -61,7 +62,7 @@ class ReplyStream:
         self._has_tools = has_tools
         self._text = ""
         self._starts: list[int] = []
-        """Of each token but the stop: where its text begins."""
+        """For each token except the stop: where its text begins."""
         self._num_told = 0
         self._is_cut = False
 
@@ -71,7 +72,7 @@ class ReplyStream:
         return bisect.bisect_left(self._starts, self._num_told)
 
     def add(self, token: int) -> str:
-        """What can be shown now."""
+        """Add a token, and return the text that can be shown now."""
         if self._is_cut or token in self._stop_ids:
             return ""
         self._starts.append(len(self._text))
@@ -79,7 +80,7 @@ class ReplyStream:
         return self._show()
 
     def finish(self) -> tuple[str, Reply]:
-        """The rest of what can be shown, and the whole reply; all tokens before a stop now count as told."""
+        """The rest of the visible text, and the whole reply. After this, all tokens before a stop count as shown."""
         if not self._is_cut:
             self._text += self._texts.finish()
         seen = cut_at_stop(self._text, self._stops)

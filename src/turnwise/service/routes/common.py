@@ -1,4 +1,4 @@
-"""What every router uses: who is calling, the body within its bounds, and the answer that names a request."""
+"""What every router uses: the caller, the body with its size limit, and the answer that holds a request's id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CallerDep = Annotated[Caller, Depends(get_caller)]
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read the body, and decompress it if it was sent with zstd; `Gate` has bounded what arrived."""
+    """Read the body, and decompress it if it was sent with zstd. `Gate` has limited the size of what arrives."""
     body = await request.body()
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
@@ -66,7 +66,7 @@ def inline_schema(body: type[schemas.Body]) -> dict[str, Any]:
 
 
 def documented(body: type[schemas.Body], *, protobuf: str | None = None) -> dict[str, Any]:
-    """Describe a body that is read by hand for the OpenAPI document."""
+    """Describe, for the OpenAPI document, a body that the route reads itself."""
     content: dict[str, Any] = {wire.JSON: {"schema": inline_schema(body)}}
     if protobuf is not None:
         content[wire.PROTOBUF] = {"schema": {"type": "string", "format": "binary", "title": protobuf}}

@@ -1,4 +1,4 @@
-"""What exists: training runs, checkpoints, sessions; and what may be done with checkpoints from outside a session."""
+"""Lists training runs, checkpoints and sessions, and changes checkpoints from outside a session."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def set_checkpoint_ttl(
 async def checkpoint_archive(
     service: ServiceDep, caller: CallerDep, run_id: str, kind: Kind, name: Name, request: Request
 ) -> Response:
-    """Redirect to a link that needs no key, as the SDKs expect."""
+    """Redirect to a signed link, which needs no key. The SDKs expect this."""
     row = service.checkpoints.get(run_id, kind, name, caller.owner, may_be_public=True)
     token, expires = service.access.make_link({"path": row.path, "file": "archive.tar"})
     url = f"{_base_url(request)}{PREFIX}/downloads/{token}/archive.tar"
@@ -170,7 +170,7 @@ async def external_weights_urls(
 
 @router.get("/downloads/{token}/{file_name}")
 async def download(service: ServiceDep, token: str, file_name: str) -> Response:
-    """One file, or the whole checkpoint as a tar, for whoever holds a signed link."""
+    """Send one file, or the whole checkpoint as a tar, to anyone with a signed link."""
     what = service.access.read_link(token)
     row = service.checkpoints.by_link(what["path"])
     directory = service.checkpoints.directory(row)
@@ -188,7 +188,7 @@ def _base_url(request: Request) -> str:
 
 @router.post("/copy_weights")
 async def copy_weights(service: ServiceDep, caller: CallerDep, body: schemas.CopyWeightsBody) -> dict[str, str]:
-    """Copy one's own checkpoint, or a published one; the copy belongs to the caller."""
+    """Copy a checkpoint of the caller, or a published one. The copy belongs to the caller."""
     source = service.checkpoints.find(body.source_path, caller.owner)
     now = time.time()
     target = replace(

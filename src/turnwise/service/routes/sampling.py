@@ -33,6 +33,7 @@ router = APIRouter(prefix=PREFIX, tags=["sampling"])
 async def asample(request: Request) -> JSONResponse:
     service, caller = await get_service(request), await get_caller(request)
     content = await request.body()
+    await service.screen.check(schemas.SampleBody, content)
     body = schemas.SampleBody.model_validate_json(content)
     request_id, sequence_ids = service.sampling.submit(caller, body, len(content))
     return promised(request_id, sample_sequence_ids=sequence_ids)
@@ -40,7 +41,7 @@ async def asample(request: Request) -> JSONResponse:
 
 @router.post("/retrieve_future", openapi_extra=documented(schemas.RetrieveFutureBody))
 async def retrieve_future(request: Request) -> Response:
-    """Hold the poll until there is a result; without one, 408 says why it takes long."""
+    """Wait for a result. If there is none in time, answer 408 and say why it takes long."""
     service, caller = await get_service(request), await get_caller(request)
     body = schemas.RetrieveFutureBody.model_validate_json(await request.body())
     promise = service.promises.get(body.request_id, caller.owner)
@@ -80,7 +81,7 @@ async def join_sampling_session(
 async def get_sampler(service: ServiceDep, caller: CallerDep, sampler_id: str, request: Request) -> dict[str, object]:
     sampler = service.sampling.get(sampler_id, caller.owner)
     base_model = sampler.row.base_model
-    if "/" not in base_model:  # a name of this service's own: SDKs load the tokenizer by it
+    if "/" not in base_model:  # a name that only this service knows, and SDKs load the tokenizer by it
         base_model = sampler.served.tokenizer_name(is_local=is_local(request))
     return {"sampler_id": sampler_id, "base_model": base_model, "model_path": sampler.row.model_path}
 

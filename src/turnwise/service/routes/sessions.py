@@ -1,4 +1,4 @@
-"""Construction of a client: configuration, tokens, sessions, heartbeats, telemetry, health."""
+"""What a client calls when it starts and later: configuration, tokens, sessions, heartbeats, telemetry, health."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from turnwise.service.wire import schemas
 router = APIRouter(prefix=PREFIX, tags=["sessions"])
 
 CLIENT_CONFIG = {
-    # JWT exchange on: keys that start with `sk-` pass the SDK's own check only this way.
+    # The JWT exchange is on, because the SDK accepts keys that start with `sk-` only with it.
     "pjwt_auth_enabled": True,
-    # 0.22 asks for archives with a transport of its own that follows redirects, which it must not.
+    # SDK 0.22 asks for archives with its own transport, which wrongly follows redirects.
     "use_pyqwest_transport": False,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": False,
@@ -70,7 +70,7 @@ async def finish_session(
 
 @router.post("/telemetry")
 async def telemetry(_: CallerDep, request: Request) -> dict[str, str]:
-    """Taken and dropped: events hold tracebacks and, at times, API keys."""
+    """Accept the events and drop them: they hold tracebacks and sometimes API keys."""
     await request.body()
     return {"status": "accepted"}
 

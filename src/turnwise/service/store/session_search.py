@@ -1,4 +1,4 @@
-"""The search over one's own sessions, newest first, page by page."""
+"""Search in the caller's own sessions, newest first, page by page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.service.store.store import SessionRow, Store, iso
 from turnwise.service.wire import schemas
 
 ACTIVE_S = 120.0
-"""A session without a heartbeat for this long is not known to run."""
+"""A session that sent no heartbeat for this long counts as not running."""
 PAGE = 200
 MAX_LOOKED_AT = 20_000
 

@@ -1,7 +1,7 @@
 """What survives a restart, in one SQLite file: keys, sessions, runs, samplers, checkpoints and the journal.
 
-One connection, used by the service's event loop alone; `turnwise keys` opens the file from a process of its own, which
-WAL allows. A row that another key owns is never returned: every query that a client can cause names its owner.
+The service's event loop has the one connection. `turnwise keys` opens the file from another process, which WAL allows.
+A row that another key owns is never returned: every query that a client can cause names its owner.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CREATE INDEX IF NOT EXISTS checkpoints_by_owner ON checkpoints (owner, created_a
 Metadata = Mapping[str, str]
 
 KIND_KEY, CRITIC = "turnwise.kind", "critic"
-"""In the metadata of a training client: it trains a critic. Metadata is the one thing that the SDKs pass through."""
+"""A key in a training client's metadata: it trains a critic. SDKs pass metadata through, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +98,18 @@ class RunRow:
     base_model: str
     """As the client named it."""
     lora: LoraConfig
-    """With a seed always, so that the adapter can be made again."""
+    """It always has a seed, so that the adapter can be made again."""
     user_metadata: Metadata = field(default_factory=dict)
     created_at: float
     last_request_at: float
     next_seq: int = 1
-    """At the time of the snapshot: the first sequence number that is not in it."""
+    """The first sequence number that the snapshot does not contain."""
     snapshot: str | None = None
-    """Directory name of the newest whole snapshot; None: the adapter as it was created."""
+    """Directory name of the newest complete snapshot. None: there is none yet, and the adapter is as it was created."""
     snapshot_seq: int = 0
     num_steps: int = 0
     is_journaled: bool = True
-    """Its requests since the snapshot are in the journal; else a restart loses what is not in a snapshot."""
+    """True: the journal has its requests since the snapshot. False: a restart loses what is not in a snapshot."""
 
     @property
     def is_critic(self) -> bool:
@@ -162,10 +162,10 @@ class JournalRow:
     model_id: str
     seq: int | None
     after: int
-    """Its place: its own number, or, without one, the highest number that came before it."""
+    """Its place in the order: its own number, or, if it has none, the highest number before it."""
     kind: str
     body: bytes | None
-    """None once a snapshot holds what it did."""
+    """None after a snapshot contains what it did."""
     result: bytes | None
     created_at: float
 
@@ -246,7 +246,7 @@ class Store:
     # rows by id and owner
 
     def put(self, row: SessionRow | RunRow | SamplerRow | OwnedCheckpointRow | JournalRow) -> None:
-        """Write a row, over one of the same identity."""
+        """Write a row; it replaces a row with the same key."""
         values = {name: _to_column(name, getattr(row, name)) for name in _names(type(row))}
         marks = ", ".join("?" * len(values))
         table = _TABLE_OF[type(row)]
@@ -262,7 +262,7 @@ class Store:
         return self._all(SessionRow, query, owner, limit, offset)
 
     def sessions_before(self, owner: str, created_at: float, session_id: str, limit: int) -> list[SessionRow]:
-        """Newest first, from just after that one on."""
+        """Newest first; the page starts after the given session."""
         query = (
             "SELECT * FROM sessions WHERE owner = ? AND (created_at, session_id) < (?, ?) "
             "ORDER BY created_at DESC, session_id DESC LIMIT ?"
@@ -317,7 +317,7 @@ class Store:
     # checkpoints
 
     def checkpoint(self, model_id: str, kind: str, name: str) -> OwnedCheckpointRow | None:
-        """Whoever owns it: the caller decides who may see it."""
+        """Any owner's checkpoint; the caller of this method decides who may see it."""
         query = "SELECT * FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?"
         return self._one(OwnedCheckpointRow, query, model_id, kind, name)
 
@@ -361,7 +361,7 @@ class Store:
         self._db.execute("UPDATE journal SET result = ? WHERE request_id = ?", (result, request_id))
 
     def save_snapshot(self, run: RunRow) -> None:
-        """Point the run at its new snapshot and let go of the request bodies that are in it."""
+        """Point the run at its new snapshot, and delete the request bodies that the snapshot contains."""
         with self.transaction():
             self.put(run)
             self._db.execute(
@@ -371,7 +371,7 @@ class Store:
             )
 
     def forget_journal(self, before: float) -> None:
-        """Delete old results that are in a snapshot."""
+        """Delete old results of requests that a snapshot contains."""
         self._db.execute("DELETE FROM journal WHERE body IS NULL AND created_at < ?", (before,))
 
     def _one(self, kind: type[Row], query: str, *values: object) -> Row | None:

@@ -1,4 +1,4 @@
-"""The protobuf messages of the wire, as a table; `message_class("Datum")` gives the class.
+"""The protobuf messages of the protocol, as a table; `message_class("Datum")` returns a class.
 
 Field numbers and types are the protocol's (package `tinker_public`). The table is turned into descriptors when this
 module is imported, so no generated code is kept.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cases import for_each
 from turnwise.engine.ops import cpu_head
+from turnwise.engine.ops.interface import SoftmaxGradients
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -51,7 +52,7 @@ def test_gradients_equal_autograd_in_float64(vocab: int, has_entropy: bool) -> N
     (expected,) = torch.autograd.grad(loss, exact)
     logsumexps, means = cpu_head.row_stats(logits, temperature)
     more = (logsumexps - means, grad_entropies) if has_entropy else (None, None)
-    actual = cpu_head.row_gradients(logits, temperature, logsumexps, grads, *more)
+    actual = cpu_head.row_gradients(logits, SoftmaxGradients(temperature, logsumexps, grads, *more))
     assert actual is logits
     actual[torch.arange(4), target] += grads / temperature
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
@@ -64,7 +65,8 @@ def test_masked_logits_have_no_mass_and_no_gradient() -> None:
     logsumexps, means = cpu_head.row_stats(logits, torch.ones(1))
     torch.testing.assert_close(logsumexps[0].double(), exact.logsumexp(0), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(means[0].double(), (exact.softmax(0) * exact).sum(), rtol=1e-5, atol=1e-5)
-    grad = cpu_head.row_gradients(logits, torch.ones(1), logsumexps, torch.ones(1), logsumexps - means, torch.ones(1))
+    rows = SoftmaxGradients(torch.ones(1), logsumexps, torch.ones(1), logsumexps - means, torch.ones(1))
+    grad = cpu_head.row_gradients(logits, rows)
     assert (grad[0, 1000:2100] == 0).all()
     assert grad.isfinite().all()
 
