@@ -207,7 +207,7 @@ class RunWriter:
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            f"INSERT INTO turns VALUES ({', '.join('?' * 23)})",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 24)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
@@ -297,6 +297,7 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         None if credited is None else json.dumps(dict(credited.reward_parts)),
         None if attempt.critic_values is None else pack_floats(np.float32(attempt.critic_values[index]).tolist()),
         turn.is_unparsable,
+        None if turn.token_versions is None else json.dumps(turn.token_versions),
     )
 
 
