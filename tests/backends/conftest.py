@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,7 @@ from turnwise.backends import BackendSetup
 from turnwise.backends.vllm import VllmPublisher
 from turnwise.engine.config import EngineConfig
 from turnwise.rollout.config import RolloutConfig
-from vllm_server import make_model, vllm_python
-
-RANK = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A server that runs, and what it serves."""
-
-    url: str
-    model: Path
-    log: Path
+from vllm_server import RANK, Served, make_model, vllm_python
 
 
 @pytest.fixture(scope="session")

@@ -14,15 +14,15 @@ import pytest
 from transformers import AutoTokenizer
 
 import turnwise as tw
-from conftest import RANK, Served
 from turnwise.backends.servers.dialect import ServedWeights
 from turnwise.backends.servers.vllm_dialect import VllmDialect
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
 from turnwise.errors import DataError
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
+from vllm_server import RANK, Served
 
-PROMPT = tuple([1, *range(40, 90)])
+PROMPT = (1, *range(40, 90))
 CLOSE = 1e-3
 
 
@@ -119,7 +119,7 @@ async def test_a_reply_ends_where_our_engine_would_end_it_and_holds_its_stop(vll
         assert stop in tokenizer.decode(by_text.tokens)
         assert stop not in tokenizer.decode(by_text.tokens[:-1])
         assert len((await ask(stop=[], max_tokens=None)).tokens) == 1024 - len(PROMPT), "None fills the context"
-        with pytest.raises(DataError, match="the prompt has 1024 tokens.*holds 1024"):
+        with pytest.raises(DataError, match=r"the prompt has 1024 tokens.*holds 1024"):
             await dialect.generate(SampleRequest(PROMPT * 20 + PROMPT[:4]), base)
         with pytest.raises(DataError, match="top_p"):
             await ask(top_p=0.9)
