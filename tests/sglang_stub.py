@@ -51,6 +51,8 @@ class SglangStub:
     """What `/generate` was asked, without probes."""
     aborted: list[str] = field(default_factory=list)
     num_answered: int = 0
+    num_probes: int = 0
+    """Answers to the three tokens that a fleet asks a server for before it sends it anything."""
     num_cached: int = 0
     num_prompt: int = 0
     fault: str = ""
@@ -234,6 +236,7 @@ class SglangStub:
         if self.fault == "short":
             said["meta_info"]["output_token_logprobs"].pop()
         self.num_answered += 1
+        self.num_probes += len(body["input_ids"]) <= 3
         return Response(json.dumps(said), media_type="application/json")
 
     def _client(self, lora: str | None) -> SamplingClient:
