@@ -87,6 +87,16 @@ class Publisher(ABC):
         """
         self.setup = setup
 
+    @classmethod
+    def check_options(cls, rollout: Any) -> None:  # noqa: ARG003
+        """Refuse options that the backend cannot work with; called before anything is spent."""
+        return
+
+    @classmethod
+    def describe(cls, rollout: Any) -> str:
+        """Say in a line who samples, for the plan of a run."""
+        return rollout.backend
+
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""
         return VersionedSampler(await self.deliver(trainer, version), version)
