@@ -21,6 +21,7 @@ os.environ.pop("TURNWISE_ALIASES", None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the numerics tests run their engines: cpu or cuda")
+    parser.addoption("--screenshots-of", metavar="DIR", help="take the pictures of docs/view.md, of the runs in DIR")
     parser.addoption("--random-order", type=int, metavar="SEED", help="shuffle the modules, and the tests of each")
 
 

@@ -132,6 +132,7 @@ class RunReader(ClosedOnExit):
             seed=row["seed"],
             duration_s=row["duration_s"],
             metrics=json.loads(row["metrics"]),
+            labels=json.loads(_column(row, "labels") or "{}"),
             branch=_branch(row),
             failure=_failure(row),
         )
@@ -245,6 +246,7 @@ def _dialogue_turn(row: sqlite3.Row) -> StoredTurn:
         credited_parts=None if credited is None else json.loads(credited),
         is_trained=bool(row["is_trained"]),
         is_cut=bool(row["is_cut"]),
+        is_unparsable=bool(_column(row, "is_unparsable")),
         env_state=row["env_state"],
     )
 

@@ -223,6 +223,7 @@ class StoredTurn:
     """The rewards after shaping. None if the method did not see the attempt."""
     is_trained: bool
     is_cut: bool
+    is_unparsable: bool
     env_state: str | None
 
 
@@ -236,6 +237,7 @@ class StoredDialogue:
     seed: int
     duration_s: float
     metrics: Mapping[str, float]
+    labels: Mapping[str, str]
     branch: Branch | None
     failure: Failure | None
 

@@ -295,7 +295,9 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
         *(turn.potential, turn.next_potential),
         None if credited is None else json.dumps(dict(credited.reward_parts)),
-        None if attempt.critic_values is None else pack_floats(np.float32(attempt.critic_values[index]).tolist()),
+        None
+        if attempt.critic_values is None
+        else pack_floats(np.asarray(attempt.critic_values[index], np.float32).tolist()),
         turn.is_unparsable,
         None if turn.token_versions is None else json.dumps(turn.token_versions),
     )

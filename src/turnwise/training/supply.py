@@ -23,6 +23,7 @@ from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.methods.base import Kept, Method, checked_kept
 from turnwise.methods.sft import Dialogue
+from turnwise.opponents.seating import scripted_twin
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
@@ -310,7 +311,7 @@ class Supply:
         check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
-                await check_can_branch(self._parts.world, self._parts.rollout)
+                await check_can_branch(scripted_twin(self._parts.world), self._parts.rollout)
             case ReadDialogues() | ReadPairs():
                 self._read()
             case PlayGroups():

@@ -49,6 +49,7 @@ def _answers(pages: Pages, num_attempts: int) -> Json:
         "differences": {"": pages.differences(joined)},
         "curves": {metric: pages.curves({**joined, "metric": metric}) for metric in EXPORTED_METRICS},
         "run": {run["name"]: pages.run({"run": run["name"]}) for run in runs["runs"]},
+        "findings": {name: pages.findings({"run": name}) for name in names},
         "attempt": {},
         "group": {},
     }

@@ -25,7 +25,8 @@ MAX_POINTS = 400
 """Curves with more points are drawn from means of neighbouring steps."""
 HELD_OUT = ("eval/success", "eval/reward")
 """Metrics that evaluations measure with an interval."""
-SEED_OF_ITS_OWN = ("train.seed", "run.name", "run.dir", "run.loggers", "run.project")
+PLACE_OF_ITS_OWN = ("run.name", "run.dir", "run.loggers", "run.project")
+SEED_OF_ITS_OWN = ("train.seed", *PLACE_OF_ITS_OWN)
 """Options in which runs of one group may differ."""
 UNREADABLE = (TurnwiseError, sqlite3.Error, OSError, ValueError, KeyError, TypeError)
 """What reading a damaged run may raise."""
@@ -60,16 +61,26 @@ class RunFolder:
         return {name: revision(place) for name, place in self.directories().items()}
 
     def differences(self, names: Sequence[str]) -> Json:
-        """The options in which runs differ: a row for each option, a cell for each run."""
+        """The options in which groups of runs differ: a row for each option, a cell for each group.
+
+        `partial` holds the options that only some runs have: those of another method, or of a newer turnwise.
+        """
         places = self.directories()
-        flat = {name: self._flat_config(places[name]) for name in names if name in places}
-        keys = list(dict.fromkeys(key for tree in flat.values() for key in tree))
-        rows = []
+        groups: dict[str, list[Json]] = {}
+        for one in self.summaries():
+            if one["name"] in names and one["state"] != "damaged":
+                groups.setdefault(one["group"], []).append(self._flat_config(places[one["name"]]))
+        keys = dict.fromkeys(key for members in groups.values() for tree in members for key in tree)
+        rows: list[Json] = []
+        partial: list[Json] = []
         for key in keys:
-            cells = [_cell(tree.get(key)) for tree in flat.values()]
-            if len(set(cells)) > 1 and key not in ("run.name", "run.dir"):
-                rows.append({"option": key, "values": cells})
-        return {"runs": list(flat), "rows": rows, "num_same": len(keys) - len(rows)}
+            texts = {group: _texts([tree.get(key) for tree in members]) for group, members in groups.items()}
+            if key in PLACE_OF_ITS_OWN or len({text for own in texts.values() for text in own}) == 1:
+                continue
+            cells = ["" if "" in own else ", ".join(own) for own in texts.values()]
+            (partial if "" in cells else rows).append({"option": key, "values": cells})
+        num_same = len(keys) - len(rows) - len(partial)
+        return {"groups": list(groups), "rows": rows, "partial": partial, "num_same": num_same}
 
     def config(self, run: RunReader) -> Json:
         """A stored config as a tree, as it was written: also one of another version of turnwise."""
@@ -214,6 +225,11 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """The different values of a group's runs, in order; an empty text for a run without the option."""
+    return list(dict.fromkeys(_cell(value) for value in values))
 
 
 def _mean(values: Sequence[float]) -> float:

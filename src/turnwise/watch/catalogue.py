@@ -35,6 +35,7 @@ BLANKS: Mapping[str, Iterable[str] | None] = {
     "party": tuple(Party),
     "why": None,
     "env_metric": None,
+    "opponent": None,
     "turn": tuple("12345678"),
     "fifth": tuple("12345"),
     "state": ("queued", "running", "done", "consumed", "dropped"),
@@ -203,6 +204,19 @@ CATALOGUE: tuple[Metric, ...] = (
         ("eval/success", "share", "Held-out attempts that succeeded."),
         ("eval/reward", "reward", "Mean return of held-out attempts."),
         ("eval/failed_attempts", "attempts", "Held-out attempts that failed, and are not scored."),
+    ),
+    *_rows(
+        "training/opponents.py",
+        ("opponent/attempts_{opponent}", "attempts", "Attempts of the step against this opponent."),
+        (
+            "opponent/reward_{opponent}_mean",
+            "reward",
+            "Reward of the policy against this opponent.",
+        ),
+    ),
+    *_rows(
+        "training/evaluate.py",
+        ("opponent/eval_reward_{opponent}", "reward", "Held-out reward against one opponent of the panel."),
     ),
 )
 

@@ -2,12 +2,13 @@
 (() => {
 "use strict";
 const { h } = tw;
+const DOCTOR_MS = 15000;
 const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic" };
 
 tw.pages.run = async (root, { parts }) => {
   const name = parts[0];
   tw.crumbs(["Runs", "#/"], [name]);
-  const head = h("div"), tiles = h("div", { class: "tiles" }), found = h("div"), charts = h("div", { class: "grid" });
+  const head = h("div"), tiles = h("div", { class: "tiles" }), found = h("div", {}, h("p", { class: "finding" }, h("small", {}, "Asking the doctor …"))), charts = h("div", { class: "grid" });
   const search = h("input", { type: "search", id: "metric-search", placeholder: "name or meaning", "aria-label": "Search metrics", oninput: () => drawMetrics() });
   const metrics = h("div"), papers = h("div");
   root.append(head, tiles, found, charts,
@@ -26,13 +27,21 @@ tw.pages.run = async (root, { parts }) => {
     metrics.replaceChildren(...(blocks.length ? blocks : [h("p", { class: "empty" }, wanted ? "No metric has this in its name or meaning." : "No metrics yet.")]));
   };
 
+  // The doctor reads attempts, which takes a moment: not before the page is there, and not at every step of a live run.
+  let asked = 0;
+  const lookForFindings = tw.guarded(async () => {
+    if (Date.now() - asked < (run.summary.is_alive ? DOCTOR_MS : 0)) return;
+    asked = Date.now();
+    found.replaceChildren(findings((await tw.ask("findings", { run: name })).findings));
+  });
+
   const refresh = async () => {
     run = await tw.ask("run", { run: name });
     const summary = run.summary;
     head.replaceChildren(heading(name, summary), summary.state === "damaged" ? h("p", { class: "error" }, summary.error, " Other runs are not touched by this.") : toolbar(name, run));
     if (summary.state === "damaged") return;
     tiles.replaceChildren(...makeTiles(run));
-    found.replaceChildren(findings(run));
+    lookForFindings();
     charts.replaceChildren(...mainCharts(run));
     drawMetrics();
     const opened = new Set([...papers.querySelectorAll("details[open]")].map((one) => one.dataset.paper));
@@ -91,10 +100,11 @@ const makeTiles = (run) => {
   ];
 };
 
-const findings = (run) => {
-  if (!run.findings.length) return h("p", { class: "finding good" }, h("b", {}, "Nothing to report."), h("span", {}, " No alarm lasts, nothing failed."));
-  return h("div", { role: "list", "aria-label": "Findings" }, run.findings.map((one) => h("div", { class: `finding ${one.level}`, role: "listitem" },
-    h("b", {}, one.title), h("small", {}, one.step === null || one.step === undefined ? "" : ` step ${one.step}`), h("p", {}, one.text), one.fix ? h("p", { class: "fix" }, one.fix) : null)));
+const findings = (all) => {
+  if (!all.length) return h("p", { class: "finding good" }, h("b", {}, "Nothing to report."), h("span", {}, " The doctor finds no reason why this run should not learn."));
+  return h("div", { role: "list", "aria-label": "Findings" }, all.map((one) => h("div", { class: `finding ${one.level}`, role: "listitem" },
+    h("b", {}, one.title), h("p", {}, one.text), one.fixes.length ? h("ul", { class: "plain" }, one.fixes.map((fix) => h("li", {}, fix))) : null,
+    one.evidence ? h("details", { class: "more" }, h("summary", {}, "example"), h("pre", {}, one.evidence)) : null)));
 };
 
 const mainCharts = (run) => {
