@@ -36,7 +36,7 @@ FILL_CONTEXT = 2**30
 RAW_TOLERANCE = 1e-4
 """Logprobs that differ by less than this are the same."""
 PauseMode = Literal["abort", "retract", "in_place"]
-PAUSE_MODES: Mapping[str, PauseMode] = {"recompute": "retract", "keep": "in_place"}
+PAUSE_MODES: Mapping[str, PauseMode] = {"recompute": "retract", "keep": "in_place", "end": "abort"}
 """What a request under way does while the server's weights change, by `rollout.kv_across_updates`: its keys and values
 are computed again with the new weights, or stay as they are."""
 
