@@ -85,9 +85,8 @@ def train(engine: Engine, trainable: Trainable, batch: str, steps: int) -> list[
 def test_two_learners_train_what_one_trains(engines: tuple[Engine, ReplicatedEngine], kind: str, batch: str) -> None:
     ours = [create(engine, kind) for engine in engines]
     datums, loss, settings = BATCHES[batch]
-    outputs: list[Any] = [
-        run(e.forward_backward(t, datums, loss, settings)) for e, t in zip(engines, ours, strict=True)
-    ]
+    both = list(zip(engines, ours, strict=True))
+    outputs: list[Any] = [run(engine.forward_backward(own, datums, loss, settings)) for engine, own in both]
     for alone, together in zip(outputs[0].loss_fn_outputs, outputs[1].loss_fn_outputs, strict=True):
         for name, values in alone.items():
             np.testing.assert_allclose(together[name].to_numpy(), values.to_numpy(), rtol=1e-5, atol=1e-6, err_msg=name)

@@ -32,7 +32,7 @@ class LearnerSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class CreateCall:
     """Make a trainable under this number; its values come from rank 0."""
 
     number: int
@@ -41,19 +41,19 @@ class Create:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeState:
+class TakeStateCall:
     """Take over weights and optimizer state from rank 0."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropCall:
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunCall:
     """Run a share of a batch, with or without a gradient."""
 
     number: int
@@ -64,7 +64,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepCall:
     """Sum the gradients of all ranks, and take an optimizer step."""
 
     number: int
@@ -82,4 +82,4 @@ class RunReply:
     """Logprobs of the reference, where the loss needed them."""
 
 
-Call = Create | TakeState | Drop | Run | Step
+LearnerCall = CreateCall | TakeStateCall | DropCall | RunCall | StepCall

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pickle import PicklingError
 from typing import IO, Any, NoReturn
 
-from turnwise.engine.learners.calls import Call, LearnerSetup
+from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
 from turnwise.errors import ConfigError, LearnerError
 
 START_DEADLINE_S = 300.0
@@ -81,7 +81,7 @@ class LearnerGroup:
         for _ in self.answers("load the model", deadline_s=START_DEADLINE_S):
             time.sleep(POLL_S)
 
-    def call(self, rank: int, call: Call) -> None:
+    def call(self, rank: int, call: LearnerCall) -> None:
         """Send a call to one learner; `answers` collects what all learners answer."""
         if self._broken is not None:
             raise self._broken

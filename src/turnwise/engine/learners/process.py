@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 import torch
 
 from turnwise.engine.engine import Engine
-from turnwise.engine.learners.calls import Call, Create, Drop, LearnerSetup, Run, RunReply, Step, TakeState
+from turnwise.engine.learners.calls import (
+    CreateCall,
+    DropCall,
+    LearnerCall,
+    LearnerSetup,
+    RunCall,
+    RunReply,
+    StepCall,
+    TakeStateCall,
+)
 from turnwise.engine.learners.collective import LearnerCollective, join_store
 from turnwise.engine.training.trainable import Trainable
 from turnwise.engine.training.trainer import FinishedJob
@@ -34,23 +43,23 @@ class LearnerProcess:
         self._ranks = LearnerCollective(store, setup.rank, setup.size, self._engine.device, deadline_s=setup.deadline_s)
         self._trainables: dict[int, Trainable] = {}
 
-    def answer(self, call: Call) -> object:
+    def answer(self, call: LearnerCall) -> object:
         match call:
-            case Create(number, kind, lora):
+            case CreateCall(number, kind, lora):
                 self._trainables[number] = create(self._engine, kind, lora)
-            case TakeState(number):
+            case TakeStateCall(number):
                 take_state(self._ranks, self._trainables[number])
-            case Drop(number):
+            case DropCall(number):
                 self._engine.drop_adapter(self._trainables.pop(number))
-            case Run():
+            case RunCall():
                 return self._run(call)
-            case Step(number, params):
+            case StepCall(number, params):
                 trainable = self._trainables[number]
                 self._ranks.sum(trainable.grad)
                 return self._engine.optim_step(trainable, params)
         return None
 
-    def _run(self, call: Run) -> RunReply:
+    def _run(self, call: RunCall) -> RunReply:
         trainable, arguments = self._trainables[call.number], (call.loss_fn, call.settings)
         if call.is_learning:
             (finished,) = _finish(self._engine.learn_jobs([(trainable, call.datums)], *arguments))

@@ -22,7 +22,16 @@ import torch
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device
 from turnwise.engine.engine import CustomLoss, Engine
-from turnwise.engine.learners.calls import Call, Create, Drop, LearnerSetup, Run, RunReply, Step, TakeState
+from turnwise.engine.learners.calls import (
+    CreateCall,
+    DropCall,
+    LearnerCall,
+    LearnerSetup,
+    RunCall,
+    RunReply,
+    StepCall,
+    TakeStateCall,
+)
 from turnwise.engine.learners.collective import LearnerCollective, lead_store
 from turnwise.engine.learners.group import LearnerGroup
 from turnwise.engine.learners.process import reply_of, take_state
@@ -55,19 +64,19 @@ class ReplicatedEngine(Engine):
         self._next_number = itertools.count()
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
-        return self._mirror(super().create_adapter(lora), Create(next(self._next_number), "adapter", lora))
+        return self._mirror(super().create_adapter(lora), CreateCall(next(self._next_number), "adapter", lora))
 
     def create_critic(self, lora: LoraConfig) -> CriticAdapter:
-        return self._mirror(super().create_critic(lora), Create(next(self._next_number), "critic", lora))
+        return self._mirror(super().create_critic(lora), CreateCall(next(self._next_number), "critic", lora))
 
     def create_full(self) -> FullWeights:
-        return self._mirror(super().create_full(), Create(next(self._next_number), "full"))
+        return self._mirror(super().create_full(), CreateCall(next(self._next_number), "full"))
 
     def drop_adapter(self, adapter: Trainable) -> None:
         number = self._numbers.pop(adapter)
         super().drop_adapter(adapter)
         if self._group is not None and not self._group.is_broken:
-            self._all_do(Drop(number), "drop a trainable")
+            self._all_do(DropCall(number), "drop a trainable")
 
     def load_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
         super().load_adapter(adapter, directory, with_optimizer=with_optimizer)
@@ -78,7 +87,7 @@ class ReplicatedEngine(Engine):
         what = "sum gradients"
         group, collective = self._learners()
         group.check_alive(what)
-        self._tell_all(Step(self._numbers[adapter], params))
+        self._tell_all(StepCall(self._numbers[adapter], params))
         try:
             collective.sum(adapter.grad)
         except RuntimeError as cause:
@@ -95,7 +104,7 @@ class ReplicatedEngine(Engine):
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, FinishedJob]:
         loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
-        run = Run(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=False)
+        run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=False)
         whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
         return (yield from self._run_shares(whole, run, adapter))
 
@@ -108,7 +117,7 @@ class ReplicatedEngine(Engine):
         loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         finished: list[FinishedJob] = []
         for (adapter, datums), job in zip(batches, jobs, strict=True):
-            run = Run(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=True)
+            run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=True)
             whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
             finished.append((yield from self._run_shares(whole, run, adapter)))
         return finished
@@ -130,7 +139,7 @@ class ReplicatedEngine(Engine):
         self._group = self._collective = None
         super().close()
 
-    def _run_shares(self, whole: FinishedJob, run: Run, adapter: Trainable) -> Generator[None, None, FinishedJob]:
+    def _run_shares(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
         """Run every learner's share, this one's here, and put the numbers of all together."""
         what = "run its share of a batch"
         group, _ = self._learners()
@@ -149,7 +158,7 @@ class ReplicatedEngine(Engine):
         replies = own | (yield from group.answers(what, busy))
         return _put_together(whole, {rank: (shares[rank], reply) for rank, reply in replies.items()})
 
-    def _run_own(self, part: Run, adapter: Trainable) -> Generator[None, None, RunReply]:
+    def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply]:
         if part.is_learning:
             (finished,) = yield from super().learn_jobs([(adapter, part.datums)], part.loss_fn, part.settings)
         else:
@@ -163,7 +172,7 @@ class ReplicatedEngine(Engine):
             units = [abs(pair_number(index, datum)) for index, datum in enumerate(datums)]
         return share_datums([datum.input_ids for datum in datums], self._cluster.learners, units)
 
-    def _mirror(self, trainable: Any, create: Create) -> Any:
+    def _mirror(self, trainable: Any, create: CreateCall) -> Any:
         """Make the same trainable on every other learner, with this one's values."""
         self._learners()
         self._numbers[trainable] = create.number
@@ -174,19 +183,19 @@ class ReplicatedEngine(Engine):
     def _spread(self, trainable: Trainable) -> None:
         what = "take over weights"
         group, collective = self._learners()
-        self._tell_all(TakeState(self._numbers[trainable]))
+        self._tell_all(TakeStateCall(self._numbers[trainable]))
         try:
             take_state(collective, trainable)
         except RuntimeError as cause:
             group.fail_all(what, cause)
         _finish(group.answers(what))
 
-    def _tell_all(self, call: Call) -> None:
+    def _tell_all(self, call: LearnerCall) -> None:
         group, _ = self._learners()
         for rank in range(1, self._cluster.learners):
             group.call(rank, call)
 
-    def _all_do(self, call: Call, what: str) -> None:
+    def _all_do(self, call: LearnerCall, what: str) -> None:
         group, _ = self._learners()
         self._tell_all(call)
         _finish(group.answers(what))
@@ -242,7 +251,7 @@ def _config_of(config: EngineConfig, rank: int, size: int) -> EngineConfig:
     return config.model_copy(update={"device": f"cuda:{((device.index or 0) + rank) % torch.cuda.device_count()}"})
 
 
-def _part(run: Run, members: Sequence[int]) -> Run:
+def _part(run: RunCall, members: Sequence[int]) -> RunCall:
     return replace(run, datums=[run.datums[index] for index in members])
 
 
