@@ -36,6 +36,7 @@ from turnwise.methods.grpo import Grpo
 from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
 from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
+from turnwise.opponents.config import OpponentConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runtime.section import Section
@@ -63,6 +64,7 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
     alarms: AlarmConfig = Field(default_factory=AlarmConfig)
+    opponent: OpponentConfig = Field(default_factory=OpponentConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     @model_validator(mode="before")

@@ -13,16 +13,18 @@ import contextlib
 import functools
 import itertools
 import shutil
+import time
 import uuid
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.fleet import Fleet, FleetTimes
+from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -30,11 +32,15 @@ from turnwise.client.publish import Publisher
 from turnwise.errors import CheckpointError, ConfigError, ServiceError
 from turnwise.models.facts import read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
-from turnwise.types import ModelInput, SampleRequest, SampleResponse
+from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse
 
 PREFIX = "turnwise"
 SERVED = "served"
 """The folder of the run's directory that holds what the servers have loaded."""
+MAX_MODEL_GAP = 0.25
+"""How far a server's logprobs may be from the trainer's, in nats on average. Rounding in bfloat16 or of quantized
+weights stays below a fifth of it; another model does not."""
+SENTENCE = "A quick check: two plus two is four, Paris is the capital of France, and water is wet."
 CLOSE_S = 10.0
 """How long unloading may take at the end of a run, in all."""
 
@@ -86,6 +92,10 @@ class ServerPublisher(Publisher):
         self._numbers = itertools.count()
         self._published: dict[str, ServedWeights] = {}
         self._retiring: set[asyncio.Task[None]] = set()
+        self._is_checked = False
+        """The servers' model was compared with the trainer's."""
+        self._publish_s = 0.0
+        self._stats_before = FleetStats()
 
     @abstractmethod
     def make_dialect(self, url: str) -> ServerDialect:
@@ -136,7 +146,11 @@ class ServerPublisher(Publisher):
             if "I/O error" in str(cause):  # safetensors reports a full disk with an error of its own
                 raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
             raise
-        return await self._publish(ServedWeights(version=version, adapter=adapter))
+        client = await self._publish(ServedWeights(version=version, adapter=adapter))
+        if not self._is_checked:
+            await self._check_model(trainer, client.weights)
+            self._is_checked = True
+        return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
         await self._open()
@@ -148,6 +162,15 @@ class ServerPublisher(Publisher):
         except OSError as cause:
             raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
         return await self._publish(ServedWeights(version=version, adapter=place))
+
+    def take_metrics(self) -> dict[str, float]:
+        fleet = self._fleet
+        if fleet is None:
+            return {}
+        now, before = replace(fleet.stats), self._stats_before
+        self._stats_before = now
+        state = {"fleet/servers_ready": float(fleet.num_ready), "fleet/load_s": self._publish_s}
+        return now.since(before) | state
 
     async def close(self) -> None:
         """Unload what this process published, and stop the servers that it started."""
@@ -206,16 +229,35 @@ class ServerPublisher(Publisher):
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
 
+    async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
+        """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
+        assert self._loop is not None
+        assert self._fleet is not None
+        ids: list[int] = trainer.get_tokenizer().encode(SENTENCE)
+        columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+        datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
+        output = await trainer.forward([datum], "cross_entropy")
+        expected = [float(value) for value in output.loss_fn_outputs[0]["logprobs"].to_numpy()]
+        gaps = await self._loop.run(self._fleet.logprob_gaps(weights, ids, expected))
+        for url, gap in gaps.items():
+            if gap > MAX_MODEL_GAP:
+                raise ConfigError(
+                    f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
+                    f"{len(ids)} tokens are {gap:.2g} from the trainer's on average; expected at most {MAX_MODEL_GAP}"
+                )
+
     async def _publish(self, weights: ServedWeights) -> FleetSamplingClient:
         loop, fleet = self._loop, self._fleet
         assert loop is not None
         assert fleet is not None
+        started_s = time.perf_counter()
         try:
             await loop.run(fleet.publish(weights))
         except BaseException:
             if weights.adapter is not None:
                 await asyncio.to_thread(remove_directory, weights.adapter)
             raise
+        self._publish_s = time.perf_counter() - started_s
         client = FleetSamplingClient(self, fleet, loop, weights)
         if weights.name is not None:
             self._published[weights.name] = weights
