@@ -70,7 +70,7 @@ test: $(STAMP) sandbox browser
 	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -j2 test-unit test-others)
 
 test-unit: $(STAMP)
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q tests/unit tests/backends
 
 test-others: $(STAMP)
 	$(BIN)/python -m pytest -q tests/numerics tests/contract tests/e2e
