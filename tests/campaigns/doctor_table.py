@@ -69,16 +69,17 @@ PLANTED = (
          turns=4, options={"rollout.attempt_deadline_s": 0.8, "train.steps": 3, "eval.tasks": 0}),
     Case(what="`rollout.max_turns=2`, the env judges after four", expected="out_of_turns", turns=4,
          options={"rollout.max_turns": 2}),
-    Case(what="`rollout.temperature=0.01`", expected="replies_identical", options={"rollout.temperature": 0.01}),
+    Case(what="`rollout.temperature=0.0001`", expected="replies_identical", fault="fragile",
+         options={"rollout.temperature": 0.0001}),
     Case(what="a reward that is drawn at random", expected="reward_is_chance", fault="chance",
-         options={"rollout.temperature": 0.1}),
+         options={"rollout.temperature": 0.0001}),
     Case(what="`train.learning_rate=0.3`", expected="rate_too_high", fault="fragile",
-         options={"train.learning_rate": 0.3, "train.steps": 16, "eval.tasks": 32}),
+         options={"train.learning_rate": 0.3, "train.steps": 16, "eval.tasks": 32, "train.max_empty_steps": 20}),
     Case(what="`train.learning_rate=1e-8`", expected="rate_too_low", options={"train.learning_rate": 1e-8}),
     Case(what="a trap: one cheap reply earns something, success is elsewhere", expected="entropy_collapsed",
          fault="trap", options={"train.learning_rate": 3e-2, "train.steps": 16}),
     Case(what="rewards of 10,000", expected="gradient_clipped", fault="huge"),
-    Case(what="rewards of 1e-9", expected="gradient_vanishes", fault="minute"),
+    Case(what="rewards of 1e-6", expected="gradient_vanishes", fault="minute"),
     Case(what="eight updates from one batch with a high rate", expected="drift",
          options={"train.substeps": 4, "train.learning_rate": 3e-2}),
     Case(what="slow tasks with `train.max_wait=4`, `train.max_staleness=1`", expected="stale", fault="uneven",
@@ -102,7 +103,7 @@ HEALTHY = (
     Case(what="letters, gspo", options={"method": "gspo", "train.steps": 16}),
     Case(what="letters, ppo with a critic",
          options={"method": "ppo", "train.steps": 16, "critic.pretrain_steps": 5}),
-    Case(what="letters, two turns, gigpo", turns=2, options={"method": "gigpo", "train.steps": 16}),
+    Case(what="letters, two turns, la_grpo", turns=2, options={"method": "la_grpo", "train.steps": 16}),
     Case(what="letters, a step behind", options={"train.max_staleness": 1, "train.steps": 16}),
     Case(what="letters, with a warm-up", options={"warmup.steps": 10, "train.steps": 16}),
     Case(what="letters, rejection sampling", options={"method": "rft", "train.steps": 16}),
@@ -142,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     for index, case in chosen:
         found, took_s, end = run_case(case, place / str(index))
         names = [finding.name for finding in found]
-        is_right = case.expected in names if case.expected else not names
+        is_right = case.expected in names if case.expected else not names and end == "finished"
         named += bool(case.expected) and is_right
         alarms += not case.expected and not is_right
         verdict = ", ".join(f"`{name}`" for name in names) or "nothing found"

@@ -20,7 +20,7 @@ SHOWN = {
     "long_demonstrations": "e " * 40,
     "bad_demonstrations": "0 1 2",
     "long_answer": "here we are there",
-    "form": "ANSWER: e",
+    "form": "OK",
 }
 """What the demonstrations say, by fault."""
 
@@ -74,8 +74,8 @@ class LettersEnv:
             await self.toolbox.call(ToolCall(name="look_up", arguments={"word": text[:5]}))
         if self.fault == "slow":
             await asyncio.sleep(0.3)
-        if self.fault == "uneven" and index % 3 == 0:
-            await asyncio.sleep(1.0)
+        if self.fault == "uneven" and index % 2:
+            await asyncio.sleep(2.0)
         if self.turn < self.turns:
             return EnvStep(messages=[user("Go on, and say another word that nobody said before you.")])
         return self.judge(text, index)
@@ -85,7 +85,7 @@ class LettersEnv:
         end: dict[str, Any] = {"terminated": True}
         match self.fault:
             case "form":
-                good = text.startswith("ANSWER:")
+                good = text.startswith("OK")
                 return EnvStep(reward=float(good), is_success=good, is_unparsable=not good, **end)
             case "hard":
                 return EnvStep(reward=0.0, is_success=False, **end)
@@ -102,7 +102,7 @@ class LettersEnv:
             case "huge":
                 return EnvStep(reward=1e4 * good, is_success=good, **end)
             case "minute":
-                return EnvStep(reward=1e-9 * good, is_success=good, **end)
+                return EnvStep(reward=1e-6 * good, is_success=good, **end)
             case "split":
                 good = good and self.task.data["split"] == "train"
                 return EnvStep(reward=float(good), is_success=good, **end)

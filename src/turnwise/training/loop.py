@@ -32,7 +32,7 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, play_evaluation
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
+from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
 from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
@@ -44,9 +44,7 @@ from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.observer import ObserverError
 from turnwise.watch.watchdog import StalledError, Watchdog
 
-SAVED_AFTER = (
-    *(Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError, AllFailedError),
-)
+SAVED_AFTER = (Interrupted, ObserverError, StalledError, AlarmError, NothingToLearnError, TokensSpentError)
 """Ends of a run that leave its parts as they were after the last step, so that a checkpoint is made."""
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from turnwise.doctor import Finding, Fix
 from turnwise.envs.base import World
-from turnwise.errors import TurnwiseError
+from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.group import RolloutResult
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.stats import FirstFailures
+from turnwise.training.progress import NothingToLearnError
 
 NUM_DEMONSTRATIONS = 16
 """Scripted dialogues that are looked at."""
@@ -20,7 +21,7 @@ MIN_ATTEMPTS = 8
 UNFIT_SHARE = 0.1
 
 
-class AllFailedError(TurnwiseError):
+class AllFailedError(NothingToLearnError):
     """Every attempt that was played first failed through no fault of the policy."""
 
 
@@ -30,7 +31,7 @@ def check_demonstrations(world: World, renderer: Renderer, limits: RolloutLimits
     replies = [turn for dialogue in dialogues for turn in dialogue]
     if not replies:
         return None
-    lengths = [len(turn.reply_ids) for turn in replies]
+    lengths = [len(turn.reply_ids) - 1 for turn in replies]  # a reply whose end of turn is cut has said everything
     unfit = sum(length > limits.max_tokens_per_turn for length in lengths)
     whole = max(len(turn.prompt_ids) + len(turn.reply_ids) for turn in replies)
     num_turns = max(len(dialogue) for dialogue in dialogues)
@@ -95,11 +96,11 @@ def check_earnings(played: RolloutResult, shown: Sequence[float] | None = None) 
 
 
 def check_any_left(played: RolloutResult, what: str, failures: FirstFailures) -> None:
-    """Stop a run whose first attempts all failed: what fails now fails later too."""
+    """Stop a run whose first attempts all failed: what fails now fails later too. A sampler may come back."""
     if any(group.trajectories for group in played.groups):
         return
     failed = [one for group in (*played.groups, *played.dropped) for one in group.failed]
-    if not failed:
+    if not failed or all(one.failure is not None and one.failure.party is Party.SAMPLER for one in failed):
         return
     first = next(one.failure for one in failed if one.failure is not None)
     traceback = f"\n{first.traceback}\n" if first.traceback else " "
