@@ -29,13 +29,14 @@ from turnwise.config.training import (
     WarmupConfig,
 )
 from turnwise.credit.shaping import RewardConfig
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.envs.config import EnvConfig
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
 from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
+from turnwise.opponents.config import OpponentConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runtime.section import Section
@@ -53,6 +54,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     method: AnyMethodOptions = Field(default_factory=Grpo.Options)
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -62,6 +64,7 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
     alarms: AlarmConfig = Field(default_factory=AlarmConfig)
+    opponent: OpponentConfig = Field(default_factory=OpponentConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     @model_validator(mode="before")

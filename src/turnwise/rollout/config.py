@@ -92,11 +92,12 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         "uninterrupted one bit for bit at any max_concurrency. It decodes one sequence at a time "
         "and reuses no prefix, so it is slower. It needs max_staleness 0.",
     )
-    kv_across_updates: Literal["recompute", "keep"] = Field(
+    kv_across_updates: Literal["recompute", "keep", "end"] = Field(
         default="recompute",
         description="What to do when the weights change during a dialogue: sample its next turns with the new "
-        "weights, which read the dialogue again (recompute), or finish it with the old weights "
-        "(keep). Logprobs are exact in both cases.",
+        "weights, which read the dialogue again (recompute), finish it with the old weights (keep), or "
+        "end it after the turn under way (end). Logprobs are exact in all cases; docs/backends.md says what they mean "
+        "for a server whose whole weights are replaced.",
     )
 
     @field_validator("stop", mode="before")

@@ -20,6 +20,7 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import diagnose
+from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
@@ -29,7 +30,7 @@ from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
-from turnwise.training.evaluate import Evaluation, play_evaluation
+from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
 from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
@@ -61,6 +62,8 @@ class LoopSetup:
     interrupt: Interrupt = field(default_factory=Interrupt)
     steering: Steering = field(default_factory=Steering)
     critic: Critic | None = None
+    opponents: RunOpponents | None = None
+    """Who plays the other seat, where that is not a script of the world."""
     k2_tolerance: float = tolerances.K2["float32"]
     """How far the trainer's logprobs may be from the sampler's."""
 
@@ -85,6 +88,7 @@ class Loop:
         self._interrupt = setup.interrupt
         self._steering = setup.steering
         self._critic = setup.critic
+        self._opponents = setup.opponents
         self.watchdog = setup.make_watchdog()
         self.supply = Supply(parts, setup.renderer, self.watchdog)
         self._learner = Learner(parts, setup.trainer, setup.critic, self.watchdog, setup.k2_tolerance)
@@ -211,12 +215,16 @@ class Loop:
             spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
             certificate = await self._learner.certify(spare, learned, version)
         drift = step_drift(learned, version) if self.supply.is_played else None
-        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
         if drift is not None:
             metrics |= drift.metrics()
             certificate = None if certificate is None else replace(certificate, drift=drift)
+        if self._opponents is not None:
+            metrics |= self._opponents.count(batch.as_played)
+            work = self._opponents.after_step(self._trainer, step + 1)
+            await self.watchdog.call("trainer", "save a snapshot for the pool of opponents", work)
         self.supply.publish(self._sampler)
         self.supply.learned(self._num_batches)
         self.done_step = step + 1
@@ -300,7 +308,10 @@ class Loop:
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
         work = self._publisher.publish(self._trainer, self.version)
-        return await self.watchdog.call("trainer", "publish the weights", work)
+        sampler = await self.watchdog.call("trainer", "publish the weights", work)
+        if self._opponents is not None:
+            self._opponents.follow(sampler)
+        return sampler
 
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
@@ -318,6 +329,7 @@ class Loop:
                     num_empty_steps=self._progress.num_empty_steps,
                     why_empty=dict(self._progress.why_empty),
                     alarms=self.alarms.to_state(),
+                    opponents=None if self._opponents is None else self._opponents.to_state(),
                 )
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
@@ -344,6 +356,8 @@ class Loop:
         self._recorder.tasks(parts.held_out, "test")
         evaluation = await self._play_held_out(label, step)
         self._recorder.evaluation(evaluation)
+        if evaluation.by_opponent:
+            self._recorder.held_out_metrics(step, panel_metrics(evaluation))
         await self._judge_critic(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
@@ -356,17 +370,15 @@ class Loop:
 
     async def _play_held_out(self, label: str, step: int) -> Evaluation:
         parts = self._parts
-        rollout = Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout)
-        rollout.stats.failures = self._failures
-        return await self._interrupt.unless(
-            play_evaluation(
-                rollout,
-                parts.held_out,
-                seed=self._config.train.seed,
-                label=label,
-                step=step,
-            )
-        )
+        worlds = {"": parts.world} if self._opponents is None else self._opponents.panel_worlds()
+        rollouts = {
+            name: Rollout(world, self._sampler, self._renderer, parts.eval_rollout) for name, world in worlds.items()
+        }
+        for rollout in rollouts.values():
+            rollout.stats.failures = self._failures
+        seed = self._config.train.seed
+        work = play_panel(rollouts, parts.held_out, seed=seed, label=label, step=step)
+        return await self._interrupt.unless(work)
 
     async def _judge_critic(self, evaluation: Evaluation) -> None:
         """How far the critic's values are from what came of held-out attempts."""
@@ -376,7 +388,7 @@ class Loop:
             return
         work = self._critic.held_out_errors(trajectories)
         metrics = await self.watchdog.call("critic", "judge held-out attempts", work)
-        self._recorder.held_out_critic(evaluation.row.step, metrics)
+        self._recorder.held_out_metrics(evaluation.row.step, metrics)
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""

@@ -7,10 +7,11 @@ policy.evaluate().row.success                   # held-out tasks of its world
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,14 +19,15 @@ from typing import Any, cast
 from turnwise.backends import BackendSetup, find_publisher, make_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
-from turnwise.client.publish import Publisher
+from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
-from turnwise.envs.base import user
+from turnwise.envs.base import World, user
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
@@ -34,6 +36,7 @@ from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_r
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
+from turnwise.training.opponents import Opponents, check_opponents, needs_opponents
 from turnwise.training.setup import (
     AnyService,
     Report,
@@ -197,14 +200,21 @@ class PolicySampler(ClosedOnExit):
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
         rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
         attach_judge(world, self.service)
-        work = evaluate(
-            Rollout(world, self.sampler, self.renderer, rollout),
-            held_out,
-            seed=config.train.seed,
-            label=label,
-            step=self.step,
-        )
-        return run_to_end(work)
+        with self.seated(world, rollout) as worlds:
+            rollouts = {name: Rollout(one, self.sampler, self.renderer, rollout) for name, one in worlds.items()}
+            return run_to_end(evaluate(rollouts, held_out, seed=config.train.seed, label=label, step=self.step))
+
+    @contextlib.contextmanager
+    def seated(self, world: World, rollout: RolloutConfig) -> Iterator[dict[str, World]]:
+        """The world with each opponent of the config's panel, whose models are loaded; one world if it has none."""
+        check_opponents(self.config, world)
+        if not needs_opponents(self.config, world):
+            yield {"": world}
+            return
+        with Opponents(self.config, world, self.service, rollout) as opponents:
+            opponents.open()
+            opponents.follow(VersionedSampler(self.sampler, self.step))
+            yield opponents.panel_worlds()
 
     def check_world(self) -> None:
         """Refuse to play where the world or the reward was an object that a run directory cannot hold."""

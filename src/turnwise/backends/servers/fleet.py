@@ -66,6 +66,23 @@ class FleetStats:
     """Times that a version was published without a server, because it lagged behind."""
     num_sticky: int = 0
     """Requests that went on with a conversation, on the server that had drawn its last reply."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that servers did not have to read again."""
+
+    def since(self, before: FleetStats) -> dict[str, float]:
+        """Metrics of what happened since then."""
+        num_requests = self.num_requests - before.num_requests
+        num_prompt = self.num_prompt_tokens - before.num_prompt_tokens
+        return {
+            "fleet/requests": float(num_requests),
+            "fleet/retries": float(self.num_retries - before.num_retries),
+            "fleet/servers_lost": float(self.num_lost - before.num_lost),
+            "fleet/servers_returned": float(self.num_returned - before.num_returned),
+            "fleet/laggards_fenced": float(self.num_fenced - before.num_fenced),
+            "fleet/sticky_share": (self.num_sticky - before.num_sticky) / max(1, num_requests),
+            "fleet/cached_prompt_share": (self.num_cached_tokens - before.num_cached_tokens) / max(1, num_prompt),
+        }
 
 
 class _Server:
@@ -187,10 +204,30 @@ class Fleet:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
+            self.stats.num_prompt_tokens += len(request.prompt)
+            self.stats.num_cached_tokens += min(response.num_cached_prompt_tokens, len(request.prompt))
             route = Route(server.url, is_reply=True)
             for sequence in response.sequences:
                 self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response
+
+    async def logprob_gaps(
+        self, weights: ServedWeights, prompt: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, float]:
+        """How far each server's logprobs of a prompt are from those that were expected: the mean gap, by address."""
+        gaps: dict[str, float] = {}
+        for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
+            try:
+                answer = await self._try(server, SampleRequest.scoring(prompt), weights)
+            except ServerGoneError as error:
+                self._take_out(server, str(error))
+                continue
+            values = [value for value in (answer.prompt_logprobs or ())[1:] if value is not None]
+            if len(values) != len(logprobs):
+                raise ServiceError(f"{server.url} returned {len(values)} logprobs of a prompt of {len(prompt)} tokens")
+            pairs = zip(values, logprobs, strict=True)
+            gaps[server.url] = sum(abs(value - expected) for value, expected in pairs) / len(values)
+        return gaps
 
     async def close(self) -> None:
         """Stop looking after the servers, and close the connections. The servers themselves stay."""

@@ -43,10 +43,10 @@ tw.pages.runs = async (root, { values }) => {
     const names = runs.filter((run) => run.state !== "damaged").map((run) => run.name);
     if (names.length < 2) { differences.replaceChildren(h("p", { class: "empty" }, "One run: nothing to compare with.")); return; }
     const found = await tw.ask("differences", { runs: names.join(",") });
-    differences.replaceChildren(found.rows.length
-      ? h("table", { class: "config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "option"), found.runs.map((name) => h("th", { scope: "col" }, name)))),
-          h("tbody", {}, found.rows.map((row) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, row.option)), row.values.map((value) => h("td", {}, h("code", {}, value === "" ? "–" : value)))))))
-      : h("p", { class: "empty" }, "All options are the same."),
+    const table = (rows) => h("table", { class: "config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "option"), found.groups.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, row.option)), row.values.map((value) => h("td", {}, h("code", {}, value === "" ? "–" : value)))))));
+    differences.replaceChildren(found.rows.length ? table(found.rows) : h("p", { class: "empty" }, "All options that every run has are the same."),
+      found.partial.length ? h("details", { class: "more" }, h("summary", {}, `${tw.plural(found.partial.length, "option")} that only some runs have`), table(found.partial)) : "",
       h("p", { class: "note" }, `${tw.plural(found.num_same, "other option")} are the same.`));
   };
 
