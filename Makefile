@@ -7,7 +7,7 @@
 #   make check                     format, lint, types, import contracts
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
-#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, random_orders
+#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, doctor_table, random_orders
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
 #   make browser                   install Chromium, in which the tests look at `turnwise view` (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
