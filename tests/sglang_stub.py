@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -24,6 +26,7 @@ from starlette.routing import Route
 
 from turnwise.client.base import SamplingClient
 from turnwise.client.local import ServiceClient
+from turnwise.models.store import resolve_model
 from turnwise.types import ModelInput, SamplingParams
 
 SAMPLING_PARAMS = frozenset(
@@ -48,6 +51,8 @@ class SglangStub:
     """What `/generate` was asked, without probes."""
     aborted: list[str] = field(default_factory=list)
     num_answered: int = 0
+    num_probes: int = 0
+    """Answers to the three tokens that a fleet asks a server for before it sends it anything."""
     num_cached: int = 0
     num_prompt: int = 0
     fault: str = ""
@@ -61,6 +66,7 @@ class SglangStub:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        self._copies = tempfile.TemporaryDirectory(prefix="sglang-stub-")
         self._port = 0
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -103,6 +109,10 @@ class SglangStub:
             assert not self._thread.is_alive()
             self._server = self._thread = None
 
+    def close(self) -> None:
+        self.kill()
+        self._copies.cleanup()
+
     def lose_adapters(self) -> None:
         """As a server does that was restarted between two requests."""
         self.adapters.clear()
@@ -140,9 +150,19 @@ class SglangStub:
         await asyncio.sleep(self.load_s)
         if not (Path(path) / "adapter_model.safetensors").is_file():
             return _refused(f"cannot read {path}", "success")
-        self._clients[name] = await self.service.create_sampling_client_async(model_path=path)
+        copy = self._as_own(Path(path), name)
+        self._clients[name] = await self.service.create_sampling_client_async(model_path=str(copy))
         self.adapters[name] = path
         return JSONResponse(self._adapters_now())
+
+    def _as_own(self, path: Path, name: str) -> Path:
+        """A copy of PEFT files that belongs to this server's model, whatever model they were trained for."""
+        copy = Path(self._copies.name) / name
+        shutil.copytree(path, copy, ignore=shutil.ignore_patterns("checkpoint.json"), dirs_exist_ok=True)
+        config = json.loads((copy / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = str(resolve_model(self.model).directory)
+        (copy / "adapter_config.json").write_text(json.dumps(config))
+        return copy
 
     async def _unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
@@ -216,6 +236,7 @@ class SglangStub:
         if self.fault == "short":
             said["meta_info"]["output_token_logprobs"].pop()
         self.num_answered += 1
+        self.num_probes += len(body["input_ids"]) <= 3
         return Response(json.dumps(said), media_type="application/json")
 
     def _client(self, lora: str | None) -> SamplingClient:
@@ -336,7 +357,7 @@ def sglang_stubs(count: int, data_dir: Path, model: str = "tiny") -> Iterator[li
             yield stubs
         finally:
             for stub in stubs:
-                stub.kill()
+                stub.close()
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

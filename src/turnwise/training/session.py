@@ -33,7 +33,7 @@ from turnwise.training.objects import META_KEY
 from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
-from turnwise.training.steer import Steering
+from turnwise.training.steer import Steering, take_orders
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
@@ -72,6 +72,9 @@ class TrainingSession:
         """Lock the directory, start the loggers, and write what a reader of the run needs; comes before `run`."""
         self.setup, lock = claim_directory(self.setup)
         with lock:
+            # Drop orders that were meant for an earlier process. Those that come from now on are for this one, also
+            # while the model is being loaded.
+            take_orders(self.setup.directory)
             self._loggers = self._open_loggers()  # first, because a logger that fails must not leave a run behind
             self._write_config()
             self._lock = lock.pop_all()
