@@ -61,6 +61,11 @@ class VllmPublisher(ServerPublisher):
             if any(given.partition("=")[0] == name for given in rollout.server_args):
                 raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
         check_arguments(python, MODULE, rollout.server_args)
+        if rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: vLLM's memory is not given back while the trainer learns; use "
+                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
+            )
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
