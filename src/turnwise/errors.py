@@ -12,6 +12,7 @@ TurnwiseError
 ├── AttemptFailed                one party outside our code failed an attempt: recorded, its siblings go on
 ├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
 ├── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
+│   └── LearnerError             one of several learner processes died, failed or did not answer
 └── ServiceError                 a service elsewhere cannot be reached, refused a request, or failed it
 """
 
@@ -44,6 +45,10 @@ class CheckpointError(TurnwiseError):
 
 class EngineStoppedError(TurnwiseError):
     """The engine was closed, or died, while a request was waiting for it."""
+
+
+class LearnerError(EngineStoppedError):
+    """One of several learner processes died, failed or did not answer; the others cannot go on without it."""
 
 
 class ServiceError(TurnwiseError):

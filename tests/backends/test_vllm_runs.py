@@ -166,7 +166,7 @@ def test_another_model_behind_the_address_is_refused_before_anything_is_trained(
 ) -> None:
     other = make_model(tiny_dir, tmp_path / "other", is_tied=True)
     assert train(other, tmp_path / "run", f"rollout.url={vllm.url}") == 1
-    assert "samples from another model" in capsys.readouterr().err
+    assert "does not serve the run's model" in capsys.readouterr().err
     with RunReader(tmp_path / "run") as run:
         assert not run.metric("train/grad_norm")
 

@@ -48,10 +48,11 @@ HOSTILE_PLAYS = tuple(
 )
 PICTURES = {
     "view_runs": "#/",
-    "view_run": "#/run/{run}",
-    "view_attempts": "#/attempts?run={run}&phase=train&view=groups",
-    "view_attempt-dark": "#/attempt/{run}/{attempt}?tokens=advantage",
+    "view_run": "#/run/guess-grpo-s0",
+    "view_attempts": "#/attempts?run=guess-la&phase=train&view=groups",
+    "view_attempt-dark": "#/attempt/guess-ppo/700?tokens=advantage",
 }
+"""Pictures of docs/view.md, which says how these runs are made."""
 MAX_PICTURE_BYTES = 200_000
 
 
@@ -81,10 +82,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def viewer(place: Path) -> Iterator[str]:
+def viewer(place: Path, *, folder: Path = ROOT) -> Iterator[str]:
     """A `turnwise view` process; its address. At the end it gets a Ctrl-C and must end cleanly."""
     command = turnwise("view", place, "--no-browser", "--port", "0")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder)
     assert process.stderr is not None
     said: list[str] = []
     try:
@@ -157,14 +158,15 @@ def test_no_process_of_a_stopped_run_is_left(outcomes: dict[str, Any]) -> None:
     assert outcomes["is_over"]
 
 
-def test_pictures_of_the_docs(chromium: str, request: pytest.FixtureRequest) -> None:
+def test_pictures_of_the_docs(chromium: str, tiny_dir: Path, request: pytest.FixtureRequest) -> None:
+    assert tiny_dir.is_dir()
     runs = request.config.getoption("--screenshots-of")
     if runs is None:
         pytest.skip("takes pictures only with --screenshots-of DIR")
-    run, attempt = os.environ.get("VIEW_PICTURED", "guess-la/700").split("/")
     out = ROOT / "docs" / "images"
-    with viewer(Path(runs)) as url:
-        shots = [f"{name}={address.format(run=run, attempt=attempt)}" for name, address in PICTURES.items()]
+    out.mkdir(exist_ok=True)
+    with viewer(Path(Path(runs).name), folder=Path(runs).absolute().parent) as url:
+        shots = [f"{name}={address}" for name, address in PICTURES.items()]
         in_browser(HERE / "view_screenshots.py", chromium, str(out), *shots, url=url)
     for name in PICTURES:
         size = (out / f"{name.removesuffix('-dark')}.png").stat().st_size

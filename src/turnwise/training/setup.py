@@ -283,4 +283,4 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, cluster=config.cluster, aliases=aliases)

@@ -62,7 +62,8 @@ tw.message = (message, more) => h("article", { class: `message ${message.role}`,
   h("header", {}, h("b", {}, ICONS[message.role]), message.name ? h("code", {}, message.name) : null, more ? more.head : null),
   more && more.body ? more.body : message.content ? h("div", { class: "text" }, message.content) : null,
   message.tool_calls.map((call) => h("div", { class: "call" }, h("b", {}, call.name), h("code", {}, arguments_(call)))),
-  (message.images || []).map((image) => h("img", { src: image, alt: "screenshot of the world" })),
+  (message.images || []).map( // data: addresses, for worlds that store what they show; those of today store none
+    (image) => h("img", { src: image, alt: "screenshot of the world" })),
   more ? more.foot : null);
 
 const sum = (parts) => Object.values(parts).reduce((total, value) => total + value, 0);

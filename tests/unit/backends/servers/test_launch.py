@@ -88,9 +88,7 @@ def test_a_server_dies_with_a_process_that_is_killed(tmp_path: Path) -> None:
 
 async def test_a_server_that_ends_or_never_gets_ready_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     dying = own_server(tmp_path, "raise SystemExit('there is no such model')")
-    with pytest.raises(
-        ServiceError, match=r"ended before it was ready; its log .*toy.log(.|\n)*\n  there is no"
-    ):
+    with pytest.raises(ServiceError, match=r"ended before it was ready; its log .*toy.log(.|\n)*\n  there is no"):
         await dying.start()
     silent = own_server(tmp_path, "import time; print('I load', flush=True); time.sleep(600)", start_s=1.5)
     with pytest.raises(ServiceError, match=r"not ready after 1.5 s \(rollout.server_start_s\)(.|\n)*\n  I load"):
