@@ -112,6 +112,8 @@ class VllmDialect(ServerDialect):
         self._base_name = ""
         self._context_length = 0
         self._is_raw = False
+        self._version: int | None = None
+        """The version of the whole weights that the server has; None: those that it was started with."""
         self._turnstile = Turnstile()
 
     async def facts(self) -> ServerFacts:
@@ -150,16 +152,16 @@ class VllmDialect(ServerDialect):
 
     async def _sample(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         body = {
-            "model": weights.name or self._base_name,
+            "model": weights.adapter_name or self._base_name,
             "token_ids": list(map(int, request.prompt)),
             "sampling_params": self._params(request),
         }
-        if weights.name is None:  # whole weights: what older ones left in the prefix cache is not for this version
-            body["cache_salt"] = f"turnwise-{weights.version}"
+        if self._version is not None:  # what older weights left in the prefix cache is not for these
+            body["cache_salt"] = f"turnwise-{self._version}"
         try:
             answer = await self._server.post(GENERATE, body, deadline_s=GENERATE_S)
         except ServerRefusedError as error:
-            if error.status == 404 and weights.name is not None:  # it was started again, and lost what it had loaded
+            if error.status == 404 and weights.adapter_name is not None:  # it was started again, and lost its adapters
                 raise ServerGoneError(str(error)) from error
             raise
         try:
@@ -190,6 +192,7 @@ class VllmDialect(ServerDialect):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             await self._server.post(RPC, body, deadline_s=LOAD_S)
             await self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s=ASK_S)
+            self._version = version
             if self._across_updates == "recompute":
                 await self._server.post(f"{RESET}?reset_running_requests=true", deadline_s=ASK_S)
         finally:
@@ -290,7 +293,7 @@ def _to_sequence(choice: Any, weights: ServedWeights) -> SampledSequence:
         stop_reason=reason,
         tokens=tokens,
         logprobs=[float(drawn["logprob"]) for drawn in content],
-        versions=None if weights.name is not None else _versions(choice.get("weight_versions"), len(tokens)),
+        versions=None if weights.adapter_name is not None else _versions(choice.get("weight_versions"), len(tokens)),
     )
 
 
