@@ -234,7 +234,8 @@ class ServerPublisher(Publisher):
 
     def _leftovers(self) -> list[Path]:
         """Publications of a process that died in this run; the servers may still hold them."""
-        return sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        found = sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        return [place for place in found if not place.name.startswith(f"{self._name}-")]
 
     def _new_name(self, version: int) -> str:
         return f"{self._name}-v{version}-{next(self._numbers)}"

@@ -35,8 +35,8 @@ REQUIRED_FOR_WEIGHTS: Mapping[str, str] = {
 ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
 """Deadlines: for facts and switches, for weights, and for a reply (the fleet has its own, shorter one)."""
 PROBE_IDS = (1, 2, 3, 4)
-MIN_GAP = 1e-4
-"""How far the best token's logprob must move between two temperatures for the server to heed them."""
+NUM_PROBED = 5
+"""Best tokens whose logprobs tell whether the server heeds the temperature."""
 
 
 class Turnstile:
@@ -213,16 +213,25 @@ class VllmDialect(ServerDialect):
                 raise ConfigError(f"the server at {self.url} has no route {path}; {advice} (docs/backends.md)")
 
     async def _has_raw_logprobs(self) -> bool:
-        """Whether the server's logprobs leave the temperature out: then two temperatures give the best token one."""
-        warm, cold = await asyncio.gather(*(self._best_logprob(temperature) for temperature in (1.0, 0.5)))
-        return abs(warm - cold) < MIN_GAP
+        """Whether the server's logprobs leave the temperature out: half the temperature then does not spread them
+        twice as far."""
+        warm, cold = await asyncio.gather(*(self._spread(temperature) for temperature in (1.0, 0.5)))
+        return cold < 1.5 * warm
 
-    async def _best_logprob(self, temperature: float) -> float:
-        params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "ignore_eos": True, "seed": 0}
+    async def _spread(self, temperature: float) -> float:
+        """How far the logprobs of the best tokens are apart."""
+        params = {
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": NUM_PROBED,
+            "ignore_eos": True,
+            "seed": 0,
+        }
         body = {"model": self._base_name, "token_ids": list(PROBE_IDS), "sampling_params": params}
         answer = await self._server.post(GENERATE, body, deadline_s=ASK_S)
         (drawn,) = answer["choices"][0]["logprobs"]["content"]
-        return max(float(one["logprob"]) for one in drawn["top_logprobs"])
+        best = sorted((float(one["logprob"]) for one in drawn["top_logprobs"]), reverse=True)[:NUM_PROBED]
+        return best[0] - best[-1]
 
     def _check_temperature(self, temperature: float) -> None:
         if self._is_raw and temperature not in (0.0, 1.0):
