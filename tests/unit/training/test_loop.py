@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.rollout.certify import Certificate
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.checkpoint import Start, read_state
 from turnwise.training.progress import NothingToLearnError
