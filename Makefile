@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox train test $(addprefix test-,services documents e2e numerics worlds units) check quick quick-worlds quick-play quick-others format bench campaign clean
+.PHONY: help setup sandbox train test check quick quick-worlds quick-play quick-others format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,10 +60,12 @@ sandbox:
 # other. Three on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
 # result when it is done.
 JOBS ?= 3
-PIECES := services documents e2e numerics worlds units
+FOLDERS := $(filter-out contract unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
+PIECES := $(addprefix test-,services $(FOLDERS) documents units worlds)
 test: $(STAMP) sandbox
-	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(addprefix test-,$(PIECES)))
+	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(PIECES))
 
+.PHONY: $(PIECES)
 TESTS := $(BIN)/python -m pytest -q
 SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py service_*.py cookbook.py adapters_packages.py))
 WORLDS := tests/unit/envs
@@ -80,7 +82,7 @@ test-worlds: $(STAMP)
 test-units: $(STAMP)
 	$(TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit
 
-test-e2e test-numerics: test-%: $(STAMP)
+$(addprefix test-,$(FOLDERS)): test-%: $(STAMP)
 	$(TESTS) tests/$*
 
 check: $(STAMP)
