@@ -12,7 +12,8 @@ import pytest
 
 from turnwise.cli import main
 
-SECONDS = 120
+SECONDS = 280
+"""A deadline that only a hang can miss."""
 
 
 def run_here(*arguments: str, code: int = 0) -> str:
