@@ -7,8 +7,9 @@
 #   make check                     format, lint, types, import contracts
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
-#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, random_orders
+#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, doctor_table, random_orders
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
+#   make browser                   install Chromium, in which the tests look at `turnwise view` (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
 
 PYTHON ?= python3
@@ -23,11 +24,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox train test check quick quick-worlds quick-play quick-others format bench campaign clean
+.PHONY: help setup sandbox browser train test check quick quick-worlds quick-play quick-others format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 12
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 13
 
 setup: $(STAMP)
 
@@ -56,13 +57,21 @@ sandbox:
 		fi; command -v bwrap > /dev/null || echo 'bubblewrap is missing; worlds that run code or SQL will not start' \
 			'and tests of the sandbox will fail: apt-get install bubblewrap' >&2; }
 
+# Chromium, for the tests of the viewer. They are skipped where it is missing.
+browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo 'installing chromium ...'; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
+		fi; command -v chromium > /dev/null || echo 'chromium is missing; tests of the viewer will be skipped:' \
+			'apt-get install chromium' >&2; }
+
 # Without ARGS the tests run in pieces, JOBS at a time: the next piece starts when one is done, so no core waits for the
 # other. Three on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
 # result when it is done.
 JOBS ?= 3
 FOLDERS := $(filter-out contract unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
 PIECES := $(addprefix test-,services $(FOLDERS) documents units worlds)
-test: $(STAMP) sandbox
+test: $(STAMP) sandbox browser
 	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(PIECES))
 
 .PHONY: $(PIECES)

@@ -21,10 +21,11 @@ os.environ.pop("TURNWISE_ALIASES", None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the numerics tests run their engines: cpu or cuda")
+    parser.addoption("--screenshots-of", metavar="DIR", help="take the pictures of docs/view.md, of the runs in DIR")
     parser.addoption("--random-order", type=int, metavar="SEED", help="shuffle the modules, and the tests of each")
 
 
-MODEL_WORK = ("unit/bench", "unit/service", "unit/engine/kernels", "numerics", "e2e")
+MODEL_WORK = ("unit/bench", "unit/service", "unit/engine/kernels", "backends", "numerics", "e2e")
 """Folders whose tests load an engine or build kernels; elsewhere a module says so with the marker `model`."""
 
 

@@ -292,6 +292,9 @@ class SampledSequence:
     tokens: Sequence[int]
     logprobs: Sequence[float] | None = None
     """Log-probability of each token at the sampling temperature (at 1 when greedy), over the whole vocabulary."""
+    versions: Sequence[int] | None = None
+    """The version of the weights that drew each token, where the weights changed meanwhile; None: all tokens are of
+    the response's `policy_version`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,6 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
 
-PLANNED = ("sglang", "vllm")
-"""Names that configurations may hold already; each is refused until its file exists."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSetup:
@@ -37,6 +34,8 @@ class BackendSetup:
     """The run's directory; a backend may keep files of its own below it."""
     engine: EngineConfig
     """The section `engine`: device, dtype and memory, for a backend that shares the device with the trainer."""
+    lora_rank: int = 0
+    """The rank of the adapters that are published; 0: it is not known, or whole weights are."""
     service: Any = None
     """What makes clients of stored weights where there is no trainer: a `ServiceClient`. A training run leaves it out.
     """
@@ -54,11 +53,6 @@ def find_publisher(backend: str) -> type[Publisher]:
         found = load_attribute(backend)
     elif backend in names:
         found = _publisher_of(f"{__name__}.{backend}")
-    elif backend in PLANNED:
-        raise ConfigError(
-            f"rollout.backend={backend} is not there yet in this release; what is there is the engine in "
-            "this process: rollout.backend=local (the other rollout options mean the same with it)"
-        )
     else:
         near = did_you_mean(backend, names)
         raise ConfigError(

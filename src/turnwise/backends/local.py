@@ -12,6 +12,8 @@ from turnwise.errors import ConfigError
 class LocalPublisher(Publisher):
     """Publishes a copy of the weights inside the engine that trains them; no files, nothing to start or stop."""
 
+    takes_full_weights = True
+
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:  # noqa: ARG002
         return await trainer.save_weights_and_get_sampling_client_async()
 

@@ -1,9 +1,9 @@
 """The one home of checkpoints: where their files are, how they are written, found, checked and removed.
 
 `tinker://<model_id>/<kind>/<name>` is `<data_dir>/checkpoints/<model_id>/<kind>/<name>`, with ':' in an id written as
-'-'. A checkpoint is a directory of PEFT files, with optimizer state in it when its kind is `weights`, and a
-`checkpoint.json` that says which base model it belongs to and what each file must hash to. Directories without that
-file, such as adapters that PEFT wrote, load by path.
+'-'. A checkpoint is a directory of PEFT files, or of a whole Hugging Face model where all weights are trained, with
+optimizer state in it when its kind is `weights`. Its `checkpoint.json` says which base model it belongs to and what
+each file must hash to. Directories without that file, such as adapters that PEFT wrote, load by path.
 
 A directory appears under its name complete or not at all: it is filled beside its place, synced and renamed. The
 in-process client, the service and training runs all keep their checkpoints here. The service adds who may see them
@@ -50,7 +50,8 @@ class CheckpointInfo:
     stored_model: str
     """The model that this name stood for; it differs from `base_model` if that is an alias."""
     model_directory: str
-    lora: LoraConfig
+    lora: LoraConfig | None
+    """The adapter's shape; None if the checkpoint holds all weights."""
     has_optimizer: bool
     created_at: str
     expires_at: str | None = None
@@ -64,8 +65,8 @@ class CheckpointInfo:
     @classmethod
     def from_json(cls, text: str) -> CheckpointInfo:
         values: dict[str, Any] = json.loads(text)
-        lora = LoraConfig(**values.pop("lora"))
-        return cls(lora=lora, **values)
+        lora = values.pop("lora")
+        return cls(lora=None if lora is None else LoraConfig(**lora), **values)
 
     def is_expired(self, now: datetime) -> bool:
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= now

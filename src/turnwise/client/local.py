@@ -20,7 +20,7 @@ from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_i
 from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import in_thread
 from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient, check_loadable
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
 from turnwise.models import store as model_store
@@ -53,6 +53,7 @@ class ServiceClient(ClosedOnExit):
         *,
         data_dir: str | Path | None = None,
         engine: EngineConfig | None = None,
+        cluster: ClusterConfig | None = None,
         aliases: Mapping[str, str] | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class ServiceClient(ClosedOnExit):
 
         Args:
             data_dir: Checkpoints are kept in `<data_dir>/checkpoints`; default: the model store's home.
+            cluster: How many processes train together; default: this one alone.
             aliases: `{asked: used}`, base models that stand in for others; on top of `TURNWISE_ALIASES`.
             user_metadata: Written into every checkpoint.
         """
@@ -69,6 +71,7 @@ class ServiceClient(ClosedOnExit):
                 "turnwise.client.remote.RemoteServiceClient(base_url)"
             )
         self._config = engine or EngineConfig()
+        self._cluster = cluster or ClusterConfig()
         self._aliases = dict(aliases or {})
         self._user_metadata = dict(user_metadata or {})
         root = Path(data_dir).expanduser().absolute() if data_dir is not None else model_store.home()
@@ -106,6 +109,17 @@ class ServiceClient(ClosedOnExit):
         return self._create(base_model, lambda engine: engine.create_adapter(lora), user_metadata)
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
+
+    def create_full_training_client(
+        self, base_model: str, user_metadata: Mapping[str, str] | None = None
+    ) -> LocalTrainingClient:
+        """Create a client that trains all weights of `base_model`; the base itself stays as it is.
+
+        On a GPU the engine has to leave memory for it: `ServiceClient(engine=EngineConfig(full_weights=True))`.
+        """
+        return self._create(base_model, lambda engine: engine.create_full(), user_metadata)
+
+    create_full_training_client_async = in_thread(create_full_training_client)
 
     def create_critic_training_client(
         self,
@@ -198,7 +212,9 @@ class ServiceClient(ClosedOnExit):
             self._check_open()
             worker = self._workers.get(directory)
             if worker is None or worker.is_stopped:
-                worker = self._workers[directory] = self._pool.acquire(directory, self._config, stored_model)
+                worker = self._workers[directory] = self._pool.acquire(
+                    directory, self._config, stored_model, self._cluster
+                )
         return LoadedModel(name, stored_model, directory, worker)
 
     def _check_open(self) -> None:
@@ -250,7 +266,7 @@ class ServiceClient(ClosedOnExit):
         return LocalTrainingClient(model, adapter, self._store, model_id=model_id, user_metadata=metadata)
 
 
-def _lora_of(checkpoint: Checkpoint) -> LoraConfig:
+def _lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
     if checkpoint.info is not None:
         return checkpoint.info.lora
     from turnwise.engine.training.adapter_files import read_lora_config  # torch

@@ -99,7 +99,7 @@ class LocalSamplingClient(SamplingClient):
 
 
 class LocalTrainingClient(TrainingClient):
-    """Trains one LoRA adapter. Operations run in the order of the calls, whether or not you wait for them.
+    """Trains one LoRA adapter, or all weights. Operations run in the order of the calls, also if you do not wait.
 
     >>> client.forward_backward(datums, "importance_sampling")
     >>> client.optim_step(types.AdamParams(learning_rate=2e-5)).result()
@@ -244,7 +244,8 @@ class LocalTrainingClient(TrainingClient):
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def get_info(self) -> GetInfoResponse:
-        """Return the base model's name and the adapter's rank."""
+        """Return the base model's name and the adapter's rank; 0 if all weights are trained."""
+        lora = self._adapter.lora
         return GetInfoResponse(
             model_data=ModelData(
                 arch=self._model.worker.engine.arch,
@@ -252,8 +253,8 @@ class LocalTrainingClient(TrainingClient):
                 tokenizer_id=str(self._model.directory),
             ),
             model_id=self._model_id,
-            is_lora=True,
-            lora_rank=self._adapter.lora.rank,
+            is_lora=lora is not None,
+            lora_rank=0 if lora is None else lora.rank,
             model_name=self._model.name,
         )
 

@@ -36,7 +36,7 @@ class VersionedSampler(SamplingClient):
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         version = self.version  # at the time of the request; another one may be published before the answer
-        return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
+        return self.client.submit(request).then(lambda response: _stamped(response, version))
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
         return self.client.compute_logprobs(prompt)
@@ -46,6 +46,19 @@ class VersionedSampler(SamplingClient):
 
     def get_base_model(self) -> str:
         return self.client.get_base_model()
+
+
+def _stamped(response: SampleResponse, version: int) -> SampleResponse:
+    """The response with the version of its oldest token; what says its versions token by token keeps them."""
+    drawn = [set(sequence.versions) for sequence in response.sequences if sequence.versions is not None]
+    if not drawn:
+        return replace(response, policy_version=version)
+    versions = set[int]().union(*drawn)
+    oldest = min(versions)
+    if versions == {oldest}:
+        plain = [replace(sequence, versions=None) for sequence in response.sequences]
+        return replace(response, policy_version=oldest, sequences=plain)
+    return replace(response, policy_version=oldest)
 
 
 class NewestSampler(VersionedSampler):
@@ -63,6 +76,30 @@ class NewestSampler(VersionedSampler):
         """Return the newest version as it is now, for a dialogue that keeps it to its end."""
         return VersionedSampler(self.client, self.version)
 
+    def until_update(self) -> UntilUpdate:
+        """Return a sampler for one dialogue that ends when newer weights come."""
+        return UntilUpdate(self)
+
+
+class UntilUpdate(VersionedSampler):
+    """Samples from the weights that are newest at its first request, and says when they are no longer the newest."""
+
+    def __init__(self, newest: NewestSampler) -> None:
+        """Do not call this; use `NewestSampler.until_update`."""
+        super().__init__(newest.client, newest.version)
+        self._newest = newest
+        self._is_used = False
+
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        if not self._is_used:
+            self.client, self.version, self._is_used = self._newest.client, self._newest.version, True
+        return super().submit(request)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Newer weights were published after the first request."""
+        return self._is_used and self._newest.version != self.version
+
 
 class Publisher(ABC):
     """Brings a trainer's weights to a sampler.
@@ -70,6 +107,9 @@ class Publisher(ABC):
     Attempts that are under way when new weights are published keep their client; a client must stay usable until the
     publisher is closed, or for as long as somebody holds it.
     """
+
+    takes_full_weights = False
+    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
 
     dtype: str | None = None
     """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
@@ -83,6 +123,16 @@ class Publisher(ABC):
                 it.
         """
         self.setup = setup
+
+    @classmethod
+    def check_options(cls, rollout: Any) -> None:  # noqa: ARG003
+        """Refuse options that the backend cannot work with; called before anything is spent."""
+        return
+
+    @classmethod
+    def describe(cls, rollout: Any) -> str:
+        """Say in a line who samples, for the plan of a run."""
+        return rollout.backend
 
     async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
         """Bring over the trainer's weights as they are now, and return a client that samples from them."""
@@ -102,6 +152,10 @@ class Publisher(ABC):
             f"{type(self).__name__} samples for a trainer only: it has no deliver_files(adapter, version); "
             "expected rollout.backend=local, or a backend that has it"
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the sampler counted since the last call; the loop writes it down with every step."""
+        return {}
 
     async def close(self) -> None:
         """Stop what the publisher started (a server, connections). A run calls it once, at its end."""

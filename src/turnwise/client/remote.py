@@ -117,6 +117,19 @@ class RemoteServiceClient:
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
 
+    def create_full_training_client(
+        self,
+        base_model: str,
+        user_metadata: Mapping[str, str] | None = None,  # noqa: ARG002
+    ) -> RemoteTrainingClient:
+        """Refuse: a service trains adapters, so that many users can share its base model."""
+        raise ConfigError(
+            f"the service at {self.base_url} trains LoRA adapters only; to train all weights of {base_model}, train in "
+            "this process: turnwise.ServiceClient() without an address"
+        )
+
+    create_full_training_client_async = in_thread(create_full_training_client)
+
     def create_critic_training_client(
         self,
         base_model: str,

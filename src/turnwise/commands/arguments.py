@@ -89,16 +89,15 @@ def run_command(options: argparse.Namespace) -> int:
 
         return run_eval(options.target, options.env, options.step, options.overrides, as_json=options.json)
     if options.command == "sample":
-        from turnwise.commands.play import run_sample
+        from turnwise.commands.play import ChatOptions, run_sample
 
-        return run_sample(
-            options.target,
-            options.step,
+        chat = ChatOptions(
             system_text=options.system,
             temperature=options.temperature,
             max_tokens=options.max_tokens,
             seed=options.seed,
         )
+        return run_sample(options.target, options.step, options.overrides, chat)
     if options.command == "export":
         from turnwise.commands.export import run_export
 
@@ -268,6 +267,9 @@ def _add_sample(commands: Any) -> None:
         "reply is one line.",
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT|MODEL", help="a run directory, a checkpoint or a model")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="options, such as rollout.backend=vllm"
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     parser.add_argument(
         "--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy (default 0.7)"

@@ -1,7 +1,7 @@
 """`turnwise export`: write trained weights as files for other programs.
 
 A checkpoint's adapter is already in PEFT's format. With `--merged` it is added to the base model's weights; any program
-that reads Hugging Face directories can load the result.
+that reads Hugging Face directories can load the result. A run that trained all weights is a whole model already.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ def run_export(target: str, out: str, *, step: str | None, is_merged: bool) -> E
         raise ConfigError(f"{target} is an untrained base model; name a run or a checkpoint")
     if not policy.files.is_dir():
         raise CheckpointError(f"{policy.checkpoint} is not on this machine, so there are no files to export")
+    is_full = policy.config.model.train == "full"
+    if is_full and not is_merged:
+        raise ConfigError(f"{target} trained all weights, so there is no adapter; add --merged for the whole model")
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
-        if is_merged:
+        if is_full:
+            from turnwise.engine.training.full_files import export_weights  # torch
+
+            export_weights(policy.files, unfinished)
+        elif is_merged:
             from turnwise.engine.model.merge import write_merged  # torch
 
             write_merged(policy.files, find_model(policy.config, say), unfinished)

@@ -14,6 +14,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task
 from turnwise.errors import DataError
 from turnwise.judges import attach_judge, needs_service
+from turnwise.opponents.seating import seat_record
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
@@ -84,6 +85,7 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
         if needs_service(world):
             attach_judge(world, stack.enter_context(make_service(config, Path(target))))
         unknown = altered(stored.row, config)
+        world = seat_record(world, stored.trajectory)
         replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout, altered=unknown))
     print("\n".join(replayed.lines()))
     if unknown:

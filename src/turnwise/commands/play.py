@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.commands.train import say
 from turnwise.envs.base import system, user
@@ -30,6 +31,10 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
     policy = find_policy(target, WorldChoice.of(env), step, overrides, report=say)
     if policy.why:
         say(f"checkpoint: {policy.why}")
+    backend = policy.config.rollout.backend
+    if backend != "local":
+        find_publisher(backend)
+        say(f"sampler: {backend}; rollout.backend=local samples in this process")
     return policy
 
 
@@ -44,16 +49,27 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
     return ExitCode.OK
 
 
-def run_sample(
-    target: str, step: str | None, *, system_text: str | None, temperature: float, max_tokens: int, seed: int | None
-) -> ExitCode:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How `turnwise sample` talks."""
+
+    system_text: str | None = None
+    temperature: float = 0.7
+    max_tokens: int = 256
+    seed: int | None = None
+
+
+def run_sample(target: str, step: str | None, overrides: Sequence[str], options: ChatOptions) -> ExitCode:
     """Chat: line by line from a terminal, or every line of a pipe as one message."""
-    with open_policy(target, None, step) as policy:
+    with open_policy(target, None, step, overrides) as policy:
         sampler, renderer = policy.sampler, policy.renderer
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            stop_token_ids=list(renderer.stop_ids),
         )
-        for reply in _replies(sampler, renderer, params, system_text):
+        for reply in _replies(sampler, renderer, params, options.system_text):
             print(f"model> {reply}" if sys.stdin.isatty() else reply, flush=True)
     return ExitCode.OK
 

@@ -113,12 +113,23 @@ def check_play(config: Config) -> None:
             )
 
 
+def check_full(config: Config) -> None:
+    """Refuse to train all weights where only adapters can be trained."""
+    if config.model.train == "full" and config.model.base_url:
+        raise ValueError(
+            "model.train=full with model.base_url: a service trains LoRA adapters only; leave one of them out"
+        )
+    if config.engine.full_weights and config.model.train != "full":
+        raise ValueError("engine.full_weights is not read with model.train=lora; leave it out, or set model.train=full")
+
+
 def check_service(config: Config) -> None:
     """Refuse options that a service elsewhere does not read."""
     if not config.model.base_url:
         return
     # engine.dtype is allowed: the certificate's tolerance needs the service's dtype, which is not known here.
     unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
+    unread += [f"cluster.{name}" for name in config.cluster.changed_options()]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
     if config.rollout.backend == "local":
         unread += [f"rollout.{name}" for name in SHARED_OPTIONS if getattr(config.rollout, name)]

@@ -17,18 +17,26 @@ from typing import Any, Self, cast
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from turnwise.config.checks import check_groups, check_lag, check_play, check_service, check_stored
+from turnwise.config.checks import check_full, check_groups, check_lag, check_play, check_service, check_stored
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
-from turnwise.config.training import EvalConfig, RunConfig, TrainConfig, WarmupConfig
+from turnwise.config.training import (
+    FULL_LEARNING_RATE,
+    FULL_WARMUP_RATE,
+    EvalConfig,
+    RunConfig,
+    TrainConfig,
+    WarmupConfig,
+)
 from turnwise.credit.shaping import RewardConfig
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.envs.config import EnvConfig
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
 from turnwise.methods.options import MethodOptions
 from turnwise.models.config import ModelConfig
+from turnwise.opponents.config import OpponentConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runtime.section import Section
@@ -46,6 +54,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     method: AnyMethodOptions = Field(default_factory=Grpo.Options)
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -55,12 +64,13 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     warmup: WarmupConfig = Field(default_factory=WarmupConfig)
     alarms: AlarmConfig = Field(default_factory=AlarmConfig)
+    opponent: OpponentConfig = Field(default_factory=OpponentConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _read_other_spellings(cls, given: Any) -> Any:
-        return to_canonical(cast(dict[str, Any], given)) if isinstance(given, dict) else given
+        return with_full_rates(to_canonical(cast(dict[str, Any], given))) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:
@@ -72,6 +82,7 @@ class Config(Section):
         check_data(self.data, self.method)
         self.critic.check(self.method)
         check_play(self)
+        check_full(self)
         check_service(self)
         check_lag(self)
         check_stored(self)
@@ -107,11 +118,27 @@ class Config(Section):
         one sequence at a time if it is deterministic."""
         engine = self.engine
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
+        if self.model.train == "full":
+            update["full_weights"] = True
         if self.rollout.backend == "local":
             update |= {name: getattr(self.rollout, name) for name in SHARED_OPTIONS if getattr(self.rollout, name)}
         if self.rollout.deterministic:
             update |= {"max_num_seqs": 1, "prefix_cache": False}
         return engine.model_copy(update=update)
+
+
+def with_full_rates(given: dict[str, Any]) -> dict[str, Any]:
+    """The default learning rates of full weights, where none are given: an adapter's would be too high for them."""
+    model = given.get("model")
+    if not isinstance(model, dict) or cast(dict[str, Any], model).get("train") != "full":
+        return given
+    rates = {"train": FULL_LEARNING_RATE} | ({"warmup": FULL_WARMUP_RATE} if given.get("warmup") else {})
+    filled = dict(given)
+    for section, rate in rates.items():
+        options = filled.get(section, {})
+        if isinstance(options, dict):
+            filled[section] = {"learning_rate": rate, **cast(dict[str, Any], options)}
+    return filled
 
 
 def options_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:

@@ -31,6 +31,7 @@ from turnwise.methods.lookup import (
     find_options,
     read_stored_method,
 )
+from turnwise.models.config import ADAPTER_OPTIONS
 from turnwise.runtime.section import Section, explain
 from turnwise.runtime.suggest import did_you_mean, nearest
 
@@ -198,11 +199,21 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
         if option in given:
             check_agreement(spelling, written[option], (value, given[option]))
         given[option], written[option] = value, spelling
-    notes = _leave_behind(tree, given, source)
+    notes = [*_leave_adapter_behind(tree, given, source), *_leave_behind(tree, given, source)]
     _turn_off(tree, given)
     for path, value in given.items():
         _apply(tree, path.split("."), value)
     return notes
+
+
+def _leave_adapter_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Drop a file's options for an adapter where an override trains all weights."""
+    model = tree.get("model")
+    if given.get("model.train") != "full" or not isinstance(model, dict):
+        return []
+    own = cast(Tree, model)
+    gone = [f"model.{key}={own.pop(key)}" for key in ADAPTER_OPTIONS if key in own]
+    return [f"{', '.join(gone)} of {source} is for a LoRA adapter and is left out"] if gone else []
 
 
 def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:

@@ -12,6 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from turnwise.runtime.section import Section
 
+FULL_LEARNING_RATE = 1e-5
+FULL_WARMUP_RATE = 1e-4
+"""The defaults for all weights; an adapter starts at zero and takes higher ones."""
 Logger = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -68,7 +71,10 @@ class TrainConfig(Section):
         description="Batches to play and learn from before the weights change; their gradients are averaged.",
     )
     learning_rate: float = Field(
-        default=4e-5, gt=0, description="Learning rate of AdamW; a schedule starts from this value."
+        default=4e-5,
+        gt=0,
+        description="Learning rate of AdamW; a schedule starts from this value. With `model.train=full` the default is "
+        "1e-5.",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
@@ -105,6 +111,12 @@ class TrainConfig(Section):
         ge=1,
         description="End after this many steps in a row without anything to learn from: normally if every "
         "attempt succeeded, otherwise with an error.",
+    )
+
+    stop_if_all_fail: bool = Field(
+        default=True,
+        description="Stop with an error if every attempt of the first evaluation or of the first batch fails "
+        "through no fault of the policy; false goes on.",
     )
 
     @property
@@ -172,7 +184,11 @@ class WarmupConfig(Section):
         default=64, ge=1, description="Scripted dialogues to learn from, in the warm-up and in critic.pretrain_from."
     )
     batch_size: int = Field(default=8, ge=1, description="Dialogues per step.")
-    learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of AdamW during the warm-up.")
+    learning_rate: float = Field(
+        default=1e-3,
+        gt=0,
+        description="Learning rate of AdamW during the warm-up. With `model.train=full` the default is 1e-4.",
+    )
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:

@@ -30,6 +30,12 @@ MERGED_SHARE = 0.25
 """The merged copy may take this share of the memory beside the weights; if it needs more, adapters are not merged."""
 
 
+FULL_STATE_BYTES = 4 * FLOAT32_BYTES
+"""Of each trained weight, where all are: float32 master, gradient and AdamW's two moments."""
+FULL_COPIES = 2
+"""Copies in the model's dtype: one that passes and samplers read, one that the next update writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassLimit:
     """Most tokens of one training pass."""
@@ -71,12 +77,30 @@ def format_bytes(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
 
 
+def full_weights_bytes(num_parameters: int, device: DeviceInfo) -> int:
+    """What training all weights takes beside the frozen base and the passes."""
+    return num_parameters * (FULL_STATE_BYTES + FULL_COPIES * device.dtype_bytes)
+
+
 def split_memory(
-    config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, *, adapted_parameters: int, context_length: int
+    config: EngineConfig,
+    device: DeviceInfo,
+    sizes: ModelSizes,
+    *,
+    adapted_parameters: int,
+    context_length: int,
+    num_parameters: int = 0,
 ) -> MemorySplit:
-    """`device.free_bytes` is what a GPU has left beside the weights."""
+    """`device.free_bytes` is what a GPU has left beside the weights.
+
+    Args:
+        num_parameters: of the model, for an engine that trains all of them (`config.full_weights`).
+    """
     left, merged = _left_bytes(config, device), adapted_parameters * device.dtype_bytes
+    if config.full_weights:
+        left, merged = max(0, left - full_weights_bytes(num_parameters, device)), 0
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
+    may_merge = may_merge and not config.full_weights
     left = max(0, left - merged) if may_merge and device.facts.has_own_memory else left
     per_token = sizes.kv_values_per_token * device.dtype_bytes
     budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
@@ -96,7 +120,12 @@ def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:
     """Bytes to plan with: on a GPU the free part of this process's share, on a CPU half of the machine's memory."""
     if device.facts.has_own_memory:
         return max(0.0, device.free_bytes - (1 - config.gpu_memory_utilization) * device.total_bytes)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return machine_bytes() / 2
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pass_limit(config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, training_bytes: int) -> PassLimit:

@@ -7,7 +7,8 @@ generators: they check everything first, yield between passes, and return their 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,19 @@ from turnwise.engine.budget import MemorySplit, split_memory
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
+from turnwise.engine.model.full import FullPolicy, ModelWeights
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
-from turnwise.engine.training import adapter_files
+from turnwise.engine.training import adapter_files, full_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
+from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, LossSettings, PassLoss
 from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
-from turnwise.engine.training.trainer import Trainer, TrainingJob, make_output, outputs_by_datum
+from turnwise.engine.training.trainer import FinishedJob, Trainer, TrainingJob, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
@@ -71,8 +74,19 @@ class Engine:
         """Create an adapter with a value head; its only loss is `value`."""
         return create_critic(self.model, lora)
 
-    def create_saved(self, directory: Path, lora: LoraConfig) -> Trainable:
+    def create_full(self) -> FullWeights:
+        """Create a trainable of all weights: a policy in training that starts as the base model."""
+        if self.model.ops.facts.has_own_memory and not self.config.full_weights:
+            raise ConfigError(
+                "this engine was loaded without memory for training all weights; load it with "
+                "EngineConfig(full_weights=True), as a run with model.train=full does"
+            )
+        return FullWeights(self.model.layout, self.device, self.dtype, is_fused=self.model.fused is not None)
+
+    def create_saved(self, directory: Path, lora: LoraConfig | None) -> Trainable:
         """Create a trainable of the same kind as the one in `directory`; `load_adapter` fills it."""
+        if lora is None:
+            return self.create_full()
         return self.create_critic(lora) if adapter_files.is_critic(directory) else self.create_adapter(lora)
 
     def drop_adapter(self, adapter: Trainable) -> None:
@@ -86,14 +100,20 @@ class Engine:
 
         With `cross_entropy` and a `kl_reference`, the numbers are the reference's, not the adapter's.
         """
-        loss, (job,) = self._jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        return (yield from self.read_job(adapter, datums, loss_fn, loss_fn_config)).output()
+
+    def read_job(
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
+    ) -> Generator[None, None, FinishedJob]:
+        """`forward`, before its result is made ready for the client."""
+        loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
         if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
             job = replace(job, weights=self._reference(loss_fn_config))
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
             yield from self.trainer.add_reference(job, result, reference)
-        return make_output(job, result, loss)
+        return FinishedJob(job, result, loss)
 
     def score(self, policy: Policy, datums: Sequence[Datum]) -> Generator[None, None, ForwardBackwardOutput]:
         """Compute the logprobs of every target under published weights."""
@@ -101,7 +121,7 @@ class Engine:
         checked = TOKEN_LOGPROBS.read_datums(datums, loss, self.model, is_learning=False)
         job = TrainingJob(weights=policy, datums=checked, objective=TOKEN_LOGPROBS)
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=False)
-        return make_output(job, result, loss)
+        return FinishedJob(job, result, loss).output()
 
     def forward_backward(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
@@ -117,16 +137,21 @@ class Engine:
         loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Run the batches of several adapters in shared passes; each adapter gets its own gradient."""
-        loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
+        finished = yield from self.learn_jobs(batches, loss_fn, loss_fn_config)
+        return [one.output() for one in finished]
+
+    def learn_jobs(
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossSettings,
+    ) -> Generator[None, None, list[FinishedJob]]:
+        """`forward_backward_many`, before its results are made ready for the clients."""
+        loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         reference = self._reference_for(loss, jobs, loss_fn_config)
-        before = [adapter.grad.clone() for adapter, _ in batches]
-        try:
-            return (yield from self.trainer.forward_backward(jobs, loss, reference))
-        except BaseException:
-            # After a failed pass, no partial gradient may stay.
-            for (adapter, _), grad in zip(batches, before, strict=True):
-                adapter.grad.copy_(grad)
-            raise
+        with _whole_gradients([adapter for adapter, _ in batches]):
+            results = yield from self.trainer.forward_backward(jobs, loss, reference)
+        return [FinishedJob(job, result, loss) for job, result in zip(jobs, results, strict=True)]
 
     def forward_backward_custom(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: CustomLoss
@@ -152,7 +177,8 @@ class Engine:
         if not torch.isfinite(flat).all():
             raise DataError("the custom loss has a gradient that is not finite")
         everything = TrainingJob(weights=adapter, datums=[datum.with_all_trained() for datum in columns])
-        yield from self.trainer.backward_from(everything, flat)
+        with _whole_gradients([adapter]):
+            yield from self.trainer.backward_from(everything, flat)
         numbers = {key if ":" in key else f"{key}:mean": float(value) for key, value in metrics.items()}
         known = {"loss:sum": float(loss.detach()), "num_trained_tokens:sum": float(sum(len(leaf) for leaf in leaves))}
         return ForwardBackwardOutput("ArrayRecord", outputs, {**numbers, **known})
@@ -174,6 +200,9 @@ class Engine:
         adapter.save(directory, str(self.model_dir), with_optimizer=with_optimizer)
 
     def save_policy(self, policy: Policy, directory: Path) -> None:
+        if policy.full is not None:
+            full_files.write_weights(directory, policy.full.weights.tensors, self.model_dir)
+            return
         adapter_files.write_adapter(policy, directory, str(self.model_dir))
 
     def load_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
@@ -183,6 +212,10 @@ class Engine:
     def load_policy(self, directory: Path) -> Policy:
         if adapter_files.is_critic(directory):
             raise CheckpointError(f"{directory} is a critic; there is nothing to sample from")
+        if full_files.is_full(directory):
+            weights = ModelWeights(self.model.layout, torch.zeros(self.model.layout.size, dtype=self.dtype))
+            full_files.read_weights(directory, weights.tensors)
+            return FullPolicy(ModelWeights(self.model.layout, weights.flat.to(self.device)))
         lora = adapter_files.read_lora_config(directory)
         shapes = target_shapes(self.model.linears, lora)
         flat = adapter_files.read_flat(directory, shapes, lora.rank).to(self.device)
@@ -197,7 +230,7 @@ class Engine:
         self._references.clear()
         del self.sampler, self.trainer, self.model
 
-    def _jobs(
+    def make_jobs(
         self,
         batches: Sequence[tuple[Trainable, Sequence[Datum]]],
         loss_fn: str | LossFunction,
@@ -209,6 +242,8 @@ class Engine:
         objective = batches[0][0].objective
         if any(adapter.objective is not objective for adapter, _ in batches):
             raise ConfigError("policies and critics cannot share passes; send their batches one by one")
+        if len(batches) > 1 and any(adapter.lora is None for adapter, _ in batches):
+            raise ConfigError("a trainable of all weights shares its passes with no other; send the batches one by one")
         loss = objective.make_loss(loss_fn, settings, is_learning=is_learning)
         jobs = []
         for adapter, datums in batches:
@@ -237,6 +272,7 @@ class Engine:
             self.model.sizes,
             adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
             context_length=self.max_context_length,
+            num_parameters=self.model.layout.size,
         )
         log.info("memory of %s on %s beside its weights: %s", self.name, self.device, split.line())
         if split.kv_tokens < 2 * self.config.block_size:
@@ -246,3 +282,17 @@ class Engine:
                 "raise one of them, or take a smaller model"
             )
         return split
+
+
+@contextmanager
+def _whole_gradients(trainables: Sequence[Trainable]) -> Iterator[None]:
+    """After a failed pass, no partial gradient stays."""
+    before = [one.grad.clone() if one.has_gradient else None for one in trainables]
+    try:
+        yield
+    except BaseException:
+        for one, grad in zip(trainables, before, strict=True):
+            _ = one.grad.zero_() if grad is None else one.grad.copy_(grad)
+        raise
+    for one in trainables:
+        one.has_gradient = True

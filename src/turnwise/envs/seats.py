@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from turnwise.envs.base import EnvStep, Task, assistant
 from turnwise.envs.game import Game
@@ -21,6 +23,8 @@ from turnwise.envs.splits import random_for
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message
+
+W = TypeVar("W")
 
 OPPONENT_DEADLINE_S = 45.0
 """How long an opponent may take for one reply, if nobody says otherwise."""
@@ -98,6 +102,14 @@ def scripted_env(world: TwoSidedWorld, task: Task, seed: int) -> SeatedEnv:
     return SeatedEnv(world.make_game(task, seed), world.policy_seat(task), opponent, seed)
 
 
+def with_script(world: W) -> W:
+    """The same world against a script: its own, or its first one if its opponent is a model. For demonstrations."""
+    sided = cast(TwoSidedWorld, world)
+    if sided.opponent in sided.scripted_opponents:
+        return world
+    return dataclasses.replace(cast(Any, world), opponent=sided.scripted_opponents[0])
+
+
 class SeatedEnv:
     """One game, from the view of one seat."""
 
@@ -120,7 +132,7 @@ class SeatedEnv:
     async def step(self, reply: Message) -> EnvStep:
         is_read = self.game.move(reply)
         await self._let_opponent_move()
-        labels = {"opponent": self._opponent.name}
+        labels = self._labels()
         if self.game.to_move is not None:
             return EnvStep(messages=self.game.view(self._seat), is_unparsable=not is_read, labels=labels)
         outcome = self.game.outcome(self._seat)
@@ -151,6 +163,14 @@ class SeatedEnv:
     def reseed(self, seed: int) -> None:
         """Change what the opponent draws from here on; who it is stays."""
         self._seed = seed
+
+    def _labels(self) -> dict[str, str]:
+        """Who the opponent is; and what it said, if that does not follow from the game."""
+        labels = {"opponent": self._opponent.name}
+        if not self._opponent.is_scripted:
+            said = [message.content for message in self._heard if message.role == "assistant"]
+            labels["opponent_said"] = json.dumps(said)
+        return labels
 
     async def _let_opponent_move(self) -> None:
         while self.game.to_move not in (self._seat, None):

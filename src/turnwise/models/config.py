@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from turnwise.runtime.section import Section
 
+ADAPTER_OPTIONS = ("rank", "train_attn", "train_mlp", "train_unembed")
+"""Options that only a LoRA adapter reads."""
+
 
 class ModelConfig(Section):
-    """The base model and the adapter that is trained on it."""
+    """The base model, and what of it is trained."""
 
     name: str = Field(
         default="smollm2",
@@ -23,6 +26,10 @@ class ModelConfig(Section):
         description="Address of a service that trains and samples: `turnwise serve`, Tinker or MinT. Empty: "
         "this process trains and samples.",
     )
+    train: Literal["lora", "full"] = Field(
+        default="lora",
+        description="What is trained: a LoRA adapter on the frozen model, or all weights of the model (docs/scale.md).",
+    )
     rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
     train_attn: bool = Field(default=True, description="Adapt the attention projections.")
     train_mlp: bool = Field(default=True, description="Adapt the MLP projections.")
@@ -32,6 +39,15 @@ class ModelConfig(Section):
     def _trains_something(self) -> Self:
         if not (self.train_attn or self.train_mlp or self.train_unembed):
             raise ValueError("train_attn, train_mlp and train_unembed are all false; nothing would be trained")
+        return self
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        unread = [name for name in ADAPTER_OPTIONS if name in self.changed_options()]
+        if self.train == "full" and unread:
+            raise ValueError(
+                f"{unread[0]} is for a LoRA adapter, and train=full trains all weights; leave one of them out"
+            )
         return self
 
     @field_validator("base_url")

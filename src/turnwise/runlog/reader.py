@@ -132,6 +132,7 @@ class RunReader(ClosedOnExit):
             seed=row["seed"],
             duration_s=row["duration_s"],
             metrics=json.loads(row["metrics"]),
+            labels=json.loads(_column(row, "labels") or "{}"),
             branch=_branch(row),
             failure=_failure(row),
         )
@@ -245,6 +246,7 @@ def _dialogue_turn(row: sqlite3.Row) -> StoredTurn:
         credited_parts=None if credited is None else json.loads(credited),
         is_trained=bool(row["is_trained"]),
         is_cut=bool(row["is_cut"]),
+        is_unparsable=bool(_column(row, "is_unparsable")),
         env_state=row["env_state"],
     )
 
@@ -253,12 +255,14 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
     turns: list[Turn] = []
     known: tuple[int, ...] = ()
     for stored in rows:
+        versions = _column(stored, "token_versions")
         prompt = (*known[: stored["num_shared"]], *unpack_array(stored["prompt"]).tolist())
         turn = Turn(
             prompt_ids=prompt,
             sampled_ids=tuple(unpack_array(stored["sampled"]).tolist()),
             sampler_logprobs=tuple(unpack_array(stored["logprobs"]).tolist()),
             policy_version=stored["policy_version"],
+            token_versions=None if versions is None else tuple(json.loads(versions)),
             temperature=stored["temperature"],
             reply=unpack_messages(stored["reply"])[0],
             observation=unpack_messages(stored["observation"]),

@@ -207,7 +207,7 @@ class RunWriter:
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            f"INSERT INTO turns VALUES ({', '.join('?' * 23)})",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 24)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
@@ -295,8 +295,11 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         *(pack_flags([is_trained] * length), pack_floats(by_token.tolist() if is_trained else [0.0] * length)),
         *(turn.potential, turn.next_potential),
         None if credited is None else json.dumps(dict(credited.reward_parts)),
-        None if attempt.critic_values is None else pack_floats(np.float32(attempt.critic_values[index]).tolist()),
+        None
+        if attempt.critic_values is None
+        else pack_floats(np.asarray(attempt.critic_values[index], np.float32).tolist()),
         turn.is_unparsable,
+        None if turn.token_versions is None else json.dumps(turn.token_versions),
     )
 
 

@@ -26,6 +26,13 @@ from turnwise.service.openai import routes as openai
 from turnwise.service.routes import mint, rest, sampling, sessions, training
 from turnwise.service.service import Service
 from turnwise.service.store.store import Store
+from turnwise.service.wire.screen import LARGE_BODY, InvalidBodyError, to_details
+
+LARGE_ROUTES = ("/forward_backward", "/forward", "/asample", "/forward_backward_reverse_kl", "/completions")
+"""How the paths end whose bodies may have `max_body_bytes`; what others send is bounded by `LARGE_BODY`, so that
+reading it takes no time that another request would notice."""
+MIDDLE_ROUTES = {"/retrieve_futures": 8 * LARGE_BODY}
+"""Paths with a bound of their own: a hundred thousand names."""
 
 
 def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> FastAPI:
@@ -75,9 +82,9 @@ class Gate:
             await send(message)
 
         try:
-            await self._app(scope, self._bounded(receive), watched_send)
+            await self._app(scope, self._bounded(receive, self._limit(scope)), watched_send)
         except _BodyTooLargeError:
-            await self._too_large()(scope, receive, send)
+            await _too_large(self._limit(scope))(scope, receive, send)
         except ClientDisconnect:
             return  # the client is gone
         except asyncio.CancelledError:
@@ -91,8 +98,8 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             return _json(400, "content-length is no number")
-        if int(length) > self._config.max_body_bytes:
-            return self._too_large()
+        if int(length) > (limit := self._limit(scope)):
+            return _too_large(limit)
         # Without keys, a web page must not reach this service through a host name that resolves to this machine.
         service: Service | None = getattr(scope["app"].state, "service", None) if "app" in scope else None
         if service is not None and service.access.is_open:
@@ -101,21 +108,29 @@ class Gate:
                 return _json(403, "without API keys this service answers on localhost only")
         return None
 
-    def _too_large(self) -> JSONResponse:
-        return _json(413, f"the body is larger than {self._config.max_body_bytes} bytes")
+    def _limit(self, scope: Scope) -> int:
+        """Most bytes of this request's body."""
+        path, most = scope["path"], self._config.max_body_bytes
+        if path.endswith(LARGE_ROUTES):
+            return most
+        return min(most, next((size for end, size in MIDDLE_ROUTES.items() if path.endswith(end)), LARGE_BODY))
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, limit: int) -> Receive:
         received = 0
 
         async def bounded() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._config.max_body_bytes:
+            if received > limit:
                 raise _BodyTooLargeError
             return message
 
         return bounded
+
+
+def _too_large(limit: int) -> JSONResponse:
+    return _json(413, f"the body is larger than {limit} bytes")
 
 
 class _BodyTooLargeError(Exception):
@@ -142,11 +157,7 @@ async def _on_known_error(_: Request, error: Any) -> JSONResponse:
 
 
 async def _on_invalid(_: Request, error: Any) -> JSONResponse:
-    details = [
-        {"loc": [str(part)[:100] for part in item["loc"]], "msg": str(item["msg"])[:300], "type": item["type"]}
-        for item in error.errors()[:20]
-    ]
-    return JSONResponse({"detail": details}, status_code=422)
+    return JSONResponse({"detail": to_details(error)}, status_code=422)
 
 
 async def _on_http_error(_: Request, error: Any) -> JSONResponse:
@@ -165,6 +176,7 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     TurnwiseError: _on_known_error,
     RequestValidationError: _on_invalid,
     ValidationError: _on_invalid,
+    InvalidBodyError: _on_invalid,
     HTTPException: _on_http_error,
     sqlite3.Error: _on_storage_error,
 }

@@ -22,6 +22,7 @@ from turnwise.service.store.store import OwnedCheckpointRow, SessionRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.training import Training
 from turnwise.service.wire import schemas
+from turnwise.service.wire.screen import BodyScreen
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Service:
         self.sampling = Sampling(config, store, self.promises, self.models, self.checkpoints)
         self.training = Training(config, store, self.promises, self.models, self.checkpoints, self.sampling)
         self.interpolation = Interpolation(store, self.promises, self.models, self.checkpoints)
+        self.screen = BodyScreen()
         self._last_seen: dict[str, float] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -58,6 +60,7 @@ class Service:
     async def close(self) -> None:
         """Stop; the journal holds what was not finished."""
         self.promises.close()
+        self.screen.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

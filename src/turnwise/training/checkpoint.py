@@ -25,6 +25,7 @@ from turnwise.client.checkpoints import CheckpointStore, read_info
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import CheckpointError, ServiceError
+from turnwise.opponents.pool import PoolState
 from turnwise.rollout.group import QuarantineState
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow, PoolRow
@@ -58,6 +59,8 @@ class RunState:
     """Batches of the critic's pre-training that were done."""
     critic_plateau: PlateauState | None = None
     """Whether those batches still helped; None where the method has no critic."""
+    opponents: PoolState | None = None
+    """The pool of opponents; None where there is none."""
     pool: tuple[PoolRow, ...] = ()
     """Groups that were dealt and not yet learned from."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from turnwise.envs.base import Task
 from turnwise.errors import TurnwiseError
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
-from turnwise.rollout.stats import FirstFailures
+from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.intervals import NOT_MEASURED, mean_interval, success_interval
@@ -21,22 +22,57 @@ class Evaluation:
 
     row: EvaluationRow
     played: RolloutResult
+    by_opponent: Mapping[str, EvaluationRow] = field(default_factory=dict[str, EvaluationRow])
+    """The same for each opponent of a panel; empty where there is one opponent, or none."""
 
 
 class EvaluationFailedError(TurnwiseError):
     """Not one attempt of an evaluation was judged."""
 
 
-async def evaluate(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:
-    """`play_evaluation` for somebody who wants a number: an evaluation in which every attempt failed has none."""
-    rollout.stats.failures = failures = FirstFailures()
-    evaluation = await play_evaluation(rollout, tasks, seed=seed, label=label, step=step)
+async def evaluate(
+    rollouts: Mapping[str, Rollout], tasks: Sequence[Task], *, seed: int, label: str, step: int
+) -> Evaluation:
+    """`play_panel` for somebody who wants a number: an evaluation in which every attempt failed has none."""
+    failures = FirstFailures()
+    for rollout in rollouts.values():
+        rollout.stats.failures = failures
+    evaluation = await play_panel(rollouts, tasks, seed=seed, label=label, step=step)
     if failures.first is not None and not evaluation.row.num_attempts:
         raise EvaluationFailedError(
             f"all {evaluation.row.num_failed} attempts of the evaluation failed, so there is no result; the first "
             f"time by {failures.first.party}: {failures.first.detail}"
         ) from failures.first
     return evaluation
+
+
+async def play_panel(
+    rollouts: Mapping[str, Rollout], tasks: Sequence[Task], *, seed: int, label: str, step: int
+) -> Evaluation:
+    """`play_evaluation` against each opponent of a panel, one after the other; the row is over all of them."""
+    parts = {
+        name: await play_evaluation(rollout, tasks, seed=seed, label=label, step=step)
+        for name, rollout in rollouts.items()
+    }
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    played = RolloutResult(
+        groups=tuple(group for part in parts.values() for group in part.played.groups),
+        dropped=tuple(group for part in parts.values() for group in part.played.dropped),
+        stats=RolloutStats.merged(part.played.stats for part in parts.values()),
+    )
+    rows = {name: part.row for name, part in parts.items()}
+    return Evaluation(row=summarize(played, label=label, step=step), played=played, by_opponent=rows)
+
+
+def metric_word(name: str) -> str:
+    """An opponent's name as a part of a metric's name."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def panel_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """The reward against each opponent of a panel."""
+    return {f"opponent/eval_reward_{metric_word(name)}": row.reward for name, row in evaluation.by_opponent.items()}
 
 
 async def play_evaluation(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:

@@ -58,7 +58,6 @@ class Heartbeat:
         self._exit_at_s = float("inf")
 
     async def __aenter__(self) -> Heartbeat:
-        take_orders(self._directory)  # drop orders that were meant for an earlier process
         self._event_loop = asyncio.get_running_loop()
         self._main_id = threading.get_ident()
         self._ticker = asyncio.create_task(self._tick())

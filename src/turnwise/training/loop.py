@@ -20,6 +20,7 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import diagnose
+from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
@@ -29,14 +30,16 @@ from turnwise.runtime import tolerances
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
-from turnwise.training.evaluate import Evaluation, play_evaluation
+from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
+from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
+from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
 from turnwise.training.steer import Steering
 from turnwise.training.supply import Batch, Supply
+from turnwise.trajectory import EndReason
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.observer import ObserverError
@@ -59,6 +62,8 @@ class LoopSetup:
     interrupt: Interrupt = field(default_factory=Interrupt)
     steering: Steering = field(default_factory=Steering)
     critic: Critic | None = None
+    opponents: RunOpponents | None = None
+    """Who plays the other seat, where that is not a script of the world."""
     k2_tolerance: float = tolerances.K2["float32"]
     """How far the trainer's logprobs may be from the sampler's."""
 
@@ -83,6 +88,7 @@ class Loop:
         self._interrupt = setup.interrupt
         self._steering = setup.steering
         self._critic = setup.critic
+        self._opponents = setup.opponents
         self.watchdog = setup.make_watchdog()
         self.supply = Supply(parts, setup.renderer, self.watchdog)
         self._learner = Learner(parts, setup.trainer, setup.critic, self.watchdog, setup.k2_tolerance)
@@ -126,6 +132,7 @@ class Loop:
     async def _run(self) -> None:
         train, evaluation = self._config.train, self._config.eval
         await self.supply.check()
+        self._look_ahead()
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
@@ -208,12 +215,16 @@ class Loop:
             spare = batch.played.groups if step + 1 in (1, self.num_steps) else ()
             certificate = await self._learner.certify(spare, learned, version)
         drift = step_drift(learned, version) if self.supply.is_played else None
-        metrics = step_metrics(batch.played, batch.kept, learned, times)
+        metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
         if drift is not None:
             metrics |= drift.metrics()
             certificate = None if certificate is None else replace(certificate, drift=drift)
+        if self._opponents is not None:
+            metrics |= self._opponents.count(batch.as_played)
+            work = self._opponents.after_step(self._trainer, step + 1)
+            await self.watchdog.call("trainer", "save a snapshot for the pool of opponents", work)
         self.supply.publish(self._sampler)
         self.supply.learned(self._num_batches)
         self.done_step = step + 1
@@ -224,8 +235,31 @@ class Loop:
             self._recorder.alarm(self.done_step, alarm)
         if not learned and not self._has_told_why:
             self._tell_why()
+        if self.done_step == 1 and self._config.train.stop_if_all_fail:
+            check_any_left(batch.played, "the first step", self._failures)
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    def _look_ahead(self) -> None:
+        """Say what is wrong with the world's demonstrations, before anything is spent."""
+        parts = self._parts
+        if not self.done_step and self.supply.is_played:
+            finding = check_demonstrations(parts.world, self._renderer, parts.rollout, self._config.train.seed)
+            if finding is not None:
+                self._recorder.finding(finding)
+
+    async def _look_at_first(self, evaluation: Evaluation) -> None:
+        """Say what the evaluation before the first step shows; stop if every attempt of it failed."""
+        if self._config.train.stop_if_all_fail:
+            check_any_left(evaluation.played, "the first evaluation", self._failures)
+        has_more = self._config.warmup.steps and evaluation.row.label == "start"
+        if has_more or not self.supply.is_played or check_earnings(evaluation.played) is None:
+            return
+        played = await play_demonstrations(self._parts, self._renderer)
+        shown = [one.total_reward for one in played if one.end_reason is EndReason.TERMINATED and not one.is_cut]
+        finding = check_earnings(evaluation.played, shown or None)
+        assert finding is not None, "nothing was earned a moment ago either"
+        self._recorder.finding(finding)
 
     def _tell_why(self) -> None:
         """Say in words why nothing is learned, and what to change."""
@@ -274,7 +308,10 @@ class Loop:
     async def _publish(self) -> VersionedSampler:
         self._is_read = False
         work = self._publisher.publish(self._trainer, self.version)
-        return await self.watchdog.call("trainer", "publish the weights", work)
+        sampler = await self.watchdog.call("trainer", "publish the weights", work)
+        if self._opponents is not None:
+            self._opponents.follow(sampler)
+        return sampler
 
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
@@ -292,6 +329,7 @@ class Loop:
                     num_empty_steps=self._progress.num_empty_steps,
                     why_empty=dict(self._progress.why_empty),
                     alarms=self.alarms.to_state(),
+                    opponents=None if self._opponents is None else self._opponents.to_state(),
                 )
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
@@ -318,9 +356,13 @@ class Loop:
         self._recorder.tasks(parts.held_out, "test")
         evaluation = await self._play_held_out(label, step)
         self._recorder.evaluation(evaluation)
+        if evaluation.by_opponent:
+            self._recorder.held_out_metrics(step, panel_metrics(evaluation))
         await self._judge_critic(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
+        if label in ("start", "warm-up"):
+            await self._look_at_first(evaluation)
         if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
             if not self._checkpoints.has(step):
                 await self._save()
@@ -328,17 +370,15 @@ class Loop:
 
     async def _play_held_out(self, label: str, step: int) -> Evaluation:
         parts = self._parts
-        rollout = Rollout(parts.world, self._sampler, self._renderer, parts.eval_rollout)
-        rollout.stats.failures = self._failures
-        return await self._interrupt.unless(
-            play_evaluation(
-                rollout,
-                parts.held_out,
-                seed=self._config.train.seed,
-                label=label,
-                step=step,
-            )
-        )
+        worlds = {"": parts.world} if self._opponents is None else self._opponents.panel_worlds()
+        rollouts = {
+            name: Rollout(world, self._sampler, self._renderer, parts.eval_rollout) for name, world in worlds.items()
+        }
+        for rollout in rollouts.values():
+            rollout.stats.failures = self._failures
+        seed = self._config.train.seed
+        work = play_panel(rollouts, parts.held_out, seed=seed, label=label, step=step)
+        return await self._interrupt.unless(work)
 
     async def _judge_critic(self, evaluation: Evaluation) -> None:
         """How far the critic's values are from what came of held-out attempts."""
@@ -348,7 +388,7 @@ class Loop:
             return
         work = self._critic.held_out_errors(trajectories)
         metrics = await self.watchdog.call("critic", "judge held-out attempts", work)
-        self._recorder.held_out_critic(evaluation.row.step, metrics)
+        self._recorder.held_out_metrics(evaluation.row.step, metrics)
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""

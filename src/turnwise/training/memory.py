@@ -9,11 +9,14 @@ from turnwise.engine.budget import (
     FLOAT32_BYTES,
     MemorySplit,
     format_bytes,
+    full_weights_bytes,
+    machine_bytes,
     split_memory,
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.errors import ConfigError
 from turnwise.models.facts import ModelFacts
 from turnwise.rollout.limits import RolloutLimits
 
@@ -27,9 +30,12 @@ class Memory:
 
     device: DeviceInfo
     weights: int
+    trained: str
+    """`lora` or `full`."""
     merged: int
     """The adapted weights once more, with the adapter added in: what the sampler reads."""
     adapter: int
+    """What is trained (an adapter, or all weights), with gradient, optimizer state and the copies to sample from."""
     kv_cache: int
     training_pass: int
     num_pass_tokens: int
@@ -39,12 +45,31 @@ class Memory:
     def total(self) -> int:
         return self.weights + self.merged + self.adapter + self.kv_cache + self.training_pass
 
+    @property
+    def num_fixed(self) -> int:
+        """What cannot be smaller. The KV cache and the passes take what is left."""
+        return self.weights + self.merged + self.adapter
+
+    def check_fits(self) -> None:
+        """Refuse a run whose weights and training state alone are more than the device holds."""
+        is_gpu = self.device.kind == "cuda"
+        capacity = self.device.free_bytes if is_gpu else machine_bytes()
+        if self.num_fixed <= capacity:
+            return
+        where = "the GPU has free" if is_gpu else "this machine has"
+        hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
+        raise ConfigError(
+            f"weights and what is trained need {format_bytes(self.num_fixed)}, and {where} {format_bytes(capacity)}; "
+            f"use {hint}. In all: {self.line()}"
+        )
+
     def line(self) -> str:
         """As the plan says it."""
+        is_full = self.trained == "full"
         parts = {
-            "weights": self.weights,
-            "their merged copy": self.merged,
-            "adapter and optimizer": self.adapter,
+            "frozen base" if is_full else "weights": self.weights,
+            **({} if is_full else {"their merged copy": self.merged}),
+            "trained weights and optimizer" if is_full else "adapter and optimizer": self.adapter,
             "KV cache": self.kv_cache,
             f"training pass of up to {self.num_pass_tokens:,} tokens": self.training_pass,
         }
@@ -75,12 +100,16 @@ def estimate_memory(
         facts,
         adapted_parameters=sum(outputs * inputs for outputs, inputs in facts.linears.values()),
         context_length=facts.context_length,
+        num_parameters=facts.num_parameters,
     )
     num_tokens = pass_tokens(split, limits, num_attempts)
-    kept = training_pass_bytes(facts, device, num_tokens, rank=model.rank, train_unembed=model.train_unembed)
+    is_full = model.train == "full"
+    rank, train_unembed = (0, False) if is_full else (model.rank, model.train_unembed)
+    kept = training_pass_bytes(facts, device, num_tokens, rank=rank, train_unembed=train_unembed)
     return Memory(
         device=device,
         weights=weights,
+        trained=model.train,
         merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
         adapter=_adapter_bytes(config, device, facts),
         kv_cache=split.kv_bytes,
@@ -99,10 +128,14 @@ def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) ->
 
 
 def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:
-    """The policy's adapter with its state, and the critic's where the method has one."""
+    """What is trained of the policy with its state, and the critic's adapter where the method has one."""
     model = config.model
-    cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
-    total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
+    if model.train == "full":
+        before = FLOAT32_BYTES if config.train.accumulate > 1 else 0  # a gradient to go back to after a failed pass
+        total = full_weights_bytes(facts.num_parameters, device) + facts.num_parameters * before
+    else:
+        cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
+        total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
     if config.method.needs_critic:
         without_head = model.model_copy(update={"train_unembed": False})
         num_critic = facts.num_adapter_parameters(without_head, config.critic.rank)

@@ -38,7 +38,7 @@ class Plan:
     """Upper bound over training and evaluation."""
     num_warmup_steps: int
     num_optimizer_steps: int
-    num_adapter_parameters: int
+    num_trained_parameters: int
     memory: Memory | None
     """None: the model is at a server."""
 
@@ -61,6 +61,9 @@ def make_plan(
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)
+    memory = None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned)
+    if memory is not None:
+        memory.check_fits()
     return Plan(
         num_train_tasks=num_tasks["train"],
         num_test_tasks=num_tasks["test"],
@@ -72,8 +75,10 @@ def make_plan(
         max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
         num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
-        num_adapter_parameters=facts.num_adapter_parameters(config.model),
-        memory=None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned),
+        num_trained_parameters=facts.num_adapter_parameters(config.model)
+        if config.model.train == "lora"
+        else facts.num_parameters,
+        memory=memory,
     )
 
 
@@ -116,10 +121,11 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     """The plan as a person reads it."""
     model, train = config.model, config.train
     stand_in = f" (standing in for {model.name})" if model.alias else ""
-    trained = f"LoRA rank {model.rank}, {format_count(plan.num_adapter_parameters)} trained"
+    trained = f"LoRA rank {model.rank}" if model.train == "lora" else "all weights"
+    trained += f", {format_count(plan.num_trained_parameters)} trained"
     rows = {
         "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
-        **({} if model.base_url else {"adapters": _adapters(model, facts)}),
+        **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in all",

@@ -7,23 +7,27 @@ policy.evaluate().row.success                   # held-out tasks of its world
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from turnwise.backends import find_publisher
+from turnwise.backends import BackendSetup, find_publisher, make_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
+from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
-from turnwise.envs.base import user
+from turnwise.envs.base import World, user
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
@@ -32,6 +36,7 @@ from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_r
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
+from turnwise.training.opponents import Opponents, check_opponents, needs_opponents
 from turnwise.training.setup import (
     AnyService,
     Report,
@@ -123,6 +128,7 @@ class PolicySampler(ClosedOnExit):
         """The world and the reward that it is measured with, where they are objects."""
         self._service: AnyService | None = None
         self._sampler: SamplingClient | None = None
+        self._served: ServedPolicy | None = None
 
     @property
     def files(self) -> Path | None:
@@ -143,13 +149,27 @@ class PolicySampler(ClosedOnExit):
 
     @property
     def sampler(self) -> SamplingClient:
-        """The sampling client of these weights, for calls with token ids."""
+        """The sampling client of these weights, for calls with token ids; `rollout.backend` says who samples."""
         if self._sampler is None:
-            if self.checkpoint is not None:
+            if self.config.rollout.backend != "local":
+                self._served = ServedPolicy(self.config, self._adapter())
+                weakref.finalize(self, self._served.close)
+                self._sampler = self._served.sampler
+            elif self.checkpoint is not None:
                 self._sampler = self.service.create_sampling_client(model_path=self.checkpoint)
             else:
                 self._sampler = self.service.create_sampling_client(base_model=self.config.model.name)
         return self._sampler
+
+    def _adapter(self) -> Path | None:
+        """The PEFT files of these weights, for a backend; None for the base model."""
+        files = self.files
+        if files is not None and not (files / ADAPTER_FILE).is_file():
+            raise CheckpointError(
+                f"{self.checkpoint} is not on this machine, so rollout.backend={self.config.rollout.backend} cannot "
+                "serve it; expected a checkpoint with files here, or rollout.backend=local"
+            )
+        return files
 
     @property
     def renderer(self) -> Renderer:
@@ -180,14 +200,21 @@ class PolicySampler(ClosedOnExit):
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
         rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
         attach_judge(world, self.service)
-        work = evaluate(
-            Rollout(world, self.sampler, self.renderer, rollout),
-            held_out,
-            seed=config.train.seed,
-            label=label,
-            step=self.step,
-        )
-        return run_to_end(work)
+        with self.seated(world, rollout) as worlds:
+            rollouts = {name: Rollout(one, self.sampler, self.renderer, rollout) for name, one in worlds.items()}
+            return run_to_end(evaluate(rollouts, held_out, seed=config.train.seed, label=label, step=self.step))
+
+    @contextlib.contextmanager
+    def seated(self, world: World, rollout: RolloutConfig) -> Iterator[dict[str, World]]:
+        """The world with each opponent of the config's panel, whose models are loaded; one world if it has none."""
+        check_opponents(self.config, world)
+        if not needs_opponents(self.config, world):
+            yield {"": world}
+            return
+        with Opponents(self.config, world, self.service, rollout) as opponents:
+            opponents.open()
+            opponents.follow(VersionedSampler(self.sampler, self.step))
+            yield opponents.panel_worlds()
 
     def check_world(self) -> None:
         """Refuse to play where the world or the reward was an object that a run directory cannot hold."""
@@ -199,8 +226,10 @@ class PolicySampler(ClosedOnExit):
     def evaluate_with(self, world: WorldChoice, overrides: Sequence[str]) -> Evaluation:
         """`evaluate` in another world, or with other settings; the model is not loaded again."""
         config, objects = world.apply(self.config, self.objects, overrides)
-        if (config.model, config.engine) != (self.config.model, self.config.engine):
-            raise ConfigError("a policy keeps its model and its engine; expected other sections, such as eval")
+        if _served_by(config) != _served_by(self.config):
+            raise ConfigError(
+                "a policy keeps its model, its engine and its rollout.backend; expected other sections, such as eval"
+            )
         other = PolicySampler(
             config, data_dir=self.data_dir, checkpoint=self.checkpoint, step=self.step, why=self.why, objects=objects
         )
@@ -208,13 +237,52 @@ class PolicySampler(ClosedOnExit):
         return other.evaluate()
 
     def close(self) -> None:
-        """Free the model."""
+        """Free the model, and stop the server that was started for it."""
+        self._sampler = None
+        if self._served is not None:
+            self._served.close()
+            self._served = None
         if self._service is not None:
             self._service.close()
-            self._service = self._sampler = None
+            self._service = None
 
     def __repr__(self) -> str:
         return f"PolicySampler({self.checkpoint or self.config.model.name}, step {self.step})"
+
+
+class ServedPolicy:
+    """Weights on the servers of a backend that needs no trainer; `close` stops what was started for them."""
+
+    def __init__(self, config: Config, adapter: Path | None) -> None:
+        rollout = config.rollout
+        # A directory of its own: the run's may belong to a process that trains, with servers and files of its own.
+        self._directory = tempfile.TemporaryDirectory(prefix="turnwise-served-")
+        setup = BackendSetup(
+            rollout=rollout.for_world(cast(Any, None), find_facts(config).context_length),
+            model_directory=find_model(config),
+            run_directory=Path(self._directory.name),
+            engine=config.engine_in_use,
+        )
+        self._publisher: Publisher | None = make_publisher(setup)
+        try:
+            self.sampler: SamplingClient = run_to_end(self._publisher.serve(adapter))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop the servers; a second call does nothing."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            try:
+                run_to_end(publisher.close())
+            finally:
+                self._directory.cleanup()
+
+
+def _served_by(config: Config) -> tuple[object, ...]:
+    """What a policy that is loaded cannot change."""
+    return config.model, config.engine, config.rollout.backend, config.rollout.url
 
 
 def find_policy(

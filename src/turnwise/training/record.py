@@ -72,8 +72,9 @@ class Recorder:
         """A checkpoint is on record; `RunCheckpoints.save` wrote it."""
         self.observers.checkpoint(row)
 
-    def held_out_critic(self, step: int, metrics: Mapping[str, float]) -> None:
-        """How well the critic foresees what comes of held-out attempts; what was known of `step` gives way."""
+    def held_out_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of an evaluation besides its row: the critic's errors, rewards by opponent. They replace those that
+        `step` had."""
         self.writer.metrics(step, metrics)
         self.observers.metrics(step, metrics)
         self.writer.commit(step)
@@ -120,6 +121,12 @@ class Recorder:
         self.writer.event(step, "first_failure", party=str(error.party), detail=error.detail)
         self.writer.commit(step)
         self.observers.message(f"first failure by {error.party}: {error.detail}; failed attempts are not scored")
+
+    def opponent_lost(self, step: int, why: str) -> None:
+        """An opponent of the pool could not be loaded again, and is left out."""
+        self.writer.event(step, "opponent_lost", why=why)
+        self.writer.commit(step)
+        self.observers.message(f"warning: {why}")
 
     def findings(self, step: int, findings: Sequence[Finding]) -> None:
         """Why a step had nothing to learn from; a reader of the run comes to the same findings."""

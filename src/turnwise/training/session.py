@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from turnwise.backends import BackendSetup, make_publisher
@@ -29,9 +30,10 @@ from turnwise.training.critic import Critic
 from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
+from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
-from turnwise.training.steer import Steering
+from turnwise.training.steer import Steering, take_orders
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
@@ -70,6 +72,9 @@ class TrainingSession:
         """Lock the directory, start the loggers, and write what a reader of the run needs; comes before `run`."""
         self.setup, lock = claim_directory(self.setup)
         with lock:
+            # Drop orders that were meant for an earlier process. Those that come from now on are for this one, also
+            # while the model is being loaded.
+            take_orders(self.setup.directory)
             self._loggers = self._open_loggers()  # first, because a logger that fails must not leave a run behind
             self._write_config()
             self._lock = lock.pop_all()
@@ -100,7 +105,8 @@ class TrainingSession:
         try:
             with self._open_service() as service:
                 attach_judge(self.setup.parts.world, service)
-                asyncio.run(self._run_loop(service, recorder))
+                with self._open_opponents(service, recorder) as opponents:
+                    asyncio.run(self._run_loop(service, recorder, opponents))
         except Interrupted:
             recorder.observers.message(f"saved; go on with: turnwise train --resume {self.setup.directory}")
             return "stopped"
@@ -156,8 +162,24 @@ class TrainingSession:
         writer.set_meta("plan", "\n".join(setup.plan_lines()))
         writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 
-    async def _run_loop(self, service: AnyService, recorder: Recorder) -> None:
+    @contextlib.contextmanager
+    def _open_opponents(self, service: AnyService, recorder: Recorder) -> Iterator[Opponents | None]:
+        """Load whoever plays the other seat; None where the world has no opponent, or a script of its own."""
+        config, parts, start = self.setup.config, self.setup.parts, self.setup.start
+        if not needs_opponents(config, parts.world):
+            yield None
+            return
+        recorder.phase("loading the opponents")
+        with Opponents(config, parts.world, service, parts.rollout) as opponents:
+            opponents.open()
+            if start.state is not None and start.state.opponents is not None:
+                for lost in opponents.restore(start.state.opponents):
+                    recorder.opponent_lost(start.done.step, lost)
+            yield opponents
+
+    async def _run_loop(self, service: AnyService, recorder: Recorder, opponents: Opponents | None) -> None:
         setup, config = self.setup, self.setup.config
+        parts = setup.parts if opponents is None else replace(setup.parts, world=opponents.world)
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
@@ -174,7 +196,7 @@ class TrainingSession:
             publisher = make_publisher(self._backend_setup())
             loop = Loop(
                 LoopSetup(
-                    parts=setup.parts,
+                    parts=parts,
                     trainer=trainer,
                     publisher=publisher,
                     renderer=renderer,
@@ -183,6 +205,7 @@ class TrainingSession:
                     interrupt=self.interrupt,
                     steering=self.steering,
                     critic=critic,
+                    opponents=opponents,
                     k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
@@ -197,13 +220,16 @@ class TrainingSession:
             model_directory=find_model(config),
             run_directory=self.setup.directory,
             engine=config.engine_in_use,
+            lora_rank=config.model.rank,
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:
-        """A new adapter, or the one that was saved."""
+        """A new adapter (or all weights), or the one that was saved."""
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.train == "full":
+            return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(
             model.name,
             rank=model.rank,

@@ -21,7 +21,7 @@ from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.runlog.reader import RunReader, is_run
@@ -36,6 +36,7 @@ from turnwise.training.checkpoint import (
     saved_critic,
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
+from turnwise.training.opponents import check_opponents, opponent_line
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.stored import check_stored_data
@@ -93,6 +94,9 @@ class Setup:
             num_tasks={"train": len(self.parts.tasks), "test": len(self.parts.held_out)},
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
+        if rollout.backend != "local":
+            lines.insert(-1, f"sampler      {find_publisher(rollout.backend).describe(rollout)}")
+        lines += opponent_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines
@@ -156,10 +160,17 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
-    find_publisher(config.rollout.backend)
+    publisher = find_publisher(config.rollout.backend)
+    if config.model.train == "full" and not publisher.takes_full_weights:
+        raise ConfigError(
+            f"rollout.backend={config.rollout.backend} samples from adapters only, and model.train=full trains all "
+            "weights; use rollout.backend=local. A backend of your own says takes_full_weights = True"
+        )
+    publisher.check_options(config.rollout)
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
     parts = assemble(config, facts, objects)
+    check_opponents(config, parts.world)
     check_stored_data(parts)
     return Setup(
         config=config, directory=directory, start=start, facts=facts, parts=parts, objects=objects, notes=tuple(notes)
@@ -249,7 +260,7 @@ def read_config(name: str, overrides: Sequence[str]) -> Config:
     try:
         return load_config(name, overrides)
     except NotImplementedError as cause:
-        raise ConfigError(f"NotImplementedError: {cause}") from cause
+        raise NotSupportedError(f"NotImplementedError: {cause}") from cause
 
 
 def find_model(config: Config, report: Report = report_nothing) -> Path:
@@ -272,4 +283,4 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, cluster=config.cluster, aliases=aliases)

@@ -3,15 +3,15 @@
 `Supply` is what the loop asks for batches. Where the policy plays, its `Stream` plays the pool's groups in the
 background and hands out batches of them: groups go on while the trainer learns, and over its updates. Each turn of a
 dialogue is drawn with the newest weights that exist when the turn begins (`kv_across_updates: recompute`), or all
-turns with the weights that drew the first one (`keep`). Either way the logprobs are those of the weights that drew the
-turn, and the turn says which these were. Which task and seed a group gets depends on its number and the run's seed
-alone.
+turns with the weights that drew the first one (`keep`), and with `end` a dialogue ends after the turn in which newer
+weights came. The logprobs are always those of the weights that drew the turn, and the turn says which these were.
+Which task and seed a group gets depends on its number and the run's seed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
@@ -23,6 +23,7 @@ from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.methods.base import Kept, Method, checked_kept
 from turnwise.methods.sft import Dialogue
+from turnwise.opponents.seating import scripted_twin
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
@@ -190,9 +191,12 @@ class Stream:
             assert isinstance(source, PlayGroups)
             rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
         rollout.stats.failures = self.failures
-        if parts.config.rollout.kv_across_updates == "keep":
-            pick: Callable[[], VersionedSampler] = self._newest.pinned
-            rollout.pick_sampler = pick
+        picks: Mapping[str, Callable[[], VersionedSampler]] = {
+            "recompute": lambda: self._newest,
+            "keep": self._newest.pinned,
+            "end": self._newest.until_update,
+        }
+        rollout.pick_sampler = picks[parts.config.rollout.kv_across_updates]
         return rollout
 
     def _waits_for(self) -> str:
@@ -307,7 +311,7 @@ class Supply:
         check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
-                await check_can_branch(self._parts.world, self._parts.rollout)
+                await check_can_branch(scripted_twin(self._parts.world), self._parts.rollout)
             case ReadDialogues() | ReadPairs():
                 self._read()
             case PlayGroups():

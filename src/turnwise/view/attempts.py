@@ -90,14 +90,14 @@ class AttemptLists:
                 table = _table(index, database, chosen)
                 where, values = _where(chosen)
                 order_by = "time DESC, id DESC" if order == "newest" and len(runs) > 1 else ORDERS[order]
-                asked = f"SELECT {COLUMNS} FROM {table} WHERE {where} ORDER BY {order_by} LIMIT ?"
-                rows += [{"run": name, **dict(row)} for row in database.execute(asked, (*values, first + size))]
+                asked = f"SELECT {COLUMNS} FROM {table} WHERE {where} ORDER BY {order_by} LIMIT ? OFFSET ?"
+                # Of several runs, the first rows of each may be on this page.
+                window = (size, first) if len(runs) == 1 else (first + size, 0)
+                rows += [{"run": name, **dict(row)} for row in database.execute(asked, (*values, *window))]
                 total += database.execute(f"SELECT count(*) FROM {table} WHERE {where}", values).fetchone()[0]
                 searched, everything = _progress(database)
                 num_searched, num_all = num_searched + searched, num_all + everything
-        if len(runs) > 1:
-            rows.sort(key=lambda row: _sort_key(row, order))
-        shown = rows[first : first + size]
+        shown = rows if len(runs) == 1 else sorted(rows, key=lambda row: _sort_key(row, order))[first : first + size]
         self.add_previews(runs, shown)
         return {
             "rows": shown,

@@ -25,7 +25,7 @@ COLUMNS = (
     "id, step, phase, outcome, task_id, attempt, stop_reason, is_success, reward, num_turns, num_sampled_tokens, "
     "duration_s, time"
 )
-LAYOUT = 2
+LAYOUT = 3
 """Of the side index; a file with another one is made again."""
 ROWS_AT_ONCE = 4000
 TEXTS_AT_ONCE = 200
@@ -36,6 +36,7 @@ CREATE TABLE attempts (
     duration_s REAL, time REAL
 );
 CREATE INDEX by_step ON attempts (step, phase);
+CREATE INDEX by_group ON attempts (phase, step, task_id, id);
 CREATE INDEX by_end ON attempts (stop_reason, reward);
 CREATE INDEX by_outcome ON attempts (outcome);
 CREATE INDEX by_reward ON attempts (reward, id);

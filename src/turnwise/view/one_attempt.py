@@ -22,6 +22,7 @@ from turnwise.view.tokens import token_texts
 MAX_GROUP = 256
 """Most attempts of a group that the tree draws."""
 NODE_TEXT = 80
+TURN_FACTS = ("policy_version", "temperature", "is_trained", "is_cut", "is_unparsable", "env_state")
 
 
 def attempt_json(run: RunReader, attempt_id: int, model: str) -> Json:
@@ -49,8 +50,7 @@ def _dialogue_json(dialogue: StoredDialogue, tokens: list[Json] | None) -> Json:
     for index, turn in enumerate(dialogue.turns):
         turns.append(
             {
-                **{name: getattr(turn, name) for name in ("policy_version", "temperature", "is_trained", "is_cut")},
-                "env_state": turn.env_state,
+                **{name: getattr(turn, name) for name in TURN_FACTS},
                 "reward_parts": dict(turn.reward_parts),
                 "credited_parts": None if turn.credited_parts is None else dict(turn.credited_parts),
                 "reply": message_json(turn.reply),
@@ -64,6 +64,7 @@ def _dialogue_json(dialogue: StoredDialogue, tokens: list[Json] | None) -> Json:
         "seed": dialogue.seed,
         "duration_s": dialogue.duration_s,
         "metrics": dict(dialogue.metrics),
+        "labels": dict(dialogue.labels),
         "branch": None if dialogue.branch is None else asdict(dialogue.branch),
         "failure": None if dialogue.failure is None else asdict(dialogue.failure),
         "start": [message_json(message) for message in dialogue.start],

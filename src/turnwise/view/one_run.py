@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from turnwise.doctor import diagnose
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import Event
 from turnwise.training.steer import SETTINGS
-from turnwise.view.runs import Json, evaluation_json, finite, thinned
+from turnwise.view.runs import UNREADABLE, Json, evaluation_json, finite, thinned
 from turnwise.watch.catalogue import CATALOGUE, find_metric
-from turnwise.watch.status import is_training, read_status
+from turnwise.watch.status import is_training
 
 MAX_EVENTS = 200
 
@@ -25,7 +26,6 @@ def run_json(run: RunReader, config: Json) -> Json:
         "metrics": [_metric_json(run, name) for name in run.metric_names()],
         "areas": list(dict.fromkeys(metric.name.partition("/")[0] for metric in CATALOGUE)),
         "evaluations": [evaluation_json(row) for row in run.evaluations()],
-        "findings": findings(run),
         "events": [_event_json(event) for event in run.events()[-MAX_EVENTS:]],
         "plan": run.meta("plan"),
         "certificates": [
@@ -39,50 +39,34 @@ def run_json(run: RunReader, config: Json) -> Json:
 
 
 def findings(run: RunReader) -> list[Json]:
-    """What a person should know first: alarms that last, what failed, why the run ended."""
-    events = run.events()
-    found: list[Json] = []
-    status = read_status(run.directory)
-    is_alive = is_training(run.directory)
-    lasting: dict[str, Event] = {}
-    for event in events:
-        name = str(event.detail.get("name"))
-        if event.kind == "alarm":
-            lasting[name] = event
-        elif event.kind == "alarm_over":
-            lasting.pop(name, None)
-    active = set(status.alarms) if status is not None and is_alive else set(lasting)
-    for name, event in lasting.items():
-        if name in active:
-            text = str(event.detail.get("text", name)).removeprefix("alarm: ")
-            found.append({"level": "warning", "step": event.step, "title": f"alarm: {name}", "text": text})
-    found += _ends(events, is_alive=is_alive)
-    bad = [row.step for row in run.certificates() if not row.is_exact]
-    if bad:
-        text = "Trained tokens are not the sampled tokens; see the certificate below."
-        found.append({"level": "error", "step": bad[0], "title": "the certificate is not exact", "text": text})
+    """What a person should know first: how the run ended, and why it does not learn, as `turnwise doctor` says it."""
+    found = _ends(run.events(), is_alive=is_training(run.directory))
+    try:
+        diagnosed = diagnose(run)
+    except UNREADABLE as error:  # a config of another version of turnwise, for one
+        return [*found, _finding("warning", "the doctor cannot read this run", str(error))]
+    for one in diagnosed:
+        fixes = [f"{fix.option}: {fix.text}" if fix.option else fix.text for fix in one.fixes]
+        seen = f"{one.seen[:1].upper()}{one.seen[1:]}: {one.why}."
+        found.append(_finding("warning", one.name.replace("_", " "), seen, fixes=fixes, evidence=one.evidence))
     return found
 
 
+def _finding(level: str, title: str, text: str, *, fixes: Sequence[str] = (), evidence: str = "") -> Json:
+    return {"level": level, "title": title, "text": text, "fixes": list(fixes), "evidence": evidence}
+
+
 def _ends(events: Iterable[Event], *, is_alive: bool) -> list[Json]:
-    """Failures, and why the run ended, of its last process."""
+    """How the last process of the run ended."""
     found: list[Json] = []
     for event in events:
-        detail = event.detail
         if event.kind == "resumed":
-            found = [one for one in found if one["title"].startswith("first failure")]
+            found = []
         elif event.kind == "failed" and not is_alive:
-            text = str(detail.get("error"))
-            found.append({"level": "error", "step": event.step, "title": "the run failed", "text": text})
-        elif event.kind == "first_failure":
-            title = f"first failure: {detail.get('party')}"
-            found.append({"level": "warning", "step": event.step, "title": title, "text": str(detail.get("detail"))})
-        elif event.kind == "not_moved":
-            title, text = "no step moved the weights", str(detail.get("why"))
-            found.append({"level": "error", "step": event.step, "title": title, "text": text})
+            found.append(_finding("error", f"the run failed at step {event.step}", str(event.detail.get("error"))))
         elif event.kind == "solved":
-            text = f"Every attempt of the last {detail.get('steps')} steps succeeded."
-            found.append({"level": "good", "step": event.step, "title": "solved", "text": text})
+            text = f"Every attempt of the last {event.detail.get('steps')} steps succeeded."
+            found.append(_finding("good", f"solved at step {event.step}", text))
     return found
 
 

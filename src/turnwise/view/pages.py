@@ -12,8 +12,8 @@ from turnwise.runtime.suggest import did_you_mean
 from turnwise.view.attempts import FACETS, PAGE, AttemptFilter, AttemptLists
 from turnwise.view.index import IndexWorker
 from turnwise.view.one_attempt import attempt_json, group_json
-from turnwise.view.one_run import run_json
-from turnwise.view.runs import UNREADABLE, Json, RunFolder, curve, seeds_curve
+from turnwise.view.one_run import findings, run_json
+from turnwise.view.runs import UNREADABLE, Json, RunFolder, curve, revision, seeds_curve
 
 Query = Mapping[str, str]
 
@@ -25,12 +25,14 @@ class Pages:
         self.folder = RunFolder(place)
         self.worker = IndexWorker()
         self.lists = AttemptLists(self.worker)
+        self._findings: dict[Path, tuple[str, list[Json]]] = {}
         self.answers: Mapping[str, Callable[[Query], Json]] = {
             "runs": self.runs,
             "curves": self.curves,
             "differences": self.differences,
             "pulse": self.pulse,
             "run": self.run,
+            "findings": self.findings,
             "attempts": self.attempts,
             "groups": self.groups,
             "facets": self.facets,
@@ -44,11 +46,11 @@ class Pages:
     def directory(self, name: str) -> Path:
         places = self.folder.directories()
         if name not in places:
-            raise ConfigError(f"no run {name!r} below {self.folder.place}{did_you_mean(name, list(places))}")
+            raise ConfigError(f"no run {name!r} below {self.folder.shown_place}{did_you_mean(name, list(places))}")
         return places[name]
 
     def runs(self, _query: Query) -> Json:
-        return {"place": str(self.folder.place), "runs": self.folder.summaries()}
+        return {"place": self.folder.shown_place, "runs": self.folder.summaries()}
 
     def pulse(self, _query: Query) -> Json:
         return {"revisions": self.folder.revisions()}
@@ -90,6 +92,15 @@ class Pages:
             return {"summary": summary}
         with RunReader(directory) as run:
             return {"summary": summary, **run_json(run, self.folder.config(run))}
+
+    def findings(self, query: Query) -> Json:
+        """The doctor reads many attempts, so it is asked once the rest of the page is there."""
+        directory = self.directory(query.get("run", ""))
+        key = revision(directory)
+        if self._findings.get(directory, ("", []))[0] != key:
+            with RunReader(directory) as run:
+                self._findings[directory] = (key, findings(run))
+        return {"findings": self._findings[directory][1]}
 
     def attempts(self, query: Query) -> Json:
         return self.lists.page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -25,7 +26,8 @@ MAX_POINTS = 400
 """Curves with more points are drawn from means of neighbouring steps."""
 HELD_OUT = ("eval/success", "eval/reward")
 """Metrics that evaluations measure with an interval."""
-SEED_OF_ITS_OWN = ("train.seed", "run.name", "run.dir", "run.loggers", "run.project")
+PLACE_OF_ITS_OWN = ("run.name", "run.dir", "run.loggers", "run.project")
+SEED_OF_ITS_OWN = ("train.seed", *PLACE_OF_ITS_OWN)
 """Options in which runs of one group may differ."""
 UNREADABLE = (TurnwiseError, sqlite3.Error, OSError, ValueError, KeyError, TypeError)
 """What reading a damaged run may raise."""
@@ -38,8 +40,12 @@ class RunFolder:
     """The runs below a directory, by the names under which the page shows them."""
 
     def __init__(self, place: Path) -> None:
+        self.shown_place = str(place)
+        """As the user wrote it."""
         self.place = place.expanduser().absolute()
         self._configs: dict[str, Json] = {}
+        self._over: dict[Path, Json] = {}
+        """Summaries of runs that no process trains; good for as long as their revision is the same."""
 
     def directories(self) -> dict[str, Path]:
         """Name to directory of every run that is there now."""
@@ -52,7 +58,7 @@ class RunFolder:
     def summaries(self) -> list[Json]:
         """How each run stands, and its held-out curve. A run that cannot be read says why."""
         found = [self._summary(name, place) for name, place in sorted(self.directories().items())]
-        groups = _group_names([one for one in found if one["state"] != "damaged"])
+        groups = _group_names(found)
         return [{**one, "group": groups.get(one["name"], one["name"])} for one in found]
 
     def revisions(self) -> dict[str, str]:
@@ -60,16 +66,26 @@ class RunFolder:
         return {name: revision(place) for name, place in self.directories().items()}
 
     def differences(self, names: Sequence[str]) -> Json:
-        """The options in which runs differ: a row for each option, a cell for each run."""
+        """The options in which groups of runs differ: a row for each option, a cell for each group.
+
+        `partial` holds the options that only some runs have: those of another method, or of a newer turnwise.
+        """
         places = self.directories()
-        flat = {name: self._flat_config(places[name]) for name in names if name in places}
-        keys = list(dict.fromkeys(key for tree in flat.values() for key in tree))
-        rows = []
+        groups: dict[str, list[Json]] = {}
+        for one in self.summaries():
+            if one["name"] in names and one["state"] != "damaged":
+                groups.setdefault(one["group"], []).append(self._flat_config(places[one["name"]]))
+        keys = dict.fromkeys(key for members in groups.values() for tree in members for key in tree)
+        rows: list[Json] = []
+        partial: list[Json] = []
         for key in keys:
-            cells = [_cell(tree.get(key)) for tree in flat.values()]
-            if len(set(cells)) > 1 and key not in ("run.name", "run.dir"):
-                rows.append({"option": key, "values": cells})
-        return {"runs": list(flat), "rows": rows, "num_same": len(keys) - len(rows)}
+            texts = {group: _texts([tree.get(key) for tree in members]) for group, members in groups.items()}
+            if key in PLACE_OF_ITS_OWN or len({text for own in texts.values() for text in own}) == 1:
+                continue
+            cells = ["" if "" in own else ", ".join(own) for own in texts.values()]
+            (partial if "" in cells else rows).append({"option": key, "values": cells})
+        num_same = len(keys) - len(rows) - len(partial)
+        return {"groups": list(groups), "rows": rows, "partial": partial, "num_same": num_same}
 
     def config(self, run: RunReader) -> Json:
         """A stored config as a tree, as it was written: also one of another version of turnwise."""
@@ -88,9 +104,14 @@ class RunFolder:
 
     def _summary(self, name: str, place: Path) -> Json:
         known = {"name": name, "directory": str(place), "revision": revision(place)}
+        if place in self._over and self._over[place]["revision"] == known["revision"]:
+            return self._over[place]
         try:
             with RunReader(place) as run:
-                return {**known, **self._standing(run)}
+                summary = {**known, **self._standing(run)}
+            if not summary["is_alive"]:
+                self._over[place] = summary
+            return summary
         except (*UNREADABLE, yaml.YAMLError) as error:
             return {**known, "state": "damaged", "error": str(error), "evaluations": []}
 
@@ -114,7 +135,9 @@ class RunFolder:
             "left_s": _mean(step_s[-10:]) * max(0, num_steps - done) if is_alive and step_s else None,
             "reward": finite(rewards[-1][1]) if rewards else None,
             "evaluations": [evaluation_json(row) for row in evaluations],
-            "key": _cell({key: value for key, value in flat.items() if key not in SEED_OF_ITS_OWN}),
+            "key": hashlib.blake2b(
+                repr({key: value for key, value in flat.items() if key not in SEED_OF_ITS_OWN}).encode(), digest_size=8
+            ).hexdigest(),
         }
 
 
@@ -158,6 +181,15 @@ def evaluation_json(row: EvaluationRow) -> Json:
 def finite(value: float | None) -> float | None:
     """JSON has no nan; what was not measured is null."""
     return None if value is None or not math.isfinite(value) else value
+
+
+def json_ready(value: Any) -> Any:
+    """An answer without nan and infinities, which a world may give as rewards or metrics, and which JSON lacks."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {key: json_ready(one) for key, one in value.items()}
+    return [json_ready(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def curve(run: RunReader, metric: str) -> Json:
@@ -216,6 +248,11 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def _texts(values: Sequence[Any]) -> list[str]:
+    """The different values of a group's runs, in order; an empty text for a run without the option."""
+    return list(dict.fromkeys(_cell(value) for value in values))
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
@@ -224,7 +261,8 @@ def _group_names(runs: Sequence[Json]) -> dict[str, str]:
     """Run name to the name of its group: runs whose configs differ in their seed only."""
     members: dict[str, list[str]] = {}
     for one in runs:
-        members.setdefault(one.pop("key"), []).append(one["name"])
+        if one["state"] != "damaged":
+            members.setdefault(one["key"], []).append(one["name"])
     names: dict[str, str] = {}
     for group in members.values():
         shared = os.path.commonprefix(group)  # noqa: RUF071 - letters are meant, not folders

@@ -35,6 +35,7 @@ BLANKS: Mapping[str, Iterable[str] | None] = {
     "party": tuple(Party),
     "why": None,
     "env_metric": None,
+    "opponent": None,
     "turn": tuple("12345678"),
     "fifth": tuple("12345"),
     "state": ("queued", "running", "done", "consumed", "dropped"),
@@ -49,6 +50,18 @@ def _rows(emitter: str, *rows: tuple[str, str, str]) -> list[Metric]:
 
 
 CATALOGUE: tuple[Metric, ...] = (
+    *_rows(
+        "backends/servers/fleet.py",
+        ("fleet/requests", "requests", "Replies that were asked for on servers since the last step."),
+        ("fleet/retries", "requests", "Requests that were sent again because a server failed them."),
+        ("fleet/servers_ready", "servers", "Servers that take requests."),
+        ("fleet/servers_lost", "servers", "Times that a server was taken out, because it failed or did not answer."),
+        ("fleet/servers_returned", "servers", "Times that a server came back."),
+        ("fleet/laggards_fenced", "servers", "Servers that a version was published without, because they lagged."),
+        ("fleet/sticky_share", "share", "Requests that went to the server that drew the conversation's last reply."),
+        ("fleet/cached_prompt_share", "share", "Prompt tokens that servers had in their prefix caches."),
+        ("fleet/load_s", "s", "Time in which the servers loaded the newest version."),
+    ),
     *_rows(
         "rollout/stats.py",
         ("rollout/attempts", "attempts", "Attempts that the step took: the kept ones and all `rollout/dropped_*`."),
@@ -191,6 +204,19 @@ CATALOGUE: tuple[Metric, ...] = (
         ("eval/success", "share", "Held-out attempts that succeeded."),
         ("eval/reward", "reward", "Mean return of held-out attempts."),
         ("eval/failed_attempts", "attempts", "Held-out attempts that failed, and are not scored."),
+    ),
+    *_rows(
+        "training/opponents.py",
+        ("opponent/attempts_{opponent}", "attempts", "Attempts of the step against this opponent."),
+        (
+            "opponent/reward_{opponent}_mean",
+            "reward",
+            "Reward of the policy against this opponent.",
+        ),
+    ),
+    *_rows(
+        "training/evaluate.py",
+        ("opponent/eval_reward_{opponent}", "reward", "Held-out reward against one opponent of the panel."),
     ),
 )
 

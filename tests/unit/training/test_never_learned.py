@@ -32,7 +32,7 @@ async def test_a_run_whose_attempts_all_fail_ends_with_an_error_that_names_the_f
 ) -> None:
     rig = make_rig({"train": {"steps": 1}, "eval": {"tasks": 0}}, is_broken=True)
     with pytest.raises(
-        NothingToLearnError, match=r"all 24 attempts of the run failed.*by env: step: ValueError"
+        NothingToLearnError, match=r"all 24 attempts of the first step failed.*by env: step: ValueError"
     ) as told:
         await rig.loop().run()
     assert ENV_LINE in str(told.value)
@@ -52,7 +52,7 @@ async def test_an_evaluation_whose_attempts_all_fail_has_no_result(make_rig: Mak
     parts, sampler = rig.parts(), await rig.trainer.save_weights_and_get_sampling_client_async()
     rollout = Rollout(parts.world, sampler, rig.renderer, parts.eval_rollout)
     with pytest.raises(EvaluationFailedError, match=r"all 3 attempts of the evaluation failed.*by env: step"):
-        await evaluate(rollout, parts.held_out, seed=0, label="eval", step=0)
+        await evaluate({"": rollout}, parts.held_out, seed=0, label="eval", step=0)
 
 
 async def test_a_run_in_which_no_group_teaches_anything_says_so(

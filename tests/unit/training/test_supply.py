@@ -154,7 +154,7 @@ async def test_each_attempt_may_draw_a_world_of_its_own_and_an_evaluation_always
     shared = (await play(BARGAIN, {"name": "grpo"}, eval={"samples": 16})).parts
     assert (shared.rollout.same_start, shared.eval_rollout.same_start) == (True, False)
     found = await evaluate(
-        Rollout(BARGAIN, DigitSampler(renderer), renderer, shared.eval_rollout),
+        {"": Rollout(BARGAIN, DigitSampler(renderer), renderer, shared.eval_rollout)},
         shared.held_out,
         seed=0,
         label="",

@@ -67,9 +67,10 @@ def test_runs_that_differ_in_their_seed_only_are_one_group_with_an_interval(page
 
 def test_only_options_that_differ_are_listed(pages: Pages) -> None:
     found = pages.differences({"runs": "grpo-s0,grpo-s1,deep/fast"})
+    assert found["groups"] == ["deep/fast", "grpo"]
     assert {row["option"]: row["values"] for row in found["rows"]} == {
-        "train.seed": ["0", "1", "0"],
-        "train.learning_rate": ["0.001", "0.001", "0.5"],
+        "train.seed": ["0", "0, 1"],
+        "train.learning_rate": ["0.5", "0.001"],
     }
 
 
@@ -158,12 +159,25 @@ def test_an_attempt_that_was_dropped_to_keep_the_file_small_says_so(tmp_path: Pa
     assert "dropped to keep run.max_size_mb" in attempt["missing"][0]
 
 
-def test_a_run_tells_its_alarm_plan_and_what_can_be_steered(pages: Pages) -> None:
+def test_a_run_tells_its_plan_and_what_can_be_steered(pages: Pages) -> None:
     run = pages.run({"run": "grpo-s0"})
-    assert [(one["level"], one["title"]) for one in run["findings"]] == [("warning", "alarm: kl")]
     assert run["plan"].startswith("world        guess_number")
     assert run["settings"]["train.steps"] == 4
     metric = next(one for one in run["metrics"] if one["name"] == "time/env_share")
     assert (metric["unit"], metric["x"]) == ("share", [1, 2, 3, 4])
     with pytest.raises(ConfigError, match="did you mean 'grpo-s"):
         pages.run({"run": "grpo-s"})
+
+
+def test_findings_are_the_doctors_and_how_the_run_ended(pages: Pages) -> None:
+    directory = pages.directory("grpo-s1")
+    before = pages.findings({"run": "grpo-s1"})["findings"]
+    writer = RunWriter.reopen(directory, max_size_mb=500)
+    writer.metrics(4, {"train/kl_sampler_trainer_k2": 3.0})
+    writer.event(4, "failed", error="the disk is full")
+    writer.commit(4)
+    writer.close()
+    found = {one["title"]: one for one in pages.findings({"run": "grpo-s1"})["findings"]}
+    new = {title: one for title, one in found.items() if one not in before}
+    assert new["the run failed at step 4"]["text"] == "the disk is full"
+    assert any("KL(sampler || trainer)" in one["text"] and one["fixes"] for one in new.values())

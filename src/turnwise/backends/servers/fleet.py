@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import ServerGoneError
-from turnwise.backends.servers.routing import PrefixRoutes
+from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.types import SampleRequest, SampleResponse, SamplingParams
 
@@ -65,7 +65,24 @@ class FleetStats:
     num_fenced: int = 0
     """Times that a version was published without a server, because it lagged behind."""
     num_sticky: int = 0
-    """Requests that went to the server which had read the conversation so far."""
+    """Requests that went on with a conversation, on the server that had drawn its last reply."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that servers did not have to read again."""
+
+    def since(self, before: FleetStats) -> dict[str, float]:
+        """Metrics of what happened since then."""
+        num_requests = self.num_requests - before.num_requests
+        num_prompt = self.num_prompt_tokens - before.num_prompt_tokens
+        return {
+            "fleet/requests": float(num_requests),
+            "fleet/retries": float(self.num_retries - before.num_retries),
+            "fleet/servers_lost": float(self.num_lost - before.num_lost),
+            "fleet/servers_returned": float(self.num_returned - before.num_returned),
+            "fleet/laggards_fenced": float(self.num_fenced - before.num_fenced),
+            "fleet/sticky_share": (self.num_sticky - before.num_sticky) / max(1, num_requests),
+            "fleet/cached_prompt_share": (self.num_cached_tokens - before.num_cached_tokens) / max(1, num_prompt),
+        }
 
 
 class _Server:
@@ -176,7 +193,7 @@ class Fleet:
         self.stats.num_requests += 1
         while True:
             server = await self._choose(request, weights, failed)
-            self._routes.remember(weights.name, request.prompt, server.url)
+            self._routes.remember(weights.name, request.prompt, KnownPrefix(server.url, is_reply=False))
             try:
                 response = await self._try(server, request, weights)
                 _check(response, request, server.url)
@@ -187,9 +204,30 @@ class Fleet:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
+            self.stats.num_prompt_tokens += len(request.prompt)
+            self.stats.num_cached_tokens += min(response.num_cached_prompt_tokens, len(request.prompt))
+            route = KnownPrefix(server.url, is_reply=True)
             for sequence in response.sequences:
-                self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], server.url)
+                self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response
+
+    async def logprob_gaps(
+        self, weights: ServedWeights, prompt: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, float]:
+        """How far each server's logprobs of a prompt are from those that were expected: the mean gap, by address."""
+        gaps: dict[str, float] = {}
+        for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
+            try:
+                answer = await self._try(server, SampleRequest.scoring(prompt), weights)
+            except ServerGoneError as error:
+                self._take_out(server, str(error))
+                continue
+            values = [value for value in (answer.prompt_logprobs or ())[1:] if value is not None]
+            if len(values) != len(logprobs):
+                raise ServiceError(f"{server.url} returned {len(values)} logprobs of a prompt of {len(prompt)} tokens")
+            pairs = zip(values, logprobs, strict=True)
+            gaps[server.url] = sum(abs(value - expected) for value, expected in pairs) / len(values)
+        return gaps
 
     async def close(self) -> None:
         """Stop looking after the servers, and close the connections. The servers themselves stay."""
@@ -204,11 +242,16 @@ class Fleet:
         able = [server for server in able if server.url not in failed] or able
         least = min(able, key=lambda server: (server.num_running, server.num_served))
         known = self._routes.find(weights.name, request.prompt)
-        sticky = next((server for server in able if server.url == known), None)
-        if sticky is not None and sticky.num_running <= 1.25 * least.num_running + 2:
-            self.stats.num_sticky += 1
-            return sticky
-        return least
+        sticky = next((server for server in able if known is not None and server.url == known.server), None)
+        if sticky is None or known is None:
+            return least
+        # A conversation that goes on is worth some waiting. A new one that begins like another saves one prompt only,
+        # and would burden that server to its end.
+        most = 1.5 * least.num_running + 4 if known.is_reply else least.num_running + 1
+        if sticky.num_running > most:
+            return least
+        self.stats.num_sticky += known.is_reply
+        return sticky
 
     async def _try(self, server: _Server, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         """One request on one server; ends with an answer, with the deadline, or when the server is known to be gone."""

@@ -12,17 +12,21 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import shutil
+import time
 import uuid
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.fleet import Fleet, FleetTimes
+from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
+from turnwise.backends.servers.launch import OwnServer, ServerCommand
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -30,11 +34,15 @@ from turnwise.client.publish import Publisher
 from turnwise.errors import CheckpointError, ConfigError, ServiceError
 from turnwise.models.facts import read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
-from turnwise.types import ModelInput, SampleRequest, SampleResponse
+from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse
 
 PREFIX = "turnwise"
 SERVED = "served"
 """The folder of the run's directory that holds what the servers have loaded."""
+MAX_MODEL_GAP = 0.25
+"""How far a server's logprobs may be from the trainer's, in nats on average. Rounding in bfloat16 or of quantized
+weights stays below a fifth of it; another model does not."""
+SENTENCE = "A quick check: two plus two is four, Paris is the capital of France, and water is wet."
 CLOSE_S = 10.0
 """How long unloading may take at the end of a run, in all."""
 
@@ -79,6 +87,8 @@ class ServerPublisher(Publisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
+        self._own: OwnServer | None = None
+        self._start_s = 0.0
         self._loop: BackgroundLoop | None = None
         self._fleet: Fleet | None = None
         self._served = setup.run_directory / SERVED
@@ -86,29 +96,18 @@ class ServerPublisher(Publisher):
         self._numbers = itertools.count()
         self._published: dict[str, ServedWeights] = {}
         self._retiring: set[asyncio.Task[None]] = set()
+        self._is_checked = False
+        """The servers' model was compared with the trainer's."""
+        self._publish_s = 0.0
+        self._stats_before = FleetStats()
 
     @abstractmethod
     def make_dialect(self, url: str) -> ServerDialect:
         """How the server at this address is spoken to. Called in the event loop that will use it."""
 
-    async def start_servers(self) -> Sequence[str]:
-        """Return the servers' addresses; a backend that can start a server does so where `rollout.url` is empty."""
-        if not self.setup.rollout.url:
-            raise ConfigError(
-                f"rollout.backend={self.setup.rollout.backend} needs rollout.url, the address of a server that runs"
-            )
-        return self.setup.rollout.url
-
-    def fleet_times(self) -> FleetTimes:
-        """Deadlines; a backend that starts its own server waits for it as long as it takes to start."""
-        rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
-
-    async def restart_server(self, url: str) -> None:
-        """Start a server of our own again that does not answer. Called again and again until it answers."""
-
-    async def stop_servers(self) -> None:
-        """Stop the servers that `start_servers` started."""
+    @abstractmethod
+    def server_command(self) -> ServerCommand:
+        """How a server of the run's own is started, where `rollout.url` is empty."""
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's."""
@@ -136,7 +135,11 @@ class ServerPublisher(Publisher):
             if "I/O error" in str(cause):  # safetensors reports a full disk with an error of its own
                 raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
             raise
-        return await self._publish(ServedWeights(version=version, adapter=adapter))
+        client = await self._publish(ServedWeights(version=version, adapter=adapter))
+        if not self._is_checked:
+            await self._check_model(trainer, client.weights)
+            self._is_checked = True
+        return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
         await self._open()
@@ -149,6 +152,15 @@ class ServerPublisher(Publisher):
             raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
         return await self._publish(ServedWeights(version=version, adapter=place))
 
+    def take_metrics(self) -> dict[str, float]:
+        fleet = self._fleet
+        if fleet is None:
+            return {}
+        now, before = replace(fleet.stats), self._stats_before
+        self._stats_before = now
+        state = {"fleet/servers_ready": float(fleet.num_ready), "fleet/load_s": self._publish_s}
+        return now.since(before) | state
+
     async def close(self) -> None:
         """Unload what this process published, and stop the servers that it started."""
         loop, fleet = self._loop, self._fleet
@@ -159,7 +171,8 @@ class ServerPublisher(Publisher):
         finally:
             if loop is not None:
                 await asyncio.to_thread(loop.close)
-            await self.stop_servers()
+            if self._own is not None:
+                await self._own.stop()
             with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
                 self._served.rmdir()
 
@@ -167,13 +180,35 @@ class ServerPublisher(Publisher):
         """Start everything, at the first publication."""
         if self._fleet is not None:
             return
-        addresses = await self.start_servers()
+        addresses = self.setup.rollout.url or (await self._start_own(),)
         self._loop = BackgroundLoop("turnwise fleet")
         self._fleet = await self._loop.run(self._start_fleet(addresses))
 
+    async def _start_own(self) -> str:
+        command = self.server_command()
+        log = self.setup.run_directory / f"{command.name.lower()}.log"
+        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+        started_s = time.monotonic()
+        await self._own.start()
+        self._start_s = time.monotonic() - started_s
+        return self._own.url
+
+    async def _revive_own(self, _url: str) -> None:
+        assert self._own is not None
+        await self._own.revive()
+
+    def _fleet_times(self) -> FleetTimes:
+        rollout = self.setup.rollout
+        times = FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+        if self._own is None:
+            return times
+        # A server of our own that died takes as long as before to start again.
+        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
+
     async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
         dialects = [self.make_dialect(url) for url in addresses]
-        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.restart_server)
+        revive = None if self._own is None else self._revive_own
+        fleet = Fleet(dialects, times=self._fleet_times(), check_facts=self.check_facts, revive=revive)
         try:
             await fleet.start()
         except BaseException:
@@ -206,16 +241,35 @@ class ServerPublisher(Publisher):
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
 
+    async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
+        """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
+        assert self._loop is not None
+        assert self._fleet is not None
+        ids: list[int] = trainer.get_tokenizer().encode(SENTENCE)
+        columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+        datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
+        output = await trainer.forward([datum], "cross_entropy")
+        expected = [float(value) for value in output.loss_fn_outputs[0]["logprobs"].to_numpy()]
+        gaps = await self._loop.run(self._fleet.logprob_gaps(weights, ids, expected))
+        for url, gap in gaps.items():
+            if gap > MAX_MODEL_GAP:
+                raise ConfigError(
+                    f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
+                    f"{len(ids)} tokens are {gap:.2g} from the trainer's on average; expected at most {MAX_MODEL_GAP}"
+                )
+
     async def _publish(self, weights: ServedWeights) -> FleetSamplingClient:
         loop, fleet = self._loop, self._fleet
         assert loop is not None
         assert fleet is not None
+        started_s = time.perf_counter()
         try:
             await loop.run(fleet.publish(weights))
         except BaseException:
             if weights.adapter is not None:
                 await asyncio.to_thread(remove_directory, weights.adapter)
             raise
+        self._publish_s = time.perf_counter() - started_s
         client = FleetSamplingClient(self, fleet, loop, weights)
         if weights.name is not None:
             self._published[weights.name] = weights
@@ -247,6 +301,14 @@ class ServerPublisher(Publisher):
             pass  # a run that goes on with these servers unloads what is left
         finally:
             await fleet.close()
+
+
+def read_rank(adapter: Path) -> int:
+    """The rank of an adapter's files."""
+    try:
+        return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise CheckpointError(f"{adapter} holds no adapter in PEFT's format: {cause!r}") from cause
 
 
 def _copy_files(source: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,26 @@ MAX_KNOWN = 100_000
 """Sequences that are remembered; the one that was used longest ago is forgotten first."""
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """Where a known beginning of a prompt was read."""
+
+    server: str
+    is_reply: bool
+    """It ends with a reply that this server drew: the prompt goes on with that conversation. Else it ends with a
+    prompt, which several conversations may share."""
+
+
 class PrefixRoutes:
     """Remembers, for each version of the weights, which server has read which sequence of tokens."""
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
         self._max_known = max_known
-        self._known: OrderedDict[tuple[str | None, int, int], str] = OrderedDict()
+        self._known: OrderedDict[tuple[str | None, int, int], KnownPrefix] = OrderedDict()
         self._factors = np.zeros(0, dtype=np.uint64)
 
-    def find(self, weights: str | None, prompt: Sequence[int]) -> str | None:
-        """The server that has read the longest known beginning of this prompt, if any."""
+    def find(self, weights: str | None, prompt: Sequence[int]) -> KnownPrefix | None:
+        """Where the longest known beginning of this prompt was read, if anywhere."""
         hashes = self._hashes(prompt).tolist()
         for length in range(len(hashes), 0, -1):
             key = (weights, length, hashes[length - 1])
@@ -35,17 +46,17 @@ class PrefixRoutes:
                 return self._known[key]
         return None
 
-    def remember(self, weights: str | None, tokens: Sequence[int], server: str) -> None:
-        """This server has read these tokens, or drawn them."""
+    def remember(self, weights: str | None, tokens: Sequence[int], route: KnownPrefix) -> None:
+        """These tokens were read there, or drawn."""
         if not tokens:
             return
-        self._known[weights, len(tokens), int(self._hashes(tokens)[-1])] = server
+        self._known[weights, len(tokens), int(self._hashes(tokens)[-1])] = route
         while len(self._known) > self._max_known:
             self._known.popitem(last=False)
 
     def forget_server(self, server: str) -> None:
         """Its cache is lost."""
-        for key in [key for key, value in self._known.items() if value == server]:
+        for key in [key for key, value in self._known.items() if value.server == server]:
             del self._known[key]
 
     def _hashes(self, tokens: Sequence[int]) -> NDArray[np.uint64]:

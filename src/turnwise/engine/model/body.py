@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
+from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
 from turnwise.engine.model.kept import kept_bytes
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
@@ -34,6 +35,11 @@ from turnwise.engine.model.lora_products import (
     project,
     read_spans,
     spans_of_rows,
+)
+from turnwise.engine.model.weight_gradients import (
+    add_head_norm_gradients,
+    add_norm_gradient,
+    add_product_gradient,
 )
 from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import Heads, Rotation, Saved
@@ -53,23 +59,6 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
 """The kinds that the fused kernels compute, by field of `BlockSpec`. The angles must not depend on a pass's length."""
 MOST_ROWS = 0.75
 """If the caller wants more than this share of the rows, the last block runs on all rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockWeights:
-    """The frozen weights of one decoder block."""
-
-    input_norm: Tensor
-    qkv: LinearGroup
-    heads: Heads
-    out: LinearGroup
-    inner_norm: Tensor
-    gate_up: LinearGroup
-    down: LinearGroup
-
-    @property
-    def groups(self) -> tuple[LinearGroup, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +90,9 @@ class _StackPass:
     route: Route
     spans: Sequence[SpanWeights]
     wanted: _WantedRows | None
+    weights: BodyWeights
+    grads: BodyWeights | None = None
+    """Where gradients of all weights go; None if only adapters are trained."""
     scratch: _Scratch | None = None
 
 
@@ -147,9 +139,10 @@ class _KeptPass:
 
     work: _StackPass
     first: int
-    """The lowest block that holds an adapter's gradient; those below it need no backward pass."""
+    """The lowest block that holds something trained; those below it need no backward pass."""
     keeps_all: bool
     """Whether there is memory for all that the blocks keep; otherwise backward runs each block again."""
+    input_ids: Tensor
     blocks: list[KeptBlock | BlockInput] = field(default_factory=list)
     """From block `first` on."""
     last: tuple[Tensor, Tensor] | None = None
@@ -167,10 +160,10 @@ class FusedBody:
         names = self.spec.names
         self.eps = self.spec.norm_eps
         self.scale = sizes.head_size**-0.5
-        self.blocks = [self._read_block(layer) for layer in model.get_submodule(names.layers).children()]
-        self.groups = [group for block in self.blocks for group in block.groups]
-        self.embedding = model.get_submodule(names.embedding)
-        self.last_norm = _weight(model, names.last_norm)
+        blocks = [self._read_block(layer) for layer in model.get_submodule(names.layers).children()]
+        self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
+        """The frozen weights that were loaded."""
+        self.groups = self.base.groups
         self.ops = for_device(device)
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
@@ -194,7 +187,7 @@ class FusedBody:
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def _read_block(self, layer: nn.Module) -> _BlockWeights:
+    def _read_block(self, layer: nn.Module) -> BlockWeights:
         names, sizes = self.spec.names, self.sizes
         is_normed = self.spec.head_norm == "rms"
         heads = Heads(
@@ -205,7 +198,7 @@ class FusedBody:
             key_norm=_weight(layer, names.key_norm) if is_normed else None,
             eps=self.eps,
         )
-        return _BlockWeights(
+        return BlockWeights(
             input_norm=_weight(layer, names.input_norm),
             qkv=_join(layer, names.query, names.key, names.value),
             heads=heads,
@@ -224,29 +217,42 @@ class FusedBody:
         """
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
-        embedded = self.embedding(input_ids)
+        weights, grads = self._weights_of(route)
+        embedded = nn.functional.embedding(input_ids, weights.embedding)
         spans = read_spans(route, embedded.dtype)
         wanted = None if rows is None else _WantedRows(rows, spans_of_rows(spans, rows, len(input_ids)))
         rotation = Rotation(*self._angles, position_ids)
-        first = self._first_trained(spans) if torch.is_grad_enabled() else None
+        first = None
+        if torch.is_grad_enabled():
+            first = self._first_trained(spans) if grads is None else 0
         if first is None:
             with torch.no_grad():
-                return self.run(embedded, _StackPass(rotation, plan, route, spans, wanted))
+                return self.run(embedded, _StackPass(rotation, plan, route, spans, wanted, weights))
         assert isinstance(plan, TreePlan), "training runs over a prefix tree"
         scratch = None if self._keeps_normed else _Scratch()
-        work = _StackPass(rotation, plan, route, spans, wanted, scratch)
-        return _Stack.apply(self._anchor, self, embedded, _KeptPass(work, first, self._keeps_all(embedded, spans)))
+        work = _StackPass(rotation, plan, route, spans, wanted, weights, grads, scratch)
+        kept = _KeptPass(work, first, self._keeps_all(embedded, spans), input_ids)
+        return _Stack.apply(self._anchor, self, embedded, kept)
+
+    def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
+        """The weights that a pass reads, and where the gradients of all of them go."""
+        full = route.full
+        if full is None:
+            return self.base, None
+        body = full.weights.body
+        assert body is not None, "a layout of this model has what its body reads"
+        return body, None if full.grads is None else full.grads.body
 
     def _keeps_all(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> bool:
         if self.most_kept_bytes is None:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
         in_block = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
-        return len(embedded) * len(self.blocks) * in_block <= self.most_kept_bytes
+        return len(embedded) * len(self.base.blocks) * in_block <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
         """The lowest block that holds an adapter's gradient."""
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.base.blocks):
             names = [name for group in block.groups for name in group.names]
             if any(span.grads is not None and name in span.grads for span in spans for name in names):
                 return index
@@ -255,27 +261,28 @@ class FusedBody:
     def run(self, h: Tensor, work: _StackPass, kept: _KeptPass | None = None) -> Tensor:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
-        for index in range(len(self.blocks)):
+        weights = work.weights
+        for index in range(len(weights.blocks)):
             before = BlockInput(h, delta)
             h, delta, own = self.run_block(index, before, work)
             if kept is not None and index >= kept.first:
                 kept.blocks.append(own if kept.keeps_all else before)
             del before, own  # free what is not kept before the next block runs
-        h, x, rstd = self.ops.layers.add_norm(h, delta, self.last_norm, self.eps)
+        h, x, rstd = self.ops.layers.add_norm(h, delta, weights.last_norm, self.eps)
         if kept is not None:
             kept.last = h, rstd
         return x
 
     def run_block(self, index: int, before: BlockInput, work: _StackPass) -> tuple[Tensor, Tensor, KeptBlock]:
         """The residual stream, what the MLP adds to it, and what backward reads."""
-        block, plan, route, spans = self.blocks[index], work.plan, work.route, work.spans
+        block, plan, route, spans = work.weights.blocks[index], work.plan, work.route, work.spans
         h, x, rstd = self._add_norm(before.h, before.delta, block.input_norm, work.scratch)
         qkv, low_qkv = project(block.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
         q, k, v = self.ops.layers.rotate(qkv, block.heads, work.rotation, cache)
         attention = self._attend(index, q, k, v, plan)
         mixed, rest_h = attention.out[0].flatten(1), h
-        if work.wanted is not None and block is self.blocks[-1]:
+        if work.wanted is not None and block is work.weights.blocks[-1]:
             mixed, rest_h, spans = mixed[work.wanted.rows], h[work.wanted.rows], work.wanted.spans
         attended, low_out = project(block.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
@@ -321,59 +328,85 @@ class FusedBody:
         return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
 
     def run_backward(self, dx: Tensor, kept: _KeptPass) -> None:
-        """Add the adapters' gradients, from the gradient of the normed hidden states down to block `kept.first`."""
+        """Add the gradients of what is trained, from the gradient of the normed hidden states down to block
+        `kept.first`, and to the embedding if all weights are trained."""
         assert kept.last is not None, "the forward pass fills it"
         h, rstd = kept.last
-        dh = self.ops.layers.norm_backward(dx, h, rstd, self.last_norm, None)
         work = replace(kept.work, scratch=None)
-        for index in range(len(self.blocks) - 1, kept.first - 1, -1):
+        grads = work.grads
+        if grads is not None:
+            add_norm_gradient(grads.last_norm, dx, h, rstd)
+        dh = self.ops.layers.norm_backward(dx, h, rstd, work.weights.last_norm, None)
+        for index in range(len(work.weights.blocks) - 1, kept.first - 1, -1):
             own = kept.blocks.pop()
             if isinstance(own, BlockInput):
                 _, _, own = self.run_block(index, own, work)
             dh = self._mlp_backward(index, own, dh, work)
-            dh = self._attention_backward(index, own, dh, work, need_input=index > kept.first)
+            dh = self._attention_backward(index, own, dh, work, need_input=grads is not None or index > kept.first)
+        if grads is not None:
+            grads.embedding.index_add_(0, kept.input_ids, dh.to(grads.embedding.dtype))
 
     def _mlp_backward(self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass) -> Tensor:
         """The gradient of the residual stream between attention and MLP, at the rows that the MLP ran on."""
-        block, spans = self.blocks[index], self._wanted_in(index, work)[1]
+        block, spans = work.weights.blocks[index], self._wanted_in(index, work)[1]
+        grads = None if work.grads is None else work.grads.blocks[index]
         dact, dlow = input_gradient(block.down, dh, kept.low_down, spans)
         dgate_up, act = self.ops.layers.swiglu_backward(dact, kept.gate_up)
         add_a_gradients(block.down, act, dlow, spans)
-        dx, dlow = input_gradient(block.gate_up, dgate_up, kept.low_gate_up, spans)
         normed = NormedInput(kept.inner_h, kept.inner_rstd, block.inner_norm)
-        add_a_gradients(block.gate_up, normed if kept.inner_x is None else kept.inner_x, dlow, spans)
+        inner_x = normed if kept.inner_x is None else kept.inner_x
+        if grads is not None:
+            add_product_gradient(grads.down, dh, act)
+            add_product_gradient(grads.gate_up, dgate_up, inner_x)
+        dx, dlow = input_gradient(block.gate_up, dgate_up, kept.low_gate_up, spans)
+        add_a_gradients(block.gate_up, inner_x, dlow, spans)
+        if grads is not None:
+            add_norm_gradient(grads.inner_norm, dx, kept.inner_h, kept.inner_rstd)
         return self.ops.layers.norm_backward(dx, kept.inner_h, kept.inner_rstd, block.inner_norm, dh)
 
     def _attention_backward(
         self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass, *, need_input: bool
     ) -> Tensor:
         """The gradient of the residual stream before the block; not computed if nobody needs it."""
-        ops, block, plan = self.ops.layers, self.blocks[index], work.plan
+        ops, block, plan = self.ops.layers, work.weights.blocks[index], work.plan
         assert isinstance(plan, TreePlan), "training runs over a prefix tree"
+        grads = None if work.grads is None else work.grads.blocks[index]
         rows, spans = self._wanted_in(index, work)
         dmixed, dlow = input_gradient(block.out, dh, kept.low_out, spans)
         out = kept.attention.out
         mixed = out[0].flatten(1)
-        add_a_gradients(block.out, mixed if rows is None else mixed[rows], dlow, spans)
+        wanted = mixed if rows is None else mixed[rows]
+        add_a_gradients(block.out, wanted, dlow, spans)
+        if grads is not None:
+            add_product_gradient(grads.out, dh, wanted)
         if rows is not None:
             dmixed, dh = (_spread(grad, rows, len(mixed)) for grad in (dmixed, dh))
-        grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
-        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        attention_grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in attention_grads)
+        if grads is not None and kept.qkv is not None:
+            add_head_norm_gradients(grads.heads, dq, dk, kept.qkv, work.rotation)
         dqkv = ops.rotate_backward((dq, dk, dv), kept.qkv, block.heads, work.rotation)
-        dx, dlow = input_gradient(block.qkv, dqkv, kept.low_qkv, work.spans, need_input=need_input)
         normed = NormedInput(kept.h, kept.rstd, block.input_norm)
-        add_a_gradients(block.qkv, normed if kept.x is None else kept.x, dlow, work.spans)
-        return dh if dx is None else ops.norm_backward(dx, kept.h, kept.rstd, block.input_norm, dh)
+        x = normed if kept.x is None else kept.x
+        if grads is not None:
+            add_product_gradient(grads.qkv, dqkv, x)
+        dx, dlow = input_gradient(block.qkv, dqkv, kept.low_qkv, work.spans, need_input=need_input)
+        add_a_gradients(block.qkv, x, dlow, work.spans)
+        if dx is None:
+            return dh
+        if grads is not None:
+            add_norm_gradient(grads.input_norm, dx, kept.h, kept.rstd)
+        return ops.norm_backward(dx, kept.h, kept.rstd, block.input_norm, dh)
 
     def _wanted_in(self, index: int, work: _StackPass) -> tuple[Tensor | None, Sequence[SpanWeights]]:
         """The rows that a block runs on after its attention (None: all), and the adapters' spans over them."""
-        if work.wanted is None or index < len(self.blocks) - 1:
+        if work.wanted is None or index < len(work.weights.blocks) - 1:
             return None, work.spans
         return work.wanted.rows, work.wanted.spans
 
 
 class _Stack(torch.autograd.Function):
-    """All blocks as one autograd function; it adds the adapters' gradients in place and does not return them."""
+    """All blocks as one autograd function; it adds gradients in place and does not return them."""
 
     @staticmethod
     def forward(ctx, anchor, body, embedded, kept):  # noqa: ARG004 - the anchor asks for a gradient

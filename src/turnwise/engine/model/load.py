@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.model.body import FusedBody
+from turnwise.engine.model.full import WeightLayout
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
@@ -43,6 +44,8 @@ class CausalModel:
         self.vocab_size = int(self.head.out_features)
         self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
         self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
+        self.layout = _read_layout(model, self.head, self.fused)
+        """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         self.kv_shape = KvShape(
@@ -60,10 +63,14 @@ class CausalModel:
         """Last hidden states [N, H] of packed tokens [N], or those of `rows` (sorted) alone."""
         if self.fused is not None:
             return self.fused.hidden(input_ids, position_ids, plan, route, rows)
+        inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
+        settings = {"use_cache": False, "plan": plan, "return_dict": True}
         with self.routed(route):
-            out = self.body(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, return_dict=True
-            )
+            if route.full is None:
+                out = self.body(**inputs, **settings)
+            else:
+                own = self.layout.of_body(route.full.leaves or route.full.weights.tensors)
+                out = torch.func.functional_call(self.body, own, kwargs={**inputs, **settings})
         hidden = out.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
 
@@ -74,6 +81,18 @@ class CausalModel:
             yield
         finally:
             self.holder.route = Route()
+
+
+def _read_layout(model: PreTrainedModel, head: LoraLinear, fused: FusedBody | None) -> WeightLayout:
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return WeightLayout(
+        parameters,
+        fused.groups if fused is not None else (),
+        body=fused,
+        body_prefix=f"{model.base_model_prefix}.",
+        head=(names[id(head.weight)], None if head.bias is None else names[id(head.bias)]),
+    )
 
 
 def _read_config(directory: Path) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from turnwise.engine.ops import for_device
 from turnwise.models.linears import Shape, adapted_linears, check_kinds
 from turnwise.types import LoraConfig
+
+if TYPE_CHECKING:
+    from turnwise.engine.model.full import FullRoute
 
 LORA_ALPHA = 32.0
 """The scale is alpha / rank, so that a good learning rate does not depend on the rank."""
@@ -29,6 +32,9 @@ _versions = itertools.count(1)
 
 class LoraWeights:
     """The A [r, I] and B [O, r] of every targeted linear, as views into one flat float32 tensor."""
+
+    full: FullRoute | None = None
+    """Set if all weights of the model are a policy's own (`full.py`); then there are no A and B."""
 
     grad_pairs: dict[str, tuple[Tensor, Tensor]] | None = None
     """Where a backward pass adds the gradients of A and B; None for weights that are not trained."""
@@ -128,6 +134,17 @@ class Route:
     """Weights used in place of the base's, with an adapter already added; then there are no spans."""
     bank: BankRoute | None = None
     """Many adapters in one launch, for sampling on a GPU; then there are no spans."""
+    full: FullRoute | None = None
+    """All weights of the model in place of the base's, for every token; then there are no spans."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Route:
+        """The route of a pass over these spans. Weights that replace the whole model have a pass to themselves."""
+        full = [span.weights.full for span in spans if span.weights.full is not None]
+        if not full:
+            return cls(spans=spans)
+        assert len(spans) == 1, "tokens of other weights run in a pass of their own"
+        return cls(full=full[0])
 
 
 @dataclass(slots=True)
@@ -150,12 +167,17 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         route = self.holder.route
+        if route.full is not None:  # `CausalModel.hidden` has put the route's weights in place of this module's
+            return nn.functional.linear(x, self.weight, self.bias)
         flat = x.reshape(-1, self.in_features)
         y = self.apply_route(flat, route)
         return y.view(*x.shape[:-1], self.out_features)
 
     def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
         linear = for_device(x_NI.device).products.linear
+        if route.full is not None:
+            views = route.full.weights.views_of(self.name)
+            return linear(x_NI, *views)
         if route.merged is not None:
             return linear(x_NI, route.merged.get(self.name, self.weight), self.bias)
         if route.bank is not None:

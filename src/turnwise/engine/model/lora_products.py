@@ -48,6 +48,10 @@ class NormedInput:
     rstd: Tensor
     weight: Tensor
 
+    def formed(self) -> Tensor:
+        """x [N, H] in the dtype of h."""
+        return (self.h.float() * self.rstd[:, None]).mul_(self.weight.float()).to(self.h.dtype)
+
     def times(self, u_Nr: Tensor, rows: slice) -> Tensor:
         """u' x [r, I] of some rows, without forming x: (rstd * u)' h, its columns times `weight`."""
         scaled = u_Nr * self.rstd[rows, None].to(u_Nr.dtype)
@@ -55,7 +59,7 @@ class NormedInput:
 
 
 def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
-    if route.merged is not None or route.bank is not None:
+    if route.merged is not None or route.bank is not None or route.full is not None:
         return []
     spans = []
     for span in route.spans:
@@ -83,6 +87,7 @@ def project(
     if whole is not None:
         project_one = _project_joined if ops.facts.prefers_few_launches else _project_whole
         return project_one(group, x_NI, whole, ops.products)
+    # `group` belongs to the weights of the route: those of the base, or all of a policy's own.
     weight = group.weight if route.merged is None else route.merged.get(group.name, group.weight)
     y_NO = ops.products.linear(x_NI, weight, group.bias)
     if route.bank is not None:

@@ -65,6 +65,8 @@ class GraphCache:
         """What a graph has built in of a route: the addresses of the merged weights, or the layout of the banks."""
         if route.bank is not None:
             return "bank", route.bank.generation, _num_tiles(route)
+        if route.full is not None:
+            return "full", route.full.weights.flat.data_ptr()
         if route.merged is None:
             return ("base",)
         if self._merged_key is None:
@@ -243,8 +245,11 @@ def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tenso
 
 
 def _is_given_up(old: _Weights, new: _Weights) -> bool:
-    """Whether a graph's weights are gone: its bank was replaced, or merged weights have other addresses now."""
-    if old[0] != new[0]:
+    """Whether a graph's weights are gone: its bank was replaced, or merged weights have other addresses now.
+
+    Copies of all weights are used in turn, so the graphs of each of them stay.
+    """
+    if old[0] != new[0] or old[0] == "full":
         return False
     return old[1] != new[1] if old[0] == "bank" else old != new
 

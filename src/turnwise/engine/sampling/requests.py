@@ -143,6 +143,26 @@ class Step:
     def scores_prompt(self) -> bool:
         return any(piece.row.scores_prompt for piece in self.prefill)
 
+    @property
+    def policies(self) -> set[Policy]:
+        return {row.request.policy for row in self.decode} | {piece.row.request.policy for piece in self.prefill}
+
+    def by_weights(self) -> list[Step]:
+        """The step in parts that can run as one pass: a policy whose weights are all its own has a part to itself."""
+        policies = self.policies
+        if not policies:
+            return []
+        alone = sorted((policy for policy in policies if policy.full is not None), key=lambda policy: policy.version)
+        if len(policies) == 1 or not alone:
+            return [self]
+        parts = [self._part({policy}) for policy in alone]
+        rest = policies - set(alone)
+        return [*parts, self._part(rest)] if rest else parts
+
+    def _part(self, policies: set[Policy]) -> Step:
+        decode = [row for row in self.decode if row.request.policy in policies]
+        return Step(decode, [piece for piece in self.prefill if piece.row.request.policy in policies])
+
     def sampled_after(self) -> list[int]:
         """The packed tokens after which a token is sampled: every decode row, and the end of each complete prompt."""
         found = list(range(len(self.decode)))

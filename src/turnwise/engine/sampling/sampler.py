@@ -194,13 +194,16 @@ class Sampler:
         if decode and self._replay(decode, launched):
             decode = []
         step = Step(decode, self.scheduler.next_pieces())
-        if step.decode or step.prefill:
-            self._run(step, launched)
+        for part in step.by_weights():
+            self._run(part, launched)
         return launched if launched.has_rows else None
 
     def _replay(self, decode: Sequence[Row], launched: _LaunchedStep) -> bool:
         """Decode with a captured graph; False if there is none for these rows."""
         if self.decode_graphs is None:
+            return False
+        if len(Step(decode, []).by_weights()) > 1:  # a graph reads one set of weights
+            self.decode_graphs.forget_rows()
             return False
         route = self.weights.route(Step(decode, []), self.scheduler.policies)
         # A graph has one set of weights, and draws from the whole vocabulary.

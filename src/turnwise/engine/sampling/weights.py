@@ -1,4 +1,5 @@
-"""Which weights a sampler's tokens run with: the base, an adapter beside it, or an adapter merged into a copy.
+"""Which weights a sampler's tokens run with: the base, an adapter beside it, an adapter merged into a copy, or weights
+that are all a policy's own.
 
 While one policy has the sampler to itself, its adapter is merged into a second copy of the adapted weights. Otherwise
 the adapters stay beside the base: in a bank where a kernel serves rows of many in one launch, else span by span.
@@ -39,18 +40,21 @@ class SamplingWeights:
 
     def route(self, step: Step, versions: Callable[[], set[int]]) -> Route:
         """The route of packed tokens; `versions` are the policies of all running and waiting rows."""
-        if self.may_merge:
-            policies = {row.request.policy for row in step.decode} | {p.row.request.policy for p in step.prefill}
-            if len(policies) == 1:
-                (policy,) = policies
-                if policy.has_adapter and (self._merges_always or len(versions()) == 1):
-                    return self.merge(policy)
+        policies = step.policies
+        if len(policies) == 1:
+            (policy,) = policies
+            if policy.full is not None:
+                return Route(full=policy.full)
+            if self.may_merge and policy.has_adapter and (self._merges_always or len(versions()) == 1):
+                return self.merge(policy)
         runs = [(row.request.policy, 1) for row in step.decode]
         runs += [(piece.row.request.policy, piece.stop - piece.start) for piece in step.prefill]
         return self._beside(runs)
 
     def alone(self, policy: Policy) -> Route:
         """The route of a policy that has the sampler to itself."""
+        if policy.full is not None:
+            return Route(full=policy.full)
         with torch.inference_mode():
             return self.merge(policy) if policy.has_adapter else Route()
 
@@ -65,6 +69,8 @@ class SamplingWeights:
     def logits(self, hidden: Tensor, owners: Sequence[Policy]) -> Tensor:
         """Logits [rows, V] of hidden states [rows, H], each row under its owner."""
         head = self.model.head
+        if owners and owners[0].full is not None:  # all owners are the same then: see `Step.by_weights`
+            return head.apply_route(hidden, Route(full=owners[0].full))
         if self._merged_version and all(owner.version == self._merged_version for owner in owners):
             return head.apply_route(hidden, Route(merged=self.merged))
         if self._bank is not None:

@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,7 @@ def write_adapter(
 
     `more` holds further files by name.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
+    with new_directory(directory) as temporary:
         tensors: dict[str, Tensor] = {}
         for name, (a, b) in split_pairs(weights.flat, weights.shapes, weights.lora.rank).items():
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
@@ -69,6 +68,15 @@ def write_adapter(
             save_tensors(content.tensors, temporary / name, metadata=content.metadata)
         config = json.dumps(_peft_config(weights, base_model), indent=2)
         (temporary / CONFIG_FILE).write_text(config + "\n")
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Fill the directory that is given; it is synced and moved to `directory` at the end, or deleted after an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    try:
+        yield temporary
         _sync(temporary)
         _move(temporary, directory)
     except BaseException:
@@ -185,7 +193,7 @@ def read_head(directory: Path, hidden_size: int) -> Tensor:
     """[H + 1] the saved value head: weight, then bias."""
     if not is_critic(directory):
         raise CheckpointError(f"{directory} is a policy, not a critic: it has no {HEAD_FILE}")
-    tensors = _load(directory / HEAD_FILE)
+    tensors = load_tensors(directory / HEAD_FILE)
     if sorted(tensors) != ["bias", "weight"] or tensors["weight"].shape != (hidden_size,):
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         raise CheckpointError(f"{directory / HEAD_FILE} holds {shapes}; expected weight [{hidden_size}] and bias [1]")
@@ -193,7 +201,7 @@ def read_head(directory: Path, hidden_size: int) -> Tensor:
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    tensors = _load(directory / WEIGHTS_FILE)
+    tensors = load_tensors(directory / WEIGHTS_FILE)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for key in tensors:
         if key.endswith(".lora_A.weight"):
@@ -212,7 +220,7 @@ def read_optimizer(directory: Path, num_values: int) -> tuple[dict[str, Tensor],
     path = directory / OPTIMIZER_FILE
     if not path.exists():
         raise CheckpointError(f"{directory} was saved without optimizer state; load it without the optimizer")
-    moments = _load(path)
+    moments = load_tensors(path)
     for name in ("exp_avg", "exp_avg_sq"):
         if moments[name].numel() != num_values:
             raise CheckpointError(f"{path}: {name} has {moments[name].numel()} values; expected {num_values}")
@@ -220,7 +228,7 @@ def read_optimizer(directory: Path, num_values: int) -> tuple[dict[str, Tensor],
         return moments, int((file.metadata() or {})["num_steps"])
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,8 +75,10 @@ class TargetHead:
         self.entries = entries
         self.with_entropy = with_entropy
         self.spans = _row_spans(head, route, entries)
+        self.weight, self.bias = (head.weight, head.bias) if route.full is None else route.full.weights.head
+        self._grads = None if route.full is None or route.full.grads is None else route.full.grads.head
         self.ops = for_device(head.weight.device)
-        self._fused = self.ops.softmax_for(head.weight.dtype)
+        self._fused = self.ops.softmax_for(self.weight.dtype)
 
     def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute logprobs and entropies [E] without a gradient."""
@@ -104,7 +107,7 @@ class TargetHead:
         return grad_hidden, _cat(logprobs, hidden_RH), _cat(entropies, hidden_RH) if self.with_entropy else None
 
     def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:
-        logits = self.ops.products.linear(hidden_RH, self.head.weight, self.head.bias)
+        logits = self.ops.products.linear(hidden_RH, self.weight, self.bias)
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
@@ -155,9 +158,12 @@ class TargetHead:
         return grad.div_(temperatures_R[:, None])
 
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
-        weight = self.head.weight
+        weight = self.weight
         hidden = hidden_RH[rows]
-        grad_hidden = self.ops.products.multiply(grad_logits.to(weight.dtype), weight)
+        narrow = grad_logits.to(weight.dtype)
+        grad_hidden = self.ops.products.multiply(narrow, weight)
+        if self._grads is not None:
+            self._add_head_gradients(narrow, hidden, *self._grads)
         for span in self._spans_in(rows):
             own = slice(span.start, span.stop)
             grad_low = (grad_logits[own] @ span.b.to(grad_logits.dtype)).float().mul_(span.scale)
@@ -168,6 +174,12 @@ class TargetHead:
                 low = (rows_f32 @ span.a.t()).to(grad_logits.dtype)
                 span.grad_b.add_(grad_logits[own].t() @ low, alpha=span.scale)
         return grad_hidden
+
+    def _add_head_gradients(self, grad_logits: Tensor, hidden: Tensor, grad_weight: Tensor, grad_bias: Any) -> None:
+        """Of the head's own weights, where all weights are trained."""
+        self.ops.products.multiply(grad_logits.t(), hidden, out=grad_weight, is_added=True)
+        if grad_bias is not None:
+            grad_bias.add_(grad_logits.sum(dim=0, dtype=grad_bias.dtype))
 
     def _spans_in(self, rows: slice) -> Iterator[RowSpan]:
         for span in self.spans:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from turnwise.engine.training.trainable import Trainable
 from turnwise.errors import DataError
 from turnwise.types import AdamParams
+
+MAX_SLICE = 1 << 26
+"""Numbers that are updated at once; it bounds the memory of the step's temporary tensors."""
 
 
 @torch.no_grad()
@@ -18,6 +22,7 @@ def adamw_step(trainable: Trainable, params: AdamParams) -> dict[str, float]:
     norm = float(torch.linalg.vector_norm(trainable.grad))
     if not math.isfinite(norm):
         trainable.grad.zero_()
+        trainable.has_gradient = False
         raise DataError(
             f"the gradient norm is {norm}: this step was skipped and the gradient cleared; "
             "check advantages and logprobs for extreme values, or lower the learning rate"
@@ -26,13 +31,24 @@ def adamw_step(trainable: Trainable, params: AdamParams) -> dict[str, float]:
     if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
         grad.mul_(params.grad_clip_norm / norm)
     trainable.num_steps += 1
-    trainable.exp_avg.lerp_(grad, 1 - params.beta1)
-    trainable.exp_avg_sq.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
-    correction1 = 1 - params.beta1**trainable.num_steps
-    correction2 = 1 - params.beta2**trainable.num_steps
-    denominator = (trainable.exp_avg_sq / correction2).sqrt_().add_(params.eps)
-    if params.weight_decay:
-        trainable.flat.mul_(1 - params.learning_rate * params.weight_decay)
-    trainable.flat.addcdiv_(trainable.exp_avg, denominator, value=-params.learning_rate / correction1)
+    numbers = (trainable.flat, grad, trainable.exp_avg, trainable.exp_avg_sq)
+    flat, grads, means, squares = (tensor.split(MAX_SLICE) for tensor in numbers)
+    for part in zip(flat, grads, means, squares, strict=True):
+        _update(*part, params, trainable.num_steps)
     grad.zero_()
+    trainable.has_gradient = False
+    trainable.weights_moved()
     return {"grad_norm": norm, "optimizer_step": float(trainable.num_steps), "learning_rate": params.learning_rate}
+
+
+def _update(
+    flat: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, params: AdamParams, num_steps: int
+) -> None:
+    exp_avg.lerp_(grad, 1 - params.beta1)
+    exp_avg_sq.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
+    correction1 = 1 - params.beta1**num_steps
+    correction2 = 1 - params.beta2**num_steps
+    denominator = (exp_avg_sq / correction2).sqrt_().add_(params.eps)
+    if params.weight_decay:
+        flat.mul_(1 - params.learning_rate * params.weight_decay)
+    flat.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)

@@ -40,6 +40,7 @@ def read_snapshot(engine: Engine, lora: LoraConfig, directory: Path) -> Trainabl
     gradient = directory / GRADIENT_FILE
     if gradient.exists():
         adapter.grad.copy_(load_file(gradient)["grad"])
+        adapter.has_gradient = True
     return adapter
 
 

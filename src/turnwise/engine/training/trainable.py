@@ -1,7 +1,7 @@
 """What a training client trains.
 
-The engine, the clients and the service know only the protocol `Trainable`. It has two implementations: `LoraAdapter`,
-and the adapter with a value head (`critic.CriticAdapter`). To train full weights, write a class with these members.
+The engine, the clients and the service know only the protocol `Trainable`. Its implementations: `LoraAdapter`, the
+adapter with a value head (`critic.CriticAdapter`), and all weights of the model (`full_weights.FullWeights`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from turnwise.types import LoraConfig
 class Trainable(Protocol):
     """Parameters, their gradient and their optimizer's state, and how a pass uses them."""
 
-    lora: LoraConfig
     flat: Tensor
     """All parameters, float32, in one tensor."""
     grad: Tensor
@@ -36,6 +35,13 @@ class Trainable(Protocol):
     """AdamW's second moments, in the order of `flat`."""
     num_steps: int
     """Optimizer steps taken so far."""
+    has_gradient: bool
+    """Whether something was added to `grad` since the last optimizer step."""
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapter's shape; None if all weights are trained."""
+        ...
 
     @property
     def objective(self) -> Objective:
@@ -52,7 +58,11 @@ class Trainable(Protocol):
         ...
 
     def publish(self, dtype: torch.dtype) -> Policy:
-        """Return a frozen copy to sample from; raise a ConfigError if there is none, with the reason."""
+        """Return a version to sample from that never changes; raise a ConfigError if there is none, with the reason."""
+        ...
+
+    def weights_moved(self) -> None:
+        """Called after `flat` has changed."""
         ...
 
     def save(self, directory: Path, base_model: str, *, with_optimizer: bool) -> None:
@@ -72,6 +82,7 @@ class LoraAdapter(LoraWeights):
     """A LoRA adapter in training: parameters and gradients are views into flat tensors."""
 
     objective: Objective = TOKEN_LOGPROBS
+    lora: LoraConfig
     grad_pairs: dict[str, tuple[Tensor, Tensor]]
 
     def __init__(
@@ -88,6 +99,7 @@ class LoraAdapter(LoraWeights):
         self.exp_avg = torch.zeros_like(flat)
         self.exp_avg_sq = torch.zeros_like(flat)
         self.num_steps = 0
+        self.has_gradient = False
         self.pairs = {name: (_leaf(a), _leaf(b)) for name, (a, b) in self.pairs.items()}
         self.grad_pairs = split_pairs(self.grad, shapes, lora.rank)
         for name, (a, b) in self.pairs.items():
@@ -99,6 +111,9 @@ class LoraAdapter(LoraWeights):
 
     def publish(self, dtype: torch.dtype) -> Policy:
         return Policy(self.lora, self.shapes, self.flat.clone(), dtype)
+
+    def weights_moved(self) -> None:
+        """Passes read `flat` itself."""
 
     def save(self, directory: Path, base_model: str, *, with_optimizer: bool) -> None:
         files = self._more_files()
@@ -119,6 +134,7 @@ class LoraAdapter(LoraWeights):
             self.exp_avg_sq.zero_()
         self.flat.copy_(flat)
         self.grad.zero_()
+        self.has_gradient = False
 
     def free(self) -> None:
         for tensor in (self.flat, self.grad, self.exp_avg, self.exp_avg_sq):

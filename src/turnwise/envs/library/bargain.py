@@ -30,9 +30,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -57,7 +59,10 @@ class Bargain:
 
     name: ClassVar[str] = "bargain"
     max_tokens: ClassVar[int] = 4
+    scripted_opponents: ClassVar[tuple[str, ...]] = ("limit",)
 
+    opponent: str = "limit"
+    """Who buys: a script that pays up to its limit, or a model (docs/opponents.md), which is told the limit."""
     num_goods: int = 4
     """Number of things to sell, one per turn."""
     glad_share: float = 0.5
@@ -81,15 +86,26 @@ class Bargain:
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> BargainEnv:
+    def make_env(self, task: Task, seed: int) -> SeatedEnv:
+        return scripted_env(self, task, seed)
+
+    def policy_seat(self, task: Task) -> int:  # noqa: ARG002 - the policy sells
+        return 0
+
+    def scripted_reply(self, opponent: str, task: Task, game: BargainGame, seed: int) -> str:  # noqa: ARG002
+        return "I take it." if game.is_good_price else "No deal."
+
+    def make_game(self, task: Task, seed: int) -> BargainGame:
         def mood(price: int | None) -> Mood:
             drawn_with = (seed, task.id) if self.mood_from == "seed" else (seed, task.id, price or 0)
             return "glad" if random_for("mood", *drawn_with).random() < self.glad_share else "sad"
 
-        return BargainEnv(task.data["goods"], mood if self.mood_from == "price" else mood(None))
+        return BargainGame(task.data["goods"], mood if self.mood_from == "price" else mood(None))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        return play_demonstrations(self, lambda task: self._player(random_for("demo", seed, task.id)), count, seed)
+        return play_demonstrations(
+            with_script(self), lambda task: self._player(random_for("demo", seed, task.id)), count, seed
+        )
 
     def _draw_task(self, rng: random.Random) -> Task:
         goods = [{"name": name, "worth": rng.choice(WORTHS)} for name in rng.sample(GOODS, self.num_goods)]
@@ -108,58 +124,93 @@ class Bargain:
         return reply
 
 
-class BargainEnv:
-    """One day at the market."""
+class BargainGame:
+    """One day at the market: seat 0 sells, seat 1 buys."""
+
+    num_seats = 2
 
     def __init__(self, goods: Sequence[Mapping[str, Any]], mood: Mood | Callable[[int | None], Mood]) -> None:
         """`mood` is a mood, or a function that gives the mood for the first price."""
         self._goods = goods
         self._mood_of = mood if callable(mood) else None
         self._mood: Mood | None = None if callable(mood) else mood
+        self._asked: int | None = None  # the price that waits for an answer
         self._turn = 0
         self._earned = 0
         self._earned_first = 0
+        self._answer = ""
 
-    async def start(self) -> list[Message]:
-        return [system("Sell each thing. Say one price from 1 to 9."), user(self._offer())]
+    @property
+    def to_move(self) -> int | None:
+        if self._asked is not None:
+            return 1
+        return 0 if self._turn < len(self._goods) else None
 
-    async def step(self, reply: Message) -> EnvStep:
+    @property
+    def is_good_price(self) -> bool:
+        """Whether the buyer pays the price that is asked."""
+        return self._asked is not None and self._asked <= self._limit
+
+    def rules(self, seat: int) -> list[Message]:
+        if seat == 0:
+            return [system("Sell each thing. Say one price from 1 to 9.")]
+        bound = "twice what a thing is worth" if self._mood == "glad" else "one less than a thing is worth"
+        return [system(f"You buy things. You are {self._mood}: pay at most {bound}. Say I take it, or No deal.")]
+
+    def view(self, seat: int) -> list[Message]:
+        return [user(f"{self._answer}{self._offer()}" if seat == 0 else f"{self._offer()} The price is {self._asked}.")]
+
+    def move(self, reply: Message) -> bool:
+        if self._asked is not None:
+            return self._decide(reply.content)
         price = _read_price(reply.content)
         if self._mood is None:
             assert self._mood_of is not None, "a mood that is not known follows from the first price"
             self._mood = self._mood_of(price)
-        is_sold = price is not None and price <= highest_price(self._goods[self._turn]["worth"], self._mood)
-        self._earned += price if price is not None and is_sold else 0
-        if self._turn == 0:
-            self._earned_first = self._earned
-        self._turn += 1
-        if self._turn == len(self._goods):
-            return self._settle(is_unparsable=price is None)
-        answer = f"I am {self._mood}. {'I take it.' if is_sold else 'No deal.'} {self._offer()}"
-        return EnvStep(messages=[user(answer)], is_unparsable=price is None)
+        if price is None:
+            self._settle_thing(0)
+        else:
+            self._asked = price
+        return price is not None
 
-    async def close(self) -> None:
-        pass
+    def outcome(self, seat: int) -> SeatOutcome:
+        assert self._mood is not None, "it is known from the first price on"
+        mood: Mood = self._mood
+        most = sum(highest_price(good["worth"], "glad") for good in self._goods)
+        possible = sum(highest_price(good["worth"], mood) for good in self._goods[1:])
+        sold = self._earned / most
+        return SeatOutcome(
+            reward=sold if seat == 0 else 1.0 - sold,
+            is_success=self._earned - self._earned_first >= SUCCESS_SHARE * possible,
+            info={"glad": float(mood == "glad")},
+        )
 
-    def state_key(self) -> str:
+    def key(self) -> str:
         """The state includes the mood as soon as it is drawn, even before the buyer tells it."""
         return f"turn {self._turn} {self._mood} earned {self._earned_first}+{self._earned - self._earned_first}"
 
-    def fork(self) -> BargainEnv:
+    def copy(self) -> BargainGame:
         return copy.copy(self)  # the goods are never changed
 
-    def _settle(self, *, is_unparsable: bool) -> EnvStep:
+    @property
+    def _limit(self) -> int:
         assert self._mood is not None, "it is known from the first price on"
-        most = sum(highest_price(good["worth"], "glad") for good in self._goods)
-        mood: Mood = self._mood
-        possible = sum(highest_price(good["worth"], mood) for good in self._goods[1:])
-        return EnvStep(
-            reward=self._earned / most,
-            terminated=True,
-            is_success=self._earned - self._earned_first >= SUCCESS_SHARE * possible,
-            is_unparsable=is_unparsable,
-            info={"glad": float(self._mood == "glad")},
-        )
+        return highest_price(self._goods[self._turn]["worth"], self._mood)
+
+    def _decide(self, text: str) -> bool:
+        """The buyer's answer. What says neither, or both, is no deal."""
+        takes, refuses = "take" in text.lower(), "no deal" in text.lower()
+        assert self._asked is not None, "there is a price to answer"
+        self._settle_thing(self._asked if takes and not refuses else 0)
+        return takes != refuses
+
+    def _settle_thing(self, paid: int) -> None:
+        self._earned += paid
+        if self._turn == 0:
+            self._earned_first = self._earned
+        self._asked = None
+        self._turn += 1
+        self._answer = f"I am {self._mood}. {'I take it.' if paid else 'No deal.'} "
 
     def _offer(self) -> str:
         good = self._goods[self._turn]

@@ -32,7 +32,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from turnwise.envs.base import Split, Task, system, user
@@ -58,7 +58,7 @@ from turnwise.envs.library.negotiate_players import (
 from turnwise.envs.library.negotiate_text import read_reply, write_offer
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import play_script, run_coroutine
-from turnwise.envs.seats import SeatedEnv, scripted_env
+from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
 from turnwise.runtime.suggest import did_you_mean
@@ -307,8 +307,7 @@ class Negotiate:
 
     def _scripted_env(self, task: Task, seed: int) -> SeatedEnv:
         """Against the scripted opponent; a warm-up against a model shows games against all scripts."""
-        is_model = self.opponent not in self.scripted_opponents
-        return scripted_env(replace(self, opponent=MIXED) if is_model else self, task, seed)
+        return scripted_env(with_script(self), task, seed)
 
     def _chosen(self) -> tuple[str, ...]:
         return ALL_GAMES if self.games == "all" else tuple(game.strip() for game in self.games.split(","))

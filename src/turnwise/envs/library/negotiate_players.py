@@ -37,7 +37,7 @@ CHARACTERS: Mapping[str, Character] = {
     "tough": Character(floor=0.6, curve=3.0, talk=("I need more.", "That is too little.", "I will not go lower.")),
 }
 RANDOM_PLAYER, MIXED = "random", "mixed"
-SCRIPTED_PLAYERS = (*CHARACTERS, RANDOM_PLAYER, MIXED)
+SCRIPTED_PLAYERS = (MIXED, *CHARACTERS, RANDOM_PLAYER)
 _RANDOM_TALK = ("Well.", "How about this?", "Hm.")
 
 

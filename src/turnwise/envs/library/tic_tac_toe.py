@@ -1,4 +1,4 @@
-"""Tic-tac-toe on a board of numbers, against a scripted opponent or against oneself.
+"""Tic-tac-toe on a board of numbers, against a script, a model or oneself.
 
     system     You are X. Three in a row win. Say the number of a free square.
     user       1 2 3
@@ -28,12 +28,13 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import Split, Task, system, user
 from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -151,7 +152,10 @@ class TicTacToe:
     name: ClassVar[str] = "tic_tac_toe"
     max_tokens: ClassVar[int] = 4
 
-    opponent: Literal["random", "minimax"] = "random"
+    scripted_opponents: ClassVar[tuple[str, ...]] = ("random", "minimax")
+
+    opponent: str = "random"
+    """Who has the other seat: random, minimax, or a model (docs/opponents.md)."""
     epsilon: float = 0.0
     """How often `minimax` takes a random free square instead."""
     max_illegal: int = 1
@@ -176,8 +180,11 @@ class TicTacToe:
         pairs = [(board, number) for board in boards for number in range(NUM_OPPONENTS)]
         return [_make_task(board, number) for board, number in draw(pairs, count, rng)]
 
-    def make_env(self, task: Task, seed: int) -> TicTacToeEnv:  # noqa: ARG002 - the opponent is drawn with the task
-        return TicTacToeEnv(self, self.make_game(task, 0), task.data["opponent"])
+    def make_env(self, task: Task, seed: int) -> SeatedEnv:
+        return scripted_env(self, task, seed)
+
+    def policy_seat(self, task: Task) -> int:
+        return mover(task.data["board"])
 
     def make_game(self, task: Task, seed: int) -> TicTacToeGame:  # noqa: ARG002 - a game of two has no randomness
         return TicTacToeGame(task.data["board"], max_illegal=self.max_illegal)
@@ -188,14 +195,13 @@ class TicTacToe:
         def player_of(task: Task) -> ScriptedPlayer:
             return _player(f"demo:{seed}:{task.id}", self.demonstration_skill)
 
-        return play_demonstrations(self, player_of, count, seed)
+        return play_demonstrations(with_script(self), player_of, count, seed)
 
-    def reply(self, board: Board, number: int) -> int:
-        """The move of scripted opponent `number`."""
-        rng = random_for(self.opponent, number, board)
-        if self.opponent == "random" or rng.random() < self.epsilon:
-            return rng.choice(free_squares(board))
-        return rng.choice(best_squares(board))
+    def scripted_reply(self, opponent: str, task: Task, game: TicTacToeGame, seed: int) -> str:  # noqa: ARG002
+        """The move of a script. It follows from the task, which numbers its script, and the board."""
+        rng = random_for(opponent, task.data["opponent"], game.board)
+        is_random = opponent == "random" or rng.random() < self.epsilon
+        return str(rng.choice(free_squares(game.board) if is_random else best_squares(game.board)) + 1)
 
 
 def _make_task(board: Board, number: int) -> Task:
@@ -211,34 +217,3 @@ def _player(seed: str, skill: float) -> ScriptedPlayer:
         return str(rng.choice(best_squares(board) if is_skilled else free_squares(board)) + 1)
 
     return reply
-
-
-class TicTacToeEnv:
-    """One game against a scripted opponent."""
-
-    def __init__(self, world: TicTacToe, game: TicTacToeGame, opponent: int) -> None:
-        self._world = world
-        self._game = game
-        self._opponent = opponent
-        self._seat = mover(game.board)
-
-    async def start(self) -> list[Message]:
-        return [*self._game.rules(self._seat), *self._game.view(self._seat)]
-
-    async def step(self, reply: Message) -> EnvStep:
-        is_read = self._game.move(reply)
-        if self._game.to_move == 1 - self._seat:
-            square = self._world.reply(self._game.board, self._opponent)
-            self._game.move(Message(role="assistant", content=str(square + 1)))
-        if self._game.to_move is not None:
-            return EnvStep(messages=self._game.view(self._seat), is_unparsable=not is_read)
-        return self._game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
-
-    async def close(self) -> None:
-        pass
-
-    def state_key(self) -> str:
-        return self._game.key()
-
-    def fork(self) -> TicTacToeEnv:
-        return TicTacToeEnv(self._world, self._game.copy(), self._opponent)

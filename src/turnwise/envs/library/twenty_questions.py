@@ -25,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -75,7 +77,10 @@ class TwentyQuestions:
 
     name: ClassVar[str] = "twenty_questions"
     max_tokens: ClassVar[int] = 8
+    scripted_opponents: ClassVar[tuple[str, ...]] = ("table",)
 
+    opponent: str = "table"
+    """Who answers: the table of words, or a model (docs/opponents.md), which may err."""
     num_things: int = 6
     """Number of things to choose from. Halving finds the right one in log2(num_things) questions and a guess."""
     max_turns: int = 6
@@ -95,14 +100,23 @@ class TwentyQuestions:
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
-    def make_env(self, task: Task, seed: int) -> TwentyQuestionsEnv:  # noqa: ARG002 - the answerer has no randomness
-        return TwentyQuestionsEnv(self, task.data["things"], task.data["secret"])
+    def make_env(self, task: Task, seed: int) -> SeatedEnv:
+        return scripted_env(self, task, seed)
+
+    def policy_seat(self, task: Task) -> int:  # noqa: ARG002 - the policy asks
+        return 0
+
+    def make_game(self, task: Task, seed: int) -> TwentyQuestionsGame:  # noqa: ARG002 - there is no randomness
+        return TwentyQuestionsGame(self, task.data["things"], task.data["secret"])
+
+    def scripted_reply(self, opponent: str, task: Task, game: TwentyQuestionsGame, seed: int) -> str:  # noqa: ARG002
+        return "yes" if is_true(game.asked or "", game.secret) else "no"
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         def player_of(task: Task) -> ScriptedPlayer:
             return self._player(task.data["things"], random_for("demo", seed, task.id))
 
-        return play_demonstrations(self, player_of, count, seed)
+        return play_demonstrations(with_script(self), player_of, count, seed)
 
     def _draw_task(self, rng: random.Random) -> Task:
         things, secret = list[str](), ""
@@ -152,53 +166,81 @@ def num_turns(things: Sequence[str], secret: str) -> int:
     return turns
 
 
-class TwentyQuestionsEnv:
-    """One game."""
+class TwentyQuestionsGame:
+    """One game: seat 0 asks and guesses, seat 1 answers the questions. Guesses are judged by the game itself."""
+
+    num_seats = 2
 
     def __init__(self, world: TwentyQuestions, things: Sequence[str], secret: str) -> None:
         self._world = world
         self._things = tuple(things)
-        self._secret = secret
+        self.secret = secret
+        self.asked: str | None = None
+        """The word that waits for an answer."""
         self._left = tuple(things)
         self._turn = 0
+        self._answer = f"It is one of: {', '.join(things)}. Ask."
+        self._is_found = False
 
-    async def start(self) -> list[Message]:
-        rules = f"Find the thing. Ask about one word, or guess the thing. Words: {' '.join(WORDS)}"
-        return [system(rules), user(f"It is one of: {', '.join(self._things)}. Ask.")]
+    @property
+    def to_move(self) -> int | None:
+        if self.asked is not None:
+            return 1
+        return None if self._is_found or self._turn >= self._world.max_turns else 0
 
-    async def step(self, reply: Message) -> EnvStep:
+    def rules(self, seat: int) -> list[Message]:
+        if seat == 0:
+            return [
+                system(f"Find the thing. Ask about one word, or guess the thing. Words: {' '.join(WORDS)}"),
+            ]
+        words = THINGS[self.secret]
+        return [system(f"The secret thing is the {self.secret}. It is: {words}. Answer each question with yes or no.")]
+
+    def view(self, seat: int) -> list[Message]:
+        return [user(self._answer if seat == 0 else f"Is it {self.asked}?")]
+
+    def move(self, reply: Message) -> bool:
+        if self.asked is not None:
+            return self._answered(reply.content)
         self._turn += 1
         said = self._read(reply.content)
-        if said == self._secret:
-            reward = self._world.turn_decay ** (self._turn - 1)
-            return EnvStep(reward=reward, terminated=True, is_success=True, info={"turns": self._turn})
         if said is None:
-            answer = _UNCLEAR
+            self._answer = _UNCLEAR
         elif said in WORDS:
-            truth = is_true(said, self._secret)
-            self._left = tuple(thing for thing in self._left if is_true(said, thing) == truth)
-            answer = "yes" if truth else "no"
+            self.asked = said
+        elif said == self.secret:
+            self._is_found = True
         else:
             self._left = tuple(thing for thing in self._left if thing != said)
-            answer = f"no, not the {said}"
-        is_last = self._turn >= self._world.max_turns
-        return EnvStep(
-            messages=[user(answer)],
-            terminated=is_last,
-            is_success=False if is_last else None,
-            is_unparsable=said is None,
-            info={"turns": self._turn} if is_last else {},
+            self._answer = f"no, not the {said}"
+        return said is not None
+
+    def outcome(self, seat: int) -> SeatOutcome:  # noqa: ARG002 - both want the thing to be found
+        return SeatOutcome(
+            reward=self._world.turn_decay ** (self._turn - 1) if self._is_found else 0.0,
+            is_success=self._is_found,
+            info={"turns": self._turn},
+            messages=() if self._is_found else [user(self._answer)],
         )
 
-    async def close(self) -> None:
-        pass
-
-    def state_key(self) -> str:
+    def key(self) -> str:
         """The remaining things and the number of turns played. The words of the questions do not matter."""
         return f"left {' '.join(self._left)} turn {self._turn}"
 
-    def fork(self) -> TwentyQuestionsEnv:
+    def copy(self) -> TwentyQuestionsGame:
         return copy.copy(self)  # the copy shares nothing that can change
+
+    def _answered(self, text: str) -> bool:
+        """An answer with exactly one of yes and no counts; the other side hears that word, or that it was unclear."""
+        said = {word for word in re.findall(r"[a-z]+", text.lower()) if word in ("yes", "no")}
+        if len(said) == 1:
+            (self._answer,) = said
+            is_yes = self._answer == "yes"
+            self._left = tuple(thing for thing in self._left if is_true(self.asked or "", thing) == is_yes)
+        else:
+            self._answer = "unclear"
+        self.asked = None
+        return len(said) == 1
 
     def _read(self, text: str) -> str | None:
         """Read the only word or thing that a reply names. None if there is no single one."""

@@ -16,6 +16,7 @@ from turnwise.errors import CheckpointError, TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure, without_paths
 from turnwise.service.service import Service
+from turnwise.service.wire.screen import InvalidBodyError
 
 _TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded", 504: "timeout"}
@@ -41,7 +42,12 @@ class OpenAIRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
+                if self.body_field is not None:
+                    service: Service = request.app.state.service
+                    await service.screen.check(self.body_field.field_info.annotation, await request.body())
                 return await handler(request)
+            except InvalidBodyError as error:
+                return _invalid(error)
             except HttpFailure as error:
                 body = error_json(error.status, error.detail, getattr(error, "param", None))
                 return AsciiJson(body, error.status, headers=error.headers)
@@ -56,7 +62,7 @@ class OpenAIRoute(APIRoute):
         return answer
 
 
-def _invalid(error: RequestValidationError) -> AsciiJson:
+def _invalid(error: RequestValidationError | InvalidBodyError) -> AsciiJson:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(place)[:200] or None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from turnwise.service.failures import HttpFailure
+from turnwise.service.wire.schemas import Items
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -50,9 +51,9 @@ class ToolCallBody(_Loose):
 
 class MessageBody(_Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[PartBody] | None = None
+    content: Text | Items[PartBody] | None = None
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=200)] | None = None
 
 
@@ -83,7 +84,7 @@ class _Sampled(_Strict):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     return_token_ids: bool | None = None
@@ -107,15 +108,15 @@ class _Sampled(_Strict):
 
 
 class ChatBody(_Sampled):
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=100_000)]
+    messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=100_000)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=1000)] | None = None
+    tools: Annotated[Items[ToolBody], Field(max_length=1000)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     audio: Any = None
     prediction: Any = None
     functions: Any = None
@@ -166,7 +167,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 class CompletionBody(_Sampled):
-    prompt: Text | list[Token] | list[Text] | list[list[Token]]
+    prompt: Text | Items[Token] | Items[Text] | Items[Items[Token]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -33,6 +33,7 @@ router = APIRouter(prefix=PREFIX, tags=["sampling"])
 async def asample(request: Request) -> JSONResponse:
     service, caller = await get_service(request), await get_caller(request)
     content = await request.body()
+    await service.screen.check(schemas.SampleBody, content)
     body = schemas.SampleBody.model_validate_json(content)
     request_id, sequence_ids = service.sampling.submit(caller, body, len(content))
     return promised(request_id, sample_sequence_ids=sequence_ids)

@@ -27,17 +27,27 @@ from turnwise.service.training.operations import TrainingRequest, parse_request,
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import JsonReply
+from turnwise.service.wire.screen import InvalidBodyError
 
 router = APIRouter(prefix=PREFIX, tags=["training"])
 
 BIG_BODY = 1 << 16
 """Bodies of at least this size are parsed in a thread."""
+_LARGE_SCHEMAS = {
+    "forward_backward.json": schemas.ForwardBackwardBody,
+    "forward.json": schemas.ForwardBody,
+    "reverse_kl": schemas.ReverseKlBody,
+}
+"""JSON requests whose bodies may be large; `Gate` bounds the others."""
 
 
 async def submit(service: Service, caller: Caller, request: Request, kind: str) -> JSONResponse:
     """Read, check and queue one training request. A refused request still uses its sequence number."""
     body = await read_body(request, service.config.max_body_bytes)
     try:
+        schema = _LARGE_SCHEMAS.get(kind)
+        if schema is not None:
+            await service.screen.check(schema, body)
         parsed = (
             await asyncio.to_thread(parse_request, kind, body) if len(body) > BIG_BODY else parse_request(kind, body)
         )
@@ -45,16 +55,23 @@ async def submit(service: Service, caller: Caller, request: Request, kind: str) 
         request_id = service.training.submit(caller, parsed, retry_key=retry_key)
     except HttpFailure as failure:
         if failure.status < 429:
-            _refuse(service, caller, kind, body)
+            await _refuse(service, caller, kind, body)
+        raise
+    except InvalidBodyError as error:
+        _use_number(service, caller, error.mistakes.sender)
         raise
     except (TurnwiseError, ValidationError):
-        _refuse(service, caller, kind, body)
+        await _refuse(service, caller, kind, body)
         raise
     return promised(request_id, model_id=parsed.model_id)
 
 
-def _refuse(service: Service, caller: Caller, kind: str, body: bytes) -> None:
-    sender = sender_of(kind, body)
+async def _refuse(service: Service, caller: Caller, kind: str, body: bytes) -> None:
+    _use_number(service, caller, await asyncio.to_thread(sender_of, kind, body))
+
+
+def _use_number(service: Service, caller: Caller, sender: tuple[str, int] | None) -> None:
+    """A request that is refused uses up its number; the next one would wait for it otherwise."""
     if sender is not None:
         model_id, seq = sender
         service.training.refuse(caller, model_id, seq)

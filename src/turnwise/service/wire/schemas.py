@@ -1,14 +1,17 @@
 """The JSON bodies that clients send, as pydantic models with limits; `wire/types.py` turns them into our types.
 
-Fields that this service does not know are ignored, as newer SDKs send more. Absent and null mean the same.
+Fields that this service does not know are ignored, as newer SDKs send more. Absent and null mean the same. A list is
+read up to its first wrong item (`Items`): a million mistakes are told no better than one, and take a minute to find.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
 Id = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:\-]+$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -16,7 +19,17 @@ TinkerPath = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Text = Annotated[str, StringConstraints(max_length=10_000)]
 Seq = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Ttl = Annotated[int, Field(ge=1, le=10**10)]
-Metadata = Annotated[dict[Annotated[str, StringConstraints(max_length=1000)], Text], Field(max_length=1000)]
+MAX_METADATA = 1000
+
+
+def _few(value: object) -> object:
+    """Refuse a large dict before its items are looked at, one mistake each."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"{len(value)} entries; expected {MAX_METADATA} at most")
+    return value
+
+
+Metadata = Annotated[dict[Annotated[str, StringConstraints(max_length=1000)], Text], BeforeValidator(_few)]
 Token = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Dim = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -30,7 +43,7 @@ class ClientConfigBody(Body):
 
 
 class CreateSessionBody(Body):
-    tags: Annotated[list[Text], Field(max_length=1000)] = []
+    tags: Annotated[Items[Text], Field(max_length=1000)] = []
     user_metadata: Metadata | None = None
     sdk_version: Text | None = None
     project_id: Name | None = None
@@ -57,15 +70,15 @@ class SearchCursorBody(Body):
 
 class StatusBody(Body):
     type: Name
-    reasons: Annotated[list[Name], Field(max_length=10)] | None = None
+    reasons: Annotated[Items[Name], Field(max_length=10)] | None = None
 
 
 class SearchBody(Body):
     session_id: Name | None = None
     display_name: Name | None = None
-    project_ids: Annotated[list[Name], Field(max_length=100)] | None = None
+    project_ids: Annotated[Items[Name], Field(max_length=100)] | None = None
     user_metadata: Metadata = {}
-    statuses: Annotated[list[StatusBody], Field(max_length=10)] | None = None
+    statuses: Annotated[Items[StatusBody], Field(max_length=10)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SearchCursorBody | None = None
 
@@ -141,19 +154,19 @@ class TtlBody(Body):
 
 class ChunkBody(Body):
     type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"] = "encoded_text"
-    tokens: list[Token] = []
+    tokens: Items[Token] = []
 
 
 class ModelInputBody(Body):
-    chunks: list[ChunkBody] = []
+    chunks: Items[ChunkBody] = []
 
 
 class TensorBody(Body):
-    data: list[float] | float
+    data: Items[float] | float
     dtype: Literal["int64", "float32"] = "float32"
-    shape: Annotated[list[Dim], Field(max_length=8)] | None = None
-    sparse_crow_indices: list[Dim] | None = None
-    sparse_col_indices: list[Dim] | None = None
+    shape: Annotated[Items[Dim], Field(max_length=8)] | None = None
+    sparse_crow_indices: Items[Dim] | None = None
+    sparse_col_indices: Items[Dim] | None = None
 
 
 class DatumBody(Body):
@@ -162,7 +175,7 @@ class DatumBody(Body):
 
 
 class ForwardBackwardInputBody(Body):
-    data: list[DatumBody]
+    data: Items[DatumBody]
     loss_fn: Name
     loss_fn_config: Annotated[dict[str, float | str], Field(max_length=64)] | None = None
 
@@ -211,7 +224,7 @@ class SamplingParamsBody(Body):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
-        Text | Annotated[list[Token], Field(max_length=1000)] | Annotated[list[Text], Field(max_length=1000)] | None
+        Text | Annotated[Items[Token], Field(max_length=1000)] | Annotated[Items[Text], Field(max_length=1000)] | None
     ) = None
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
@@ -246,7 +259,7 @@ class RetrieveFuturesBody(Body):
     target: FuturesTargetBody
     prev_cursor: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     timeout: Annotated[float, Field(ge=0, le=3600)] | None = None
-    retrieved_request_ids: Annotated[list[Id], Field(max_length=100_000)] = []
+    retrieved_request_ids: Annotated[Items[Id], Field(max_length=100_000)] = []
 
 
 class RequestBody(Body):
@@ -263,13 +276,13 @@ class ReverseKlDatumBody(Body):
 class ReverseKlBody(Body):
     model_id: Id
     reference_model_path: TinkerPath
-    data: Annotated[list[ReverseKlDatumBody], Field(min_length=1, max_length=4096)]
+    data: Annotated[Items[ReverseKlDatumBody], Field(min_length=1, max_length=4096)]
     temperature: float = 1.0
     seq_id: Seq | None = None
 
 
 class InterpolateBody(Body):
-    source_paths: Annotated[list[TinkerPath], Field(min_length=1, max_length=64)]
-    coefficients: Annotated[list[float], Field(min_length=1, max_length=64)]
+    source_paths: Annotated[Items[TinkerPath], Field(min_length=1, max_length=64)]
+    coefficients: Annotated[Items[float], Field(min_length=1, max_length=64)]
     output_path: Name | None = None
     output_checkpoint_type: Name = "sampler"

@@ -13,12 +13,12 @@ tw.pages.attempt = async (root, { parts, values }) => {
   const dialogue = h("div", { class: "dialogue" });
   const draw = () => {
     dialogue.replaceChildren(...attempt.start.map((message) => tw.message(message)), ...attempt.turns.map((turn, index) => tw.turnBlock(turn, index, state.view, attempt)));
-    if (attempt.failure) dialogue.append(h("div", { class: "finding error" }, h("b", {}, `failed: ${attempt.failure.party}`), h("pre", {}, attempt.failure.detail)));
+    if (attempt.failure) dialogue.append(h("div", { class: "finding error" }, h("b", {}, `failed: ${attempt.failure.party}`), h("pre", {}, attempt.failure.traceback || attempt.failure.detail)));
     else if (attempt.end_meaning) dialogue.append(h("p", { class: "end" }, `${row.end_reason.replace("_", " ")}: ${attempt.end_meaning}`));
   };
   const hasTokens = attempt.turns.some((turn) => turn.tokens);
   root.append(
-    h("div", { class: "title" }, h("h1", { tabindex: -1 }, `Attempt #${id}`), tw.verdict(row.is_success, row.end_reason), tw.pill(`reward ${tw.num(row.reward)}`), tw.pill(row.outcome, row.outcome === "trained" ? "live" : "")),
+    h("div", { class: "title" }, h("h1", { tabindex: -1 }, `Attempt #${id}`), tw.verdict(row.is_success, row.end_reason), tw.pill(`reward ${tw.num(row.reward)}`), tw.pill(row.outcome === "trained" || row.outcome === "evaluated" ? row.outcome : `not trained: ${row.outcome}`, row.outcome === "trained" ? "live" : "")),
     h("p", { class: "sub" }, `${row.task_id} · step ${row.step} · ${row.phase} · ${tw.plural(row.num_turns, "turn")} · ${tw.plural(row.num_sampled_tokens, "token")} · ${tw.duration(attempt.duration_s)} · seed ${attempt.seed}`),
     siblings(run, id, group),
     h("div", { class: "attempt-page" }, h("div", {}, hasTokens ? tw.tokenTools(state, draw, [attempt]) : null, dialogue), aside(run, attempt, group)));
@@ -62,7 +62,8 @@ tw.message = (message, more) => h("article", { class: `message ${message.role}`,
   h("header", {}, h("b", {}, ICONS[message.role]), message.name ? h("code", {}, message.name) : null, more ? more.head : null),
   more && more.body ? more.body : message.content ? h("div", { class: "text" }, message.content) : null,
   message.tool_calls.map((call) => h("div", { class: "call" }, h("b", {}, call.name), h("code", {}, arguments_(call)))),
-  (message.images || []).map((image) => h("img", { src: image, alt: "screenshot of the world" })),
+  (message.images || []).map( // data: addresses, for worlds that store what they show; those of today store none
+    (image) => h("img", { src: image, alt: "screenshot of the world" })),
   more ? more.foot : null);
 
 const sum = (parts) => Object.values(parts).reduce((total, value) => total + value, 0);
@@ -77,12 +78,12 @@ const advantageChip = (turn) => {
   const mean = known.reduce((total, value) => total + value, 0) / known.length;
   return h("span", { class: `chip ${mean > 0 ? "good" : mean < 0 ? "bad" : ""}`, title: "mean over the turn's trained tokens" }, `advantage ${tw.signed(mean)}`);
 };
-tw.turnBlock = (turn, index, view, attempt, partsAt = null) => {
+tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
   const isShared = attempt.branch && index < attempt.branch.turn;
   const most = view ? tw.largest(attempt.turns, view) : 1;
   const isText = !view || !turn.tokens;
-  const head = [h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
-    turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), advantageChip(turn),
+  const head = [name ? h("span", { class: "chip" }, name) : null, h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
+    turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_unparsable ? h("span", { class: "chip bad" }, "the env could not read it") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), advantageChip(turn),
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },
     h("summary", {}, `${tw.plural(turn.tokens.ids.length, "token")} after a prompt of ${turn.tokens.num_prompt.toLocaleString("en")}`)) : null;
@@ -93,7 +94,7 @@ tw.turnBlock = (turn, index, view, attempt, partsAt = null) => {
 
 const aside = (run, attempt, group) => h("aside", {},
   tw.card("Group", group.nodes.length ? "who said the same shares a line" : null, tw.tree(run, group, attempt.row.id)),
-  Object.keys(attempt.metrics || {}).length ? tw.card("The world's numbers", null, h("dl", { class: "facts" }, Object.entries(attempt.metrics).map(([name, value]) => [h("dt", {}, name), h("dd", {}, tw.num(value))]))) : null,
+  Object.keys({ ...attempt.metrics, ...attempt.labels }).length ? tw.card("The world's numbers", null, h("dl", { class: "facts" }, Object.entries(attempt.metrics).map(([name, value]) => [h("dt", {}, name), h("dd", {}, tw.num(value))]), Object.entries(attempt.labels).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))) : null,
   attempt.task ? tw.card("Task", null, h("pre", { class: "task" }, JSON.stringify(attempt.task, null, 1))) : null,
   attempt.missing.length ? tw.card("Not shown", null, h("ul", { class: "plain" }, attempt.missing.map((text) => h("li", {}, text)))) : null);
 
@@ -137,7 +138,7 @@ tw.tree = (run, group, current) => {
     const one = reward.get(id), left = 24 + depth * columnWidth;
     svg.append(s("a", { href: tw.go(["attempt", run, id]), class: id === current ? "leaf on" : "leaf", "aria-label": `attempt ${id}, reward ${tw.num(one.reward)}` },
       s("rect", { x: left - 4, y: y.get(id) - 9, width: 96, height: 18, rx: 4, class: "hit" }),
-      s("circle", { cx: left + 4, cy: y.get(id), r: 4.5, style: { fill: tw.rewardColor(one.reward, low, high) } }),
+      s("circle", { cx: left + 4, cy: y.get(id), r: 4.5, style: { fill: tw.rewardColor(one.reward, low, high, one.is_success) } }),
       s("text", { x: left + 14, y: y.get(id) + 4 }, `#${id}`), s("text", { x: left + 88, y: y.get(id) + 4, "text-anchor": "end", class: "reward" }, tw.num(one.reward))));
   }
   return h("div", { class: "scroll" }, svg, group.num_left_out ? h("p", { class: "note" }, `${group.num_left_out} more attempts are not drawn.`) : null);

@@ -3,11 +3,15 @@
 "use strict";
 const { h } = tw;
 const SIZE = 50;
+const SEARCHING_MS = 500;
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "most tokens"], ["turns", "most turns"]];
 const FIELDS = ["run", "world", "view", "phase", "outcome", "stop_reason", "success", "step_from", "step_to", "reward_from", "reward_to", "task", "text", "order", "first"];
 const END_REASONS = ["terminated", "truncated", "max_turns", "max_tokens", "time_limit", "unparsable", "failed"];
 
 tw.pages.attempts = async (root, { values }) => {
+  // The list of a named run does not wait for the list of runs.
+  const early = values.run ? tw.ask(values.view === "groups" ? "groups" : "attempts", { ...values, size: SIZE, view: "" }) : null;
+  if (early && early.catch) early.catch(() => {});
   const { runs } = await tw.ask("runs");
   const readable = runs.filter((run) => run.state !== "damaged");
   const run = values.run || (readable.length === 1 ? readable[0].name : "");
@@ -20,9 +24,9 @@ tw.pages.attempts = async (root, { values }) => {
   root.append(h("h1", { tabindex: -1 }, isGroups ? "Groups" : "Attempts"), form.element, count, h("section", { class: "card", "aria-label": "Results" }, list), pager);
   let pending = false;
 
-  const refresh = async () => {
+  const refresh = async (answer) => {
     const asked = { ...chosen, size: SIZE, view: "" };
-    const found = await tw.ask(isGroups ? "groups" : "attempts", asked);
+    const found = await (answer || tw.ask(isGroups ? "groups" : "attempts", asked));
     const first = found.first + 1, last = found.first + (found.rows || found.groups).length;
     pending = found.num_searched !== null && found.num_searched !== undefined && found.num_searched < found.num_attempts;
     count.replaceChildren(found.total ? `${tw.plural(found.total, isGroups ? "group" : "attempt")}, ${first.toLocaleString("en")} to ${last.toLocaleString("en")} shown` : "Nothing matches.",
@@ -30,15 +34,16 @@ tw.pages.attempts = async (root, { values }) => {
       found.note ? ` · ${found.note}` : "");
     list.replaceChildren(isGroups ? groupList(found.groups, !run) : attemptTable(found.rows, !run));
     pager.replaceChildren(...pages(found, change));
+    if (pending) setTimeout(() => { if (list.isConnected) tw.guarded(refresh)(); }, SEARCHING_MS);
   };
-  await refresh();
+  await refresh(early);
   const facets = async () => {
     if (tw.exported) return;
     const counts = await tw.ask("facets", { run, world: chosen.world });
     if (counts.is_complete) form.count(counts);
   };
   facets().catch(() => {});
-  return { refresh: async () => { await refresh(); await facets(); }, runs: () => (run ? [run] : readable.map((one) => one.name)), isPending: () => pending };
+  return { refresh: async () => { await refresh(); await facets(); }, runs: () => (run ? [run] : readable.map((one) => one.name)) };
 };
 
 const filterForm = (chosen, runs, change, isGroups) => {
@@ -87,28 +92,28 @@ const attemptTable = (rows, withRun) => {
       h("td", {}, h("a", { class: "row-link", href: tw.go(["attempt", row.run, row.id]), "aria-label": `attempt ${row.id}` }, `#${row.id}`)),
       withRun ? h("td", {}, row.run) : null, h("td", { class: "n" }, row.step), h("td", {}, row.phase), h("td", { class: "clip", title: row.task_id }, row.task_id),
       h("td", {}, tw.verdict(row.is_success === null ? null : Boolean(row.is_success)), row.outcome !== "trained" && row.outcome !== "evaluated" ? tw.pill(row.outcome) : null),
-      h("td", { class: "n" }, h("i", { class: "dot", style: { background: tw.rewardColor(row.reward, low, high) } }), tw.num(row.reward)),
+      h("td", { class: "n" }, h("i", { class: "dot", style: { background: tw.rewardColor(row.reward, low, high, row.is_success) } }), tw.num(row.reward)),
       h("td", {}, row.stop_reason.replace("_", " ")), h("td", { class: "n" }, row.num_turns), h("td", { class: "n" }, row.num_sampled_tokens),
       h("td", { class: "preview" }, row.preview)))));
 };
 
 const groupList = (groups, withRun) => {
   if (!groups.length) return h("p", { class: "empty" }, "No group matches these filters.");
-  return h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["task", withRun ? "run" : null, "step", "phase", "mean", "attempts, by reward"].filter(Boolean).map((head) => h("th", { scope: "col" }, head)))),
+  return h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["task", withRun ? "run" : null, "step", "phase", "mean", "attempts, by reward"].filter(Boolean).map((head) => h("th", { scope: "col", class: /^(step|mean)$/.test(head) ? "n" : null }, head)))),
     h("tbody", {}, groups.map((group) => {
       const rewards = group.attempts.map((one) => one.reward), low = Math.min(...rewards), high = Math.max(...rewards);
       const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;
       const sorted = [...group.attempts].sort((a, b) => b.reward - a.reward);
       return h("tr", {}, h("td", {}, h("a", { class: "row-link", href: tw.go(["attempt", group.run, sorted[0].id]) }, group.task_id)), withRun ? h("td", {}, group.run) : null,
         h("td", { class: "n" }, group.step), h("td", {}, group.phase), h("td", { class: "n" }, tw.num(mean)),
-        h("td", {}, tw.strip(group.run, sorted, null, low, high), high === low ? h("small", {}, " all the same: nothing to learn from") : null));
+        h("td", {}, tw.strip(group.run, sorted, null, low, high), high === low && sorted.length > 1 ? h("small", {}, ` all ${sorted.every((one) => one.is_success) ? "succeed" : sorted.some((one) => one.is_success) ? "the same" : "fail"}: no difference to learn from`) : null));
     })));
 };
 
 // The attempts of a group as small squares, coloured by reward.
 tw.strip = (run, attempts, current, low, high) => h("span", { class: "strip", role: "list", "aria-label": "Attempts of the group" }, attempts.map((one) =>
   h("span", { role: "listitem" }, h("a", { href: tw.go(["attempt", run, one.id]), class: one.id === current ? "on" : null, "aria-current": one.id === current ? "true" : null,
-    "aria-label": `attempt ${one.id}, reward ${tw.num(one.reward)}`, title: `#${one.id}, reward ${tw.num(one.reward)}, ${one.stop_reason}`, style: { background: one.outcome === "failed" ? "var(--grid)" : tw.rewardColor(one.reward, low, high) } }))));
+    "aria-label": `attempt ${one.id}, reward ${tw.num(one.reward)}`, title: `#${one.id}, reward ${tw.num(one.reward)}, ${one.stop_reason}`, style: { background: one.outcome === "failed" ? "var(--grid)" : tw.rewardColor(one.reward, low, high, one.is_success) } }))));
 
 const pages = (found, change) => {
   const last = Math.max(0, Math.ceil(found.total / found.size) - 1), at = Math.floor(found.first / found.size);

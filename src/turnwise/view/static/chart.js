@@ -29,7 +29,7 @@ tw.chart = (lines, { title, unit = "", height = 220, range = null, stacked = fal
     place.append(h("p", { class: "empty" }, "No values yet."));
     return box;
   }
-  if (legend && (drawn.length > 1 || stacked)) box.prepend(makeLegend(drawn));
+  if (legend) box.prepend(makeLegend(drawn));
   const { steps, column } = merge(drawn);
   const { data, series, bands } = stacked ? stackedColumns(drawn, column) : columns(drawn, column);
   const options = {
@@ -41,6 +41,7 @@ tw.chart = (lines, { title, unit = "", height = 220, range = null, stacked = fal
     hooks: { setCursor: [(u) => showTip(u, tip, drawn, column, steps, unit)] },
   };
   whenSeen(box, () => {
+    for (const old of waiting) if (!old.isConnected && old !== box) { waiting.delete(old); watcher.unobserve(old); }
     const width = place.clientWidth || 300;
     const chart = new uPlot({ ...options, width }, [steps, ...data], place);
     chart.root.append(tip);
@@ -120,15 +121,16 @@ const showTip = (u, tip, lines, column, steps, unit) => {
   tip.classList.add("on");
 };
 
-// Charts that nobody sees yet cost nothing.
+// Charts that nobody sees yet cost nothing. Paper shows all of them.
+const waiting = new Set();
+const draw = (box) => { if (waiting.delete(box)) { watcher.unobserve(box); box.whenSeen(); } };
+window.addEventListener("beforeprint", () => { for (const box of waiting) if (box.isConnected) draw(box); });
 const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    watcher.unobserve(entry.target);
-    entry.target.whenSeen();
+    if (entry.isIntersecting) draw(entry.target);
   }
 }, { rootMargin: "200px" });
-const whenSeen = (box, work) => { box.whenSeen = work; watcher.observe(box); };
+const whenSeen = (box, work) => { box.whenSeen = work; waiting.add(box); watcher.observe(box); };
 
 // A few points as a small line without axes.
 tw.spark = (x, y, { low = null, high = null, color = 0, label = "" } = {}) => {

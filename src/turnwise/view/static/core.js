@@ -69,7 +69,7 @@ const read = async (answer) => {
 };
 tw.askExport = (question, values) => {
   if (question === "attempts") return tw.filterExported(values);
-  const keys = { curves: values.metric, run: values.run, attempt: `${values.run}/${values.id}`, group: `${values.run}/${values.id}` };
+  const keys = { curves: values.metric, run: values.run, findings: values.run, attempt: `${values.run}/${values.id}`, group: `${values.run}/${values.id}` };
   const found = (tw.exported.answers[question] || {})[keys[question] || ""];
   if (found && question === "curves") return { ...found, groups: found.groups.filter((group) => group.runs.some((name) => values.runs.split(",").includes(name))) };
   if (found) return found;
@@ -119,8 +119,9 @@ const STATES = { running: "live", starting: "live", finished: "good", failed: "b
 tw.statePill = (state) => tw.pill(state, STATES[state]);
 tw.verdict = (success, reason) =>
   success === null || success === undefined ? tw.pill(reason || "no verdict") : success ? tw.pill("success", "good") : tw.pill("no success", "bad");
-tw.rewardColor = (reward, low, high) => {
-  if (high <= low) return "var(--mid)";
+// Where all attempts earned the same, the verdict gives the colour.
+tw.rewardColor = (reward, low, high, success = null) => {
+  if (high <= low) return success === null ? "var(--mid)" : success ? "var(--good)" : "var(--bad)";
   const share = Math.max(0, Math.min(1, (reward - low) / (high - low)));
   return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
 };

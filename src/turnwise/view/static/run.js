@@ -2,12 +2,13 @@
 (() => {
 "use strict";
 const { h } = tw;
+const DOCTOR_MS = 15000;
 const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic" };
 
 tw.pages.run = async (root, { parts }) => {
   const name = parts[0];
   tw.crumbs(["Runs", "#/"], [name]);
-  const head = h("div"), tiles = h("div", { class: "tiles" }), found = h("div"), charts = h("div", { class: "grid" });
+  const head = h("div"), tiles = h("div", { class: "tiles" }), found = h("div", {}, h("p", { class: "finding" }, h("small", {}, "Asking the doctor …"))), charts = h("div", { class: "grid" });
   const search = h("input", { type: "search", id: "metric-search", placeholder: "name or meaning", "aria-label": "Search metrics", oninput: () => drawMetrics() });
   const metrics = h("div"), papers = h("div");
   root.append(head, tiles, found, charts,
@@ -26,13 +27,22 @@ tw.pages.run = async (root, { parts }) => {
     metrics.replaceChildren(...(blocks.length ? blocks : [h("p", { class: "empty" }, wanted ? "No metric has this in its name or meaning." : "No metrics yet.")]));
   };
 
+  // The doctor reads attempts, which takes a moment: not before the page is there, and not at every step of a live run.
+  let asked = 0;
+  const lookForFindings = tw.guarded(async () => {
+    if (Date.now() - asked < (run.summary.is_alive ? DOCTOR_MS : 0)) return;
+    asked = Date.now();
+    found.replaceChildren(findings((await tw.ask("findings", { run: name })).findings));
+  });
+
   const refresh = async () => {
     run = await tw.ask("run", { run: name });
     const summary = run.summary;
-    head.replaceChildren(heading(name, summary), summary.state === "damaged" ? h("p", { class: "error" }, summary.error, " Other runs are not touched by this.") : toolbar(name, run));
+    if (head.contains(document.activeElement) && document.activeElement.tagName === "INPUT") head.querySelector(".progress").replaceWith(tw.progress(summary));
+    else head.replaceChildren(heading(name, summary), summary.state === "damaged" ? h("p", { class: "error" }, summary.error, " Other runs are not touched by this.") : toolbar(name, run));
     if (summary.state === "damaged") return;
     tiles.replaceChildren(...makeTiles(run));
-    found.replaceChildren(findings(run));
+    lookForFindings();
     charts.replaceChildren(...mainCharts(run));
     drawMetrics();
     const opened = new Set([...papers.querySelectorAll("details[open]")].map((one) => one.dataset.paper));
@@ -61,10 +71,13 @@ const toolbar = (name, run) => {
 const buttons = (name, run) => {
   const give = (order, body) => tw.guarded(async () => tw.say((await tw.order(order, { run: name, ...body })).said))();
   if (!run.summary.is_alive) {
-    return h("div", { class: "buttons" }, h("button", { type: "button", onclick: (event) => {
-      event.target.disabled = true;
-      give("resume", {}).finally(() => { event.target.disabled = false; });
-    }, title: "What `turnwise train --resume` does, in a process of its own" }, "Resume"));
+    const more = h("input", { "aria-label": "Changed options of the resumed run", size: 16, placeholder: `train.steps=${2 * run.summary.num_steps}` });
+    const button = h("button", { type: "submit", title: "What `turnwise train --resume` does, in a process of its own" }, "Resume");
+    return h("form", { class: "buttons", onsubmit: (event) => {
+      event.preventDefault();
+      button.disabled = true;
+      give("resume", { overrides: more.value.split(/\s+/).filter(Boolean) }).finally(() => { button.disabled = false; });
+    } }, more, button);
   }
   const select = h("select", { "aria-label": "Setting" }, Object.keys(run.settings).map((one) => h("option", { value: one }, one)));
   const value = h("input", { "aria-label": "New value", size: 8, required: true, placeholder: String(Object.values(run.settings)[0]) });
@@ -91,10 +104,11 @@ const makeTiles = (run) => {
   ];
 };
 
-const findings = (run) => {
-  if (!run.findings.length) return h("p", { class: "finding good" }, h("b", {}, "Nothing to report."), h("span", {}, " No alarm lasts, nothing failed."));
-  return h("div", { role: "list", "aria-label": "Findings" }, run.findings.map((one) => h("div", { class: `finding ${one.level}`, role: "listitem" },
-    h("b", {}, one.title), h("small", {}, one.step === null || one.step === undefined ? "" : ` step ${one.step}`), h("p", {}, one.text), one.fix ? h("p", { class: "fix" }, one.fix) : null)));
+const findings = (all) => {
+  if (!all.length) return h("p", { class: "finding good" }, h("b", {}, "Nothing to report."), h("span", {}, " The doctor finds no reason why this run should not learn."));
+  return h("div", { role: "list", "aria-label": "Findings" }, all.map((one) => h("div", { class: `finding ${one.level}`, role: "listitem" },
+    h("b", {}, one.title), h("p", {}, one.text), one.fixes.length ? h("ul", { class: "plain" }, one.fixes.map((fix) => h("li", {}, fix))) : null,
+    one.evidence ? h("details", { class: "more" }, h("summary", {}, "example"), h("pre", {}, one.evidence)) : null)));
 };
 
 const mainCharts = (run) => {

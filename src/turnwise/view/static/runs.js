@@ -6,12 +6,14 @@ const METRICS = [["eval/success", "held-out success"], ["eval/reward", "held-out
 
 tw.pages.runs = async (root, { values }) => {
   tw.crumbs(["Runs"]);
-  const state = { metric: values.metric || "eval/success", grouped: values.grouped !== "no", hidden: new Set() };
+  const state = { world: values.world || "", metric: values.metric || "eval/success", grouped: values.grouped !== "no", hidden: new Set() };
   const plot = h("div"), table = h("div", { class: "scroll" }), differences = h("div", { class: "scroll" }), where = h("p", { class: "sub" });
   const metric = h("select", { id: "metric", onchange: tw.guarded(async () => { state.metric = metric.value; await curves(); }) });
   const grouped = h("input", { type: "checkbox", id: "grouped", checked: state.grouped, onchange: tw.guarded(async () => { state.grouped = grouped.checked; await curves(); }) });
+  const world = h("select", { id: "world", onchange: tw.guarded(async () => { state.world = world.value; await refresh(); await differ(); }) });
+  const worldLabel = h("label", { for: "world" }, "world ", world);
   root.append(h("h1", { tabindex: -1 }, "Runs"), where,
-    tw.card("Curves", null, h("div", { class: "tools" }, h("label", { for: "metric" }, "metric "), metric, h("label", { class: "check" }, grouped, " group seeds")), plot),
+    tw.card("Curves", null, h("div", { class: "tools" }, worldLabel, h("label", { for: "metric" }, "metric "), metric, h("label", { class: "check" }, grouped, " group seeds")), plot),
     tw.card("All runs", null, table),
     tw.card("Config differences", null, differences));
   let runs = [];
@@ -43,18 +45,21 @@ tw.pages.runs = async (root, { values }) => {
     const names = runs.filter((run) => run.state !== "damaged").map((run) => run.name);
     if (names.length < 2) { differences.replaceChildren(h("p", { class: "empty" }, "One run: nothing to compare with.")); return; }
     const found = await tw.ask("differences", { runs: names.join(",") });
-    differences.replaceChildren(found.rows.length
-      ? h("table", { class: "config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "option"), found.runs.map((name) => h("th", { scope: "col" }, name)))),
-          h("tbody", {}, found.rows.map((row) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, row.option)), row.values.map((value) => h("td", {}, h("code", {}, value === "" ? "–" : value)))))))
-      : h("p", { class: "empty" }, "All options are the same."),
+    const table = (rows) => h("table", { class: "config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "option"), found.groups.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, row.option)), row.values.map((value) => h("td", {}, h("code", {}, value === "" ? "–" : value)))))));
+    differences.replaceChildren(found.rows.length ? table(found.rows) : h("p", { class: "empty" }, "All options that every run has are the same."),
+      found.partial.length ? h("details", { class: "more" }, h("summary", {}, `${tw.plural(found.partial.length, "option")} that only some runs have`), table(found.partial)) : "",
       h("p", { class: "note" }, `${tw.plural(found.num_same, "other option")} are the same.`));
   };
 
   const refresh = async () => {
     const found = await tw.ask("runs");
-    runs = found.runs;
+    const worlds = [...new Set(found.runs.map((run) => run.world).filter(Boolean))];
+    worldLabel.hidden = worlds.length < 2;
+    tw.options(world, [["", "any"], ...worlds.map((name) => [name, name])], state.world);
+    runs = found.runs.filter((run) => !state.world || run.world === state.world);
     const live = runs.filter((run) => run.is_alive).length;
-    where.replaceChildren(`${tw.plural(runs.length, "run")} below `, h("code", {}, found.place), live ? `, ${live} training now` : "",
+    where.replaceChildren(`${tw.plural(found.runs.length, "run")} below `, h("code", {}, found.place), live ? `, ${live} training now` : "",
       " · ", h("a", { href: tw.go(["attempts"]) }, "attempts of all runs"));
     table.replaceChildren(runTable(runs, state, tw.guarded(curves)));
     await curves();

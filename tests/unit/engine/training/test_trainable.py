@@ -84,6 +84,7 @@ class Probe:
         self.lora = LoraConfig(rank=1)
         self.flat, self.grad, self.exp_avg, self.exp_avg_sq = (torch.zeros(hidden_size) for _ in range(4))
         self.num_steps = 0
+        self.has_gradient = False
         self.objective = self
 
     @property
@@ -95,6 +96,9 @@ class Probe:
 
     def publish(self, dtype: torch.dtype) -> Policy:  # noqa: ARG002
         raise ConfigError("a probe has nothing to sample from")
+
+    def weights_moved(self) -> None:
+        pass
 
     def save(self, directory: Path, base_model: str, *, with_optimizer: bool) -> None:  # noqa: ARG002
         directory.mkdir()

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import EnvStep, assistant, system, user
+from turnwise.envs.base import EnvStep, Task, assistant, system, user
 from turnwise.envs.check import check_env
-from turnwise.envs.library.bargain import Bargain, BargainEnv, Mood, highest_price
+from turnwise.envs.library.bargain import Bargain, BargainGame, Mood, highest_price
+from turnwise.envs.seats import ScriptedOpponent, SeatedEnv
 from turnwise.errors import ConfigError
 
 GOODS = [
@@ -18,7 +19,12 @@ GOODS = [
 ]
 
 
-async def play(env: BargainEnv, *replies: str) -> list[EnvStep]:
+def make_env(mood: Mood) -> SeatedEnv:
+    opponent = ScriptedOpponent(Bargain(), "limit", Task(id="market"))
+    return SeatedEnv(BargainGame(GOODS, mood), 0, opponent, 0)
+
+
+async def play(env: SeatedEnv, *replies: str) -> list[EnvStep]:
     return [await env.step(assistant(reply)) for reply in replies]
 
 
@@ -27,7 +33,7 @@ def said(steps: list[EnvStep]) -> list[str]:
 
 
 async def test_the_dialogue_of_the_docstring() -> None:
-    env = BargainEnv(GOODS, "glad")
+    env = make_env("glad")
     assert await env.start() == [system("Sell each thing. Say one price from 1 to 9."), user("The hat is worth 3.")]
     steps = await play(env, "5", "8", "6", "8")
     assert said(steps) == [
@@ -43,7 +49,7 @@ async def test_the_mood_moves_the_payoff_more_than_any_price_does() -> None:
     best: dict[Mood, float] = {}
     for mood in ("glad", "sad"):
         prices = [str(highest_price(good["worth"], mood)) for good in GOODS]  # type: ignore[arg-type]
-        steps = await play(BargainEnv(GOODS, mood), *prices)
+        steps = await play(make_env(mood), *prices)
         best[mood] = steps[-1].reward_parts["outcome"]
         assert steps[-1].is_success
     assert best["glad"] == 1.0
@@ -82,13 +88,13 @@ async def test_prices_given_the_mood_pay_more_than_any_fixed_rule() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "10", "3 or 4", "much"])
 async def test_a_reply_without_one_price_sells_nothing(text: str) -> None:
-    (step,) = await play(BargainEnv(GOODS, "glad"), text)
+    (step,) = await play(make_env("glad"), text)
     assert step.is_unparsable
     assert "No deal." in said([step])[0]
 
 
 async def test_a_fork_in_the_middle_keeps_the_mood_and_goes_its_own_way() -> None:
-    env = BargainEnv(GOODS, "sad")
+    env = make_env("sad")
     await play(env, "2")
     fork = env.fork()
     assert fork.state_key() == env.state_key() == "turn 1 sad earned 2+0"

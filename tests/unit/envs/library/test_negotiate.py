@@ -187,6 +187,6 @@ async def test_an_opponent_that_fails_is_to_blame_and_one_that_talks_is_labelled
     step = await env.step(assistant("Hello."))
     twin.reseed(8)
     await twin.step(assistant("Hello."))
-    assert step.labels == {"opponent": "talker"}
+    assert step.labels == {"opponent": "talker", "opponent_said": '["Offer: rent=900"]'}
     assert talker.seeds[0] != talker.seeds[1], "a branch draws its own luck"
     assert env.state_key() == twin.state_key()

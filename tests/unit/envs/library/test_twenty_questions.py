@@ -7,17 +7,18 @@ import pytest
 
 from turnwise.envs.base import EnvStep, Task, assistant, system, user
 from turnwise.envs.check import check_env
-from turnwise.envs.library.twenty_questions import THINGS, WORDS, TwentyQuestions, TwentyQuestionsEnv
+from turnwise.envs.library.twenty_questions import THINGS, WORDS, TwentyQuestions
+from turnwise.envs.seats import SeatedEnv
 from turnwise.errors import ConfigError
 
 TASK = Task(id="t", data={"things": ["ant", "bee", "hat", "sun"], "secret": "bee"})
 
 
-def make_env(**options: Any) -> TwentyQuestionsEnv:
+def make_env(**options: Any) -> SeatedEnv:
     return TwentyQuestions(**options).make_env(TASK, 0)
 
 
-async def play(env: TwentyQuestionsEnv, *replies: str) -> list[EnvStep]:
+async def play(env: SeatedEnv, *replies: str) -> list[EnvStep]:
     return [await env.step(assistant(reply)) for reply in replies]
 
 
@@ -95,7 +96,7 @@ async def test_asking_pays_and_guessing_one_thing_after_the_other_does_not() -> 
     assert guessed < 0.75 * len(tasks)
 
 
-async def play_until_over(env: TwentyQuestionsEnv, replies: Sequence[str]) -> list[EnvStep]:
+async def play_until_over(env: SeatedEnv, replies: Sequence[str]) -> list[EnvStep]:
     steps: list[EnvStep] = []
     for reply in replies:
         if not steps or not steps[-1].is_over:

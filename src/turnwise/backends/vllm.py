@@ -1,0 +1,154 @@
+"""vLLM samples: a server that the run starts and stops, or servers at `rollout.url`.
+
+    turnwise train guess_number rollout.backend=vllm rollout.server_python=.venvs/vllm/bin/python
+
+After every update the adapter is loaded under a name of its own (`rollout.publish=adapter`), or the whole weights are
+replaced (`weights`). docs/backends.md says what is exact and what is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from turnwise.backends import BackendSetup
+from turnwise.backends.servers.dialect import ServerDialect
+from turnwise.backends.servers.launch import ServerCommand
+from turnwise.backends.servers.publisher import ServerPublisher, read_rank
+from turnwise.backends.servers.python import check_arguments, check_module, server_python
+from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.client.base import SamplingClient
+from turnwise.errors import ConfigError
+from turnwise.rollout.config import RolloutConfig
+
+MODULE = "vllm"
+ENTRY = "vllm.entrypoints.openai.api_server"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What `--max-lora-rank` takes."""
+MAX_LORAS, MAX_CPU_LORAS = 2, 16
+"""Adapters in one batch, and adapters that are kept: versions that attempts under way may still ask for."""
+MIN_CPU_BATCH = 4096
+"""Tokens of one step of a server on a CPU, at least."""
+CPU_CACHE_GIB = 2
+"""KV cache of a server on a CPU where the config does not say."""
+OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode")
+"""Arguments that the run itself depends on."""
+
+
+class VllmPublisher(ServerPublisher):
+    """Publishes to vLLM servers."""
+
+    def __init__(self, setup: BackendSetup) -> None:
+        super().__init__(setup)
+        self._rank = setup.lora_rank
+
+    @classmethod
+    def check_options(cls, rollout: RolloutConfig) -> None:
+        if rollout.url:
+            return
+        python = server_python(rollout)
+        check_module(python, MODULE)
+        check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+
+    @classmethod
+    def describe(cls, rollout: RolloutConfig) -> str:
+        if rollout.url:
+            return f"vLLM at {', '.join(rollout.url)}"
+        command = [server_python(rollout), "-m", ENTRY, *_sizes(rollout), *rollout.server_args]
+        return f"vLLM, a server that the run starts: {' '.join(command)}"
+
+    def server_command(self) -> ServerCommand:
+        return ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
+
+    def make_dialect(self, url: str) -> ServerDialect:
+        rollout = self.setup.rollout
+        return VllmDialect(
+            url,
+            end_ids=end_ids(self.setup.model_directory),
+            temperature=rollout.temperature,
+            replaces_weights=rollout.publish == "weights",
+            across_updates=rollout.kv_across_updates,
+        )
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
+        if adapter is not None:
+            self._rank = max(self._rank, read_rank(adapter))
+        return await super().deliver_files(adapter, version)
+
+    def _arguments(self, port: int) -> list[str]:
+        setup, rollout = self.setup, self.setup.rollout
+        fixed = {
+            "--model": str(setup.model_directory.resolve()),
+            "--served-model-name": setup.model_directory.name,
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--logprobs-mode": "processed_logprobs",
+            "--dtype": self._dtype(),
+            "--max-model-len": str(rollout.max_trajectory_tokens),
+            "--max-lora-rank": str(_lora_rank(self._rank)),
+            "--max-loras": str(MAX_LORAS),
+            "--max-cpu-loras": str(MAX_CPU_LORAS),
+        }
+        switches = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
+        if self._is_on_cpu():
+            # Part of a prompt in a batch sets a seeded generator back, and one on a CPU cannot be: the server ends.
+            batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)
+            switches += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
+        named = [part for name, value in fixed.items() if value != "0" for part in (name, value)]
+        command = [server_python(rollout), "-m", ENTRY, *named, *switches, *_sizes(rollout)]
+        return [*command, *rollout.server_args]
+
+    def _environment(self) -> dict[str, str]:
+        found = {
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": "",  # ours is for another Python
+        }
+        if self._is_on_cpu():
+            found["TORCHDYNAMO_DISABLE"] = "1"  # else the first reply waits while a C++ compiler builds one small sum
+            cache_gib = self.setup.engine.kv_cache_gib or CPU_CACHE_GIB
+            found["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cache_gib))))
+        return found
+
+    def _is_on_cpu(self) -> bool:
+        from turnwise.engine.engine import choose_device
+
+        return choose_device(self.setup.engine)[0].type == "cpu"
+
+    def _dtype(self) -> str:
+        from turnwise.engine.engine import choose_device
+
+        return str(choose_device(self.setup.engine)[1]).removeprefix("torch.")
+
+
+def end_ids(model_directory: Path) -> tuple[int, ...]:
+    """The ids that end a sequence where a request names no stop: what the model's generation config says."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_directory / name
+        found: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return tuple(map(int, found)) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def _lora_rank(rank: int) -> int:
+    for known in LORA_RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"model.rank={rank}; vLLM takes adapters of rank {LORA_RANKS[-1]} at most")
+
+
+def _sizes(rollout: RolloutConfig) -> list[str]:
+    """The arguments that the section `rollout` has options for."""
+    found: list[str] = []
+    if rollout.gpu_memory_utilization:
+        found += ["--gpu-memory-utilization", f"{rollout.gpu_memory_utilization:g}"]
+    if rollout.max_num_seqs:
+        found += ["--max-num-seqs", str(rollout.max_num_seqs)]
+    if rollout.tensor_parallel_size > 1:
+        found += ["--tensor-parallel-size", str(rollout.tensor_parallel_size)]
+    return found

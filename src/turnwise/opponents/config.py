@@ -1,0 +1,67 @@
+"""The section `opponent` of a run's config: how the opponent plays that `env.options.opponent` names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from turnwise.envs.seats import OPPONENT_DEADLINE_S
+from turnwise.runtime.section import Section
+
+
+class OpponentConfig(Section):
+    """How the other seat is played; `env.options.opponent` says by whom (docs/opponents.md)."""
+
+    model: str = Field(
+        default="", description="For an address: the model's name there. For a Tinker service also a `tinker://` path."
+    )
+    api_key_variable: str = Field(
+        default="", description="For an address: the environment variable that holds the key; the key is never stored."
+    )
+    temperature: float = Field(default=1.0, ge=0, le=100, description="Sampling temperature of the opponent.")
+    max_tokens: int = Field(
+        default=0, ge=0, description="Most tokens in a reply of the opponent; 0: as many as the policy may use."
+    )
+    deadline_s: float = Field(
+        default=OPPONENT_DEADLINE_S,
+        gt=0,
+        description="Seconds for one reply; then the attempt fails, with the opponent to blame. It must be less than "
+        "rollout.step_deadline_s.",
+    )
+    device: str = Field(
+        default="", description="For another base model: the device that it is loaded on; empty: that of the policy."
+    )
+    kv_cache_gib: float = Field(
+        default=1.0, gt=0, description="For another base model: GiB of its KV cache, beside its weights."
+    )
+    train: Literal["one", "both"] = Field(
+        default="one",
+        description="With opponent=self: train the policy's own seat, or both seats, each with its own group and "
+        "baseline.",
+    )
+    panel: tuple[str, ...] = Field(
+        default=(),
+        description="Opponents of every evaluation, such as [base, tough]. Each plays all held-out tasks. Empty: the "
+        "opponent of training; with self or pool, the base model and the world's first script.",
+    )
+    snapshot_every: int = Field(
+        default=10, ge=1, description="With opponent=pool: a snapshot of the policy joins after every n-th step."
+    )
+    keep_last: int = Field(default=4, ge=1, description="With opponent=pool: how many of the last snapshots play.")
+    base_weight: float = Field(default=1.0, ge=0, description="With opponent=pool: weight of the base model.")
+    last_weight: float = Field(default=2.0, ge=0, description="With opponent=pool: weight of the last snapshots.")
+    best_weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="With opponent=pool: weight of the snapshot that leaves the policy the least reward.",
+    )
+    scripted_weight: float = Field(
+        default=1.0, ge=0, description="With opponent=pool: weight of the world's scripted players."
+    )
+
+    @field_validator("panel", mode="before")
+    @classmethod
+    def _one_or_more(cls, panel: object) -> object:
+        """`opponent.panel=base` means a list of one."""
+        return ((panel,) if panel else ()) if isinstance(panel, str) else panel

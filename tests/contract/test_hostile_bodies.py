@@ -1,0 +1,67 @@
+"""One client sends 20 MB of garbage: it is refused soon, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from service_process import ServerProcess
+
+SIZE = 20_000_000
+NUMBERS = [7] * (SIZE // 3)
+WORDS = ["a"] * (SIZE // 5)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("data") / "served")
+    yield process
+    process.stop()
+
+
+@pytest.mark.model
+def test_garbage_is_refused_while_others_are_answered(server: ServerProcess) -> None:
+    datum = {"model_input": {"chunks": [{"tokens": WORDS}]}, "loss_fn_inputs": {}}
+    training = {"model_id": "m", "seq_id": 1}
+    for path, body in (
+        ("/api/v1/forward_backward", {"forward_backward_input": {"data": NUMBERS, "loss_fn": "ppo"}, **training}),
+        ("/api/v1/forward_backward", {"forward_backward_input": {"data": [datum], "loss_fn": "ppo"}, **training}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": NUMBERS}),
+        ("/api/v1/create_session", {"tags": NUMBERS}),
+    ):
+        status, took_s, waits_s = _attack(server, path, json.dumps(body).encode())
+        print(f"{path}: {status} after {took_s:.2f} s; {len(waits_s)} polls, slowest {max(waits_s, default=0):.3f} s")
+        assert status in (400, 413, 422)
+        assert took_s < 30
+        assert max(waits_s, default=0.0) < max(1.0, took_s / 2), "others waited for most of it"
+
+
+def _attack(server: ServerProcess, path: str, body: bytes) -> tuple[int, float, list[float]]:
+    """Status and seconds of one large request, and how long each poll of `healthz` took meanwhile."""
+    waits_s: list[float] = []
+    is_over = threading.Event()
+
+    def poll() -> None:
+        with httpx2.Client(base_url=server.url, timeout=60) as other:
+            while not is_over.is_set():
+                started_s = time.monotonic()
+                other.get("/api/v1/healthz")
+                waits_s.append(time.monotonic() - started_s)
+                time.sleep(0.01)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        with httpx2.Client(base_url=server.url, timeout=120) as client:
+            started_s = time.monotonic()
+            answer = client.post(path, content=body, headers={"content-type": "application/json"})
+            took_s = time.monotonic() - started_s
+    finally:
+        is_over.set()
+        poller.join()
+    return answer.status_code, took_s, waits_s

@@ -1,0 +1,156 @@
+"""Whole runs that sample on SGLang servers: as the guide writes it, and while servers die, hang and come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_stub import SglangStub, sglang_stubs
+from turnwise.cli import main
+from turnwise.runlog.reader import RunReader
+
+pytestmark = pytest.mark.model
+
+GUIDE = """\
+generator:
+  backend: sglang
+  use_conversation_multi_turn: true  # REQUIRED for SGLang
+  max_turns: 5                        # Maximum turns per episode
+
+  sampling_params:
+    max_generate_length: 1024
+    temperature: 1.0
+"""
+WORLD = """
+from turnwise.envs.base import EnvStep, user
+
+
+class Talk:
+    max_turns, max_tokens = 3, 8
+
+    def __init__(self, seed: int):
+        self.turn = 0
+
+    def start(self):
+        return [user("Say something long enough to fill a block of the cache, then say it again, only shorter.")]
+
+    def step(self, reply):
+        self.turn += 1
+        over = self.turn == 3
+        return EnvStep(reward=float(len(reply.content) % 7), terminated=over, messages=() if over else [user("More.")])
+
+    def close(self):
+        pass
+"""
+SMALL = ("model=tiny", "train.tasks_per_step=1", "warmup.steps=0", "eval.tasks=0", "run.dialogues=0")
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, tiny_dir: Path) -> Iterator[list[SglangStub]]:
+    assert tiny_dir.is_dir()
+    with sglang_stubs(3, tmp_path / "stubs") as servers:
+        yield servers
+
+
+def train(tmp_path: Path, stubs: list[SglangStub], *options: str) -> int:
+    (tmp_path / "guide.yaml").write_text(GUIDE)
+    (tmp_path / "talk.py").write_text(WORLD)
+    where = (f"generator.url={','.join(stub.url for stub in stubs)}", f"run.dir={tmp_path / 'run'}")
+    world = f"env={tmp_path / 'talk.py'}:Talk"
+    return main(["train", str(tmp_path / "guide.yaml"), world, "engine.dtype=float32", *SMALL, *where, *options])
+
+
+def metric(run: Path, name: str) -> list[float]:
+    with RunReader(run) as reader:
+        return [value for _, value in reader.metric(name)]
+
+
+def test_the_guides_yaml_trains_on_sglang_servers_with_a_whole_certificate(
+    tmp_path: Path, stubs: list[SglangStub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("generator.sampling_params.max_generate_length=12", "rollout.group_size=6", "train.steps=3")
+    assert train(tmp_path, stubs, *short) == 0
+    run = tmp_path / "run"
+    assert metric(run, "fleet/servers_ready") == [3, 3, 3]
+    assert metric(run, "fleet/retries") == [0, 0, 0]
+    num_checks = sum(stub.num_probes + 1 for stub in stubs)  # one more: its model is compared with the trainer's
+    assert sum(metric(run, "fleet/requests")) == sum(stub.num_answered for stub in stubs) - num_checks
+    assert min(metric(run, "fleet/sticky_share")) > 0.5, "two turns of three follow another one"
+    assert min(metric(run, "fleet/cached_prompt_share")) > 0.5, "a server reads a conversation once"
+    names = {body["lora_path"] for stub in stubs for body in stub.bodies if "lora_path" in body}
+    assert {name.split("-")[2] for name in names} == {"v0", "v1", "v2"}, "every step was drawn with its own weights"
+    assert not any(stub.adapters for stub in stubs)
+    with RunReader(run) as reader:
+        assert [(row.step, row.is_exact) for row in reader.certificates()] == [(1, True), (3, True)]
+    capsys.readouterr()
+    assert main(["certify", str(run)]) == 0
+    assert "EXACT" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_while_servers_die_hang_and_come_back(tmp_path: Path, stubs: list[SglangStub]) -> None:
+    killed, hung, steady = stubs
+    log: list[str] = []
+
+    def break_things() -> None:
+        wait_until(lambda: killed.num_answered > 8)
+        killed.kill()
+        log.append("killed")
+        hung.fault = "hang"
+        wait_until(lambda: steady.num_answered > 30)
+        hung.fault = ""
+        killed.start()
+        log.append("back")
+        wait_until(lambda: killed.num_answered > killed.num_probes + 12)
+        log.append("used again")
+
+    for stub in stubs:
+        stub.draw_s = 0.02
+    breaker = threading.Thread(target=break_things, daemon=True)
+    breaker.start()
+    patient = ("rollout.server_deadline_s=1", "rollout.server_wait_s=20", "rollout.max_retries=0")
+    assert (
+        train(tmp_path, stubs, "rollout.group_size=8", "train.steps=8", "rollout.max_tokens_per_turn=8", *patient) == 0
+    )
+    breaker.join(timeout=1)
+    run = tmp_path / "run"
+    assert log == ["killed", "back", "used again"]
+    assert sum(metric(run, "fleet/retries")) > 0
+    assert sum(metric(run, "fleet/servers_lost")) >= 2
+    assert sum(metric(run, "fleet/servers_returned")) >= 2
+    assert metric(run, "fleet/servers_ready")[-1] == 3
+    assert metric(run, "rollout/attempts_kept") == [8] * 8, "no attempt was lost, and none counted twice"
+    assert sum(metric(run, "rollout/retries")) == 0
+    assert main(["certify", str(run)]) == 0
+
+
+def test_a_run_whose_servers_are_all_gone_stops_with_their_names_and_goes_on_when_they_are_back(
+    tmp_path: Path, stubs: list[SglangStub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill_all() -> None:
+        wait_until(lambda: sum(stub.num_answered for stub in stubs) > 40)
+        for stub in stubs:
+            stub.kill()
+
+    threading.Thread(target=kill_all, daemon=True).start()
+    quick = ("rollout.server_wait_s=0.5", "rollout.max_retries=0", "train.max_empty_steps=1")
+    small = ("rollout.group_size=8", "train.steps=6", "rollout.max_tokens_per_turn=8", "train.save_every=1")
+    assert train(tmp_path, stubs, *small, *quick) != 0
+    said = capsys.readouterr()
+    assert stubs[0].url in said.out + said.err
+    for stub in stubs:
+        stub.start()
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    with RunReader(tmp_path / "run") as run:
+        assert [step for step, _ in run.metric("rollout/attempts_kept")] == [1, 2, 3, 4, 5, 6]
+    assert not any(stub.adapters for stub in stubs)
+
+
+def wait_until(is_so: object) -> None:
+    assert callable(is_so)
+    give_up_s = time.monotonic() + 60
+    while not is_so() and time.monotonic() < give_up_s:
+        time.sleep(0.01)

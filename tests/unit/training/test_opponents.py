@@ -1,0 +1,199 @@
+"""Who plays the other seat: what the option means, what fails, what a resumed run has, what one batch computes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import turnwise as tw
+from local_server import serving, unused_address
+from turnwise.client.fake import ScriptedSampler
+from turnwise.client.local import ServiceClient
+from turnwise.client.publish import VersionedSampler
+from turnwise.config.config import Config
+from turnwise.envs.base import assistant
+from turnwise.envs.registry import get_world
+from turnwise.errors import ConfigError, Party
+from turnwise.models.store import fetch_model
+from turnwise.renderers import get_renderer
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.group import play_groups
+from turnwise.runlog.reader import RunReader
+from turnwise.training.opponents import Opponents, check_opponents, find_source
+from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
+
+pytestmark = pytest.mark.model
+QUICK: dict[str, Any] = {
+    "model": "tiny",
+    "eval": {"tasks": 1},
+    "warmup": {"steps": 0},
+    "rollout": {"group_size": 2, "max_retries": 1, "max_tokens_per_turn": 6},
+    "train": {"tasks_per_step": 2, "num_tasks": 8},
+    "observer": tw.Observer(),
+}
+
+
+def make_config(words: str, world: str = "negotiate", **sections: Any) -> Config:
+    return Config.model_validate(
+        {"model": {"name": "tiny"}, "env": {"name": world, "options": {"opponent": words}}, **sections}
+    )
+
+
+def check(words: str, world: str = "negotiate", **sections: Any) -> None:
+    check_opponents(make_config(words, world, **sections), get_world(world, opponent=words))
+
+
+def test_an_option_means_a_script_a_model_or_an_address_in_every_world_with_two_sides() -> None:
+    for name in ("negotiate", "tic_tac_toe", "twenty_questions", "bargain"):
+        world: Any = get_world(name)
+        assert find_source(world.opponent, world).kind == "script"
+        for words, kind in (("base", "base"), ("tiny", "model"), ("http://a/v1", "address"), ("pool", "pool")):
+            assert find_source(words, world).kind == kind
+        with pytest.raises(ConfigError, match="expected a script"):
+            find_source("no-such-model", world)
+
+
+def test_options_that_no_opponent_reads_are_refused() -> None:
+    check("base")
+    check("pool", opponent={"snapshot_every": 2, "panel": ["tough", "base"]})
+    refused = (
+        ("tough", {"opponent": {"temperature": 0.5}}, "not read"),
+        ("base", {"opponent": {"snapshot_every": 2}}, "not read"),
+        ("self", {"opponent": {"panel": ["pool"]}}, "changes from step to step"),
+        ("base", {"opponent": {"train": "both"}}, "not read"),
+        ("http://127.0.0.1:1/v1", {}, "opponent.model is empty"),
+        ("pool", {"opponent": {"base_weight": 0, "scripted_weight": 0}}, "before the first snapshot"),
+        ("base", {"opponent": {"deadline_s": 90}}, "step_deadline_s"),
+        ("self", {"opponent": {"train": "both"}, "method": {"name": "la_grpo"}}, "plays groups"),
+    )
+    for opponent, sections, why in refused:
+        with pytest.raises(ConfigError, match=why):
+            check(opponent, **sections)
+    alone = Config.model_validate({"env": {"name": "key_door"}, "opponent": {"temperature": 0.5}})
+    with pytest.raises(ConfigError, match="has no opponent"):
+        check_opponents(alone, get_world("key_door"))
+
+
+async def garbage(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001 - the ASGI signature
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<html>busy</html>"})
+
+
+async def silence(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+    if scope["type"] == "http":
+        await asyncio.sleep(1)
+
+
+async def test_an_address_that_is_dead_hangs_or_talks_garbage_is_to_blame_and_nothing_is_scored() -> None:
+    tokenizer: Any = _tokenizer()
+    renderer = get_renderer(tokenizer)
+    policy = ScriptedSampler(lambda _: renderer.encode_reply(assistant("Offer: rent=900")), tokenizer=tokenizer)
+    rollout = RolloutConfig(group_size=2, max_retries=1, max_trajectory_tokens=2048)
+    with serving(garbage) as mad, serving(silence) as mute:
+        for address, words in ((unused_address(), "ConnectError"), (mad, "expected a chat"), (mute, "no answer with")):
+            config = make_config(address, opponent={"model": "m", "deadline_s": 0.4})
+            world = get_world("negotiate", opponent=address)
+            tasks = world.tasks("train", 2, 0)
+            with ServiceClient() as service, Opponents(config, world, service, rollout.for_world(world)) as opponents:
+                opponents.open()
+                played = await play_groups(opponents.world, tasks, policy, renderer, rollout, seed=0)
+            assert not played.groups
+            failures = [one.failure for group in played.dropped for one in group.failed if one.failure]
+            assert len(failures) == 4
+            assert {failure.party for failure in failures} == {Party.OPPONENT}
+            assert any(words in failure.detail for failure in failures), failures
+            assert played.stats.metrics()["rollout/failures_opponent"] == 8  # each was tried twice
+
+
+def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished(tmp_path: Path) -> None:
+    pool = {"snapshot_every": 1, "last_weight": 50.0, "panel": ["base", "random"]}
+    env = {"options": {"opponent": "pool", "max_turns": 2}}
+    run = tw.train("negotiate", steps=2, directory=tmp_path / "run", env=env, opponent=pool, **QUICK)
+    (gone,) = run.directory.glob("checkpoints/*/sampler_weights/opponent-000001")
+    with RunReader(run.directory) as before:
+        names = Counter(before.attempt(row.id).trajectory.labels["opponent"] for row in before.attempts())
+        assert names["base"] >= 2
+        assert names["snapshot_1"]
+        assert "opponent/eval_reward_random" in before.metric_names()
+    run.close()
+    shutil.rmtree(gone)
+    again = tw.Run.resume(run.directory, overrides=["train.steps=3"], observer=tw.Observer())
+    with RunReader(again.directory) as after:
+        (lost,) = [event for event in after.events() if event.kind == "opponent_lost"]
+        assert "snapshot_1 is left out" in lost.detail["why"]
+        later = {after.attempt(row.id).trajectory.labels["opponent"] for row in after.attempts() if row.step == 3}
+        assert "snapshot_1" not in later
+        assert "snapshot_2" in later
+
+
+def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:
+    with ServiceClient() as service:
+        samplers = [service.create_sampling_client(base_model="tiny"), *(_trained(service, seed) for seed in (1, 2))]
+        tokenizer: Any = samplers[0].get_tokenizer()
+        prompts = [ModelInput.from_ints(tokenizer.encode(text)) for text in ("Offer: rent=900", "The hat is worth 3.")]
+        asked = [(sampler, prompt) for sampler in samplers for prompt in prompts]
+        params = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+        alone = [sampler.sample(prompt, 1, params).result().sequences[0] for sampler, prompt in asked]
+        together = [sampler.sample(prompt, 1, params) for sampler, prompt in asked]
+        for own, future in zip(alone, together, strict=True):
+            other = future.result().sequences[0]
+            assert list(own.tokens) == list(other.tokens)
+            assert own.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert len({tuple(one.tokens) for one in alone[::2]}) == 3, "the adapters differ"
+
+
+async def test_self_is_the_newest_policy_and_the_base_stays_the_base() -> None:
+    config = make_config("self", opponent={"panel": ["base"]})
+    world = get_world("negotiate", opponent="self")
+    with ServiceClient() as service:
+        rollout = RolloutConfig(max_trajectory_tokens=2048).for_world(world)
+        with Opponents(config, world, service, rollout) as opponents:
+            opponents.open()
+            trained = _trained(service, 3)
+            (task,) = world.tasks("train", 1, 0)
+
+            async def heard(words: str) -> str:
+                env = opponents.world_against(words).make_env(task, 0)
+                await env.start()
+                step = await env.step(assistant("Hello."))
+                return step.labels["opponent_said"]
+
+            opponents.follow(VersionedSampler(service.create_sampling_client(base_model="tiny"), 0))
+            base = await heard("base")
+            assert await heard("self") == base
+            opponents.follow(VersionedSampler(trained, 1))
+            assert await heard("self") != base
+            assert await heard("base") == base
+
+
+def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(fetch_model("tiny").directory, other)
+    env = {"name": "twenty_questions", "options": {"opponent": str(other)}}
+    run = tw.train("twenty_questions", steps=1, directory=tmp_path / "run", env=env, **QUICK)
+    with RunReader(run.directory) as reader:
+        assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
+    run.close()
+
+
+def _trained(service: ServiceClient, seed: int) -> Any:
+    """A sampler whose adapter has learned something, so that it differs from the base."""
+    trainer = service.create_lora_training_client("tiny", rank=4, seed=seed)
+    ids = trainer.get_tokenizer().encode(f"learn {seed} " * 6)
+    inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    for _ in range(4):
+        trainer.forward_backward([Datum(ModelInput.from_ints(ids[:-1]), inputs)], "cross_entropy")  # type: ignore[arg-type]
+        trainer.optim_step(AdamParams(learning_rate=0.05)).result()
+    return trainer.save_weights_and_get_sampling_client()
+
+
+def _tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(fetch_model("tiny").directory)
