@@ -174,11 +174,12 @@ def _add_steering(commands: Any) -> None:
     steer = commands.add_parser(
         "steer",
         help="change a setting of a run while it trains",
-        description="Change train.learning_rate or train.steps of a run while it trains, from its next step on.",
+        description="Change settings of a run while it trains, from its next step on: eval.every, and of train: "
+        "learning_rate, steps, max_sampled_tokens, grad_clip_norm, weight_decay, save_every.",
     )
     steer.add_argument("run", metavar="RUN", help="a run directory")
     steer.add_argument(
-        "overrides", nargs="+", metavar="train.key=value", help="the new value, such as train.learning_rate=1e-5"
+        "overrides", nargs="+", metavar="section.key=value", help="the new value, such as train.learning_rate=1e-5"
     )
 
 
