@@ -96,7 +96,7 @@ class Setup:
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
-            lines.insert(-1, f"sampler      {find_publisher(rollout.backend).describe(rollout)}")
+            lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
         lines += opponent_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
