@@ -2,6 +2,7 @@
 
 TurnwiseError
 ├── ConfigError (ValueError)     a setting that cannot work: raised before anything is spent
+│   └── NotSupportedError (NotImplementedError)    options that no backend can combine
 ├── DataError (ValueError)       a datum, prompt or sampling request that cannot be used: the client goes on working
 ├── ModelError                   a model that cannot be found, read or supported
 │   └── ModelNotFoundError
@@ -25,6 +26,10 @@ class TurnwiseError(Exception):
 
 class ConfigError(TurnwiseError, ValueError):
     """A setting that cannot work."""
+
+
+class NotSupportedError(ConfigError, NotImplementedError):
+    """Options that no backend can combine; code that was written for SkyRL catches it as a NotImplementedError."""
 
 
 class DataError(TurnwiseError, ValueError):

@@ -207,6 +207,11 @@ class Trajectory:
         return self.end_reason.is_truncation
 
     @property
+    def is_cut(self) -> bool:
+        """A reply of it reached its token limit before a stop."""
+        return any(turn.is_cut for turn in self.turns)
+
+    @property
     def is_judged(self) -> bool:
         """Whether it counts in a success rate: the env gave a verdict, or the attempt ended before it could."""
         return self.is_success is not None or self.end_reason is not EndReason.TERMINATED

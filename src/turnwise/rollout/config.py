@@ -15,6 +15,8 @@ from turnwise.rollout.server_options import ServerOptions
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
+SERVER_BACKENDS = ("sglang", "vllm")
+
 
 class RolloutConfig(RolloutLimits, ServerOptions):
     """How attempts are played."""
@@ -111,6 +113,8 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         self.check_backend(self.backend)
         if self.backend == "sglang" and not self.use_conversation_multi_turn:
             raise NotImplementedError("`use_conversation_multi_turn=False` is not supported for SGLang backend")
+        if self.deterministic and self.backend in SERVER_BACKENDS:
+            raise ValueError(f"deterministic is not read with backend={self.backend}: a server batches as it likes")
         return self
 
     @model_validator(mode="after")

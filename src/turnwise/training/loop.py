@@ -33,11 +33,13 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
+from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
+from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
 from turnwise.training.steer import Steering
 from turnwise.training.supply import Batch, Supply
+from turnwise.trajectory import EndReason
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.observer import ObserverError
@@ -120,7 +122,7 @@ class Loop:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
-            if isinstance(error, NothingToLearnError):
+            if isinstance(error, NothingToLearnError) and not isinstance(error, AllFailedError):
                 self._tell_why()
             raise
         finally:
@@ -128,25 +130,26 @@ class Loop:
             await self.supply.close()
 
     async def _run(self) -> None:
-        train, evaluation = self._config.train, self._config.eval
         await self.supply.check()
+        self._look_ahead()
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
         await self._pretrain_critic()
         await self._publish_unread()
         self._phase("training")
-        self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
+        num_done = self.done_step * self._config.train.accumulate
+        self.supply.open(self._sampler, num_done, self._state, self._num_batches)
         while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
             if self._is_spent():
                 break
-            if evaluation.every and step and step % evaluation.every == 0:
+            if _is_due(step, self._config.eval.every):
                 await self._evaluate_once("step", step)
                 await self._publish_unread()
             await self._step(step)
             self._take_orders()
-            if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
+            if _is_due(self.done_step, self._config.train.save_every) and self.done_step < self.num_steps:
                 await self._save()
         await self.supply.close()
         if self.num_steps:
@@ -230,10 +233,33 @@ class Loop:
         self._recorder.worst_token(self.done_step, worst)
         for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
+        if self.done_step == 1 and self._config.train.stop_if_all_fail:
+            check_any_left(batch.played, "the first step", self._failures)
         if not learned and not self._has_told_why:
             self._tell_why()
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    def _look_ahead(self) -> None:
+        """Say what is wrong with the world's demonstrations, before anything is spent."""
+        parts = self._parts
+        if not self.done_step and self.supply.is_played:
+            finding = check_demonstrations(parts.world, self._renderer, parts.rollout, self._config.train.seed)
+            if finding is not None:
+                self._recorder.finding(finding)
+
+    async def _look_at_first(self, evaluation: Evaluation) -> None:
+        """Say what the evaluation before the first step shows; stop if every attempt of it failed."""
+        if self._config.train.stop_if_all_fail:
+            check_any_left(evaluation.played, "the first evaluation", self._failures)
+        has_more = self._config.warmup.steps and evaluation.row.label == "start"
+        if has_more or not self.supply.is_played or check_earnings(evaluation.played) is None:
+            return
+        played = await play_demonstrations(self._parts, self._renderer)
+        shown = [one.total_reward for one in played if one.end_reason is EndReason.TERMINATED and not one.is_cut]
+        finding = check_earnings(evaluation.played, shown or None)
+        assert finding is not None, "nothing was earned a moment ago either"
+        self._recorder.finding(finding)
 
     def _tell_why(self) -> None:
         """Say in words why nothing is learned, and what to change."""
@@ -335,6 +361,8 @@ class Loop:
         await self._judge_critic(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
+        if label in ("start", "warm-up"):
+            await self._look_at_first(evaluation)
         if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
             if not self._checkpoints.has(step):
                 await self._save()
@@ -403,3 +431,8 @@ class Loop:
             self._phase("evaluating the critic")
             await self._judge_critic(await self._play_held_out("critic", 0))
         await self._save()
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps, or never if that is 0, happens after `step` of them."""
+    return bool(every and step and step % every == 0)

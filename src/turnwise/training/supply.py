@@ -26,8 +26,9 @@ from turnwise.methods.sft import Dialogue
 from turnwise.opponents.seating import scripted_twin
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout, check_can_branch
-from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
+from turnwise.rollout.group import DroppedGroup, Quarantine, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.self_play import SelfPlayRollout, split_seats
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.training.assemble import Parts, ShuffledItems
@@ -64,7 +65,11 @@ class Taken:
     def result(self) -> RolloutResult:
         """As if it had been played in one go, in the order of their numbers."""
         stats = [*(entry.stats for entry in self.entries), *(_as_stale(entry) for entry in self.stale)]
-        return RolloutResult.of([entry.outcome for entry in self.entries], RolloutStats.merged(stats))
+        outcomes: list[TrajectoryGroup | DroppedGroup | None] = []
+        for entry in self.entries:
+            outcome = entry.outcome
+            outcomes += split_seats(outcome) if isinstance(outcome, TrajectoryGroup) else [outcome]
+        return RolloutResult.of(outcomes, RolloutStats.merged(stats))
 
 
 class Stream:
@@ -189,7 +194,8 @@ class Stream:
             )
         else:
             assert isinstance(source, PlayGroups)
-            rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
+            kind = SelfPlayRollout if parts.config.opponent.train == "both" else Rollout
+            rollout = kind(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
         rollout.stats.failures = self.failures
         picks: Mapping[str, Callable[[], VersionedSampler]] = {
             "recompute": lambda: self._newest,

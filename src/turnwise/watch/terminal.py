@@ -116,7 +116,9 @@ class LineView(Observer):
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         took = self._clock.tick()
-        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s", flush=True)
+        left = self._clock.left(num_steps - step)
+        ahead = f", about {format_duration(left)} left" if step < num_steps else ""
+        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s{ahead}", flush=True)
 
     def evaluation(self, row: EvaluationRow) -> None:
         self._clock.restart()
@@ -201,7 +203,8 @@ class LiveView(Observer):
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
         bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar does not end its line
-        lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
+        lines = [Text(self._summary, overflow="ellipsis", no_wrap=True)] if self._summary else []
+        lines += [Text(self._waiting, overflow="fold")] if self._waiting else []  # whole: it says who is slow
         return Panel(Group(title, bar, rows, *lines), expand=False)
 
 
@@ -223,11 +226,15 @@ class NotebookView(Observer):
         self._rewards: list[float] = []
         self._kept: list[str] = []
         self._now = "starting"
+        self._last_step = ""
         self._handle = display(self, display_id=True)
 
-    def _repr_html_(self) -> str:
+    def __repr__(self) -> str:
         lines = [*self._kept, self._now, f"reward {sparkline(self._rewards)}" if self._rewards else ""]
-        return "<pre>" + "\n".join(html.escape(line) for line in lines if line) + "</pre>"
+        return "\n".join(line for line in lines if line)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def message(self, text: str) -> None:
         self._kept.append(text)
@@ -244,10 +251,14 @@ class NotebookView(Observer):
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self._rewards.append(metrics.get("rollout/reward_mean", math.nan))
-        self._show(f"step {step}/{num_steps}  {_summary(metrics)}")
+        self._last_step = f"step {step}/{num_steps}  {_summary(metrics)}"
+        self._show(self._last_step)
 
     def evaluation(self, row: EvaluationRow) -> None:
         self.message(evaluation_line(row))
+
+    def close(self) -> None:
+        self._show(self._last_step)  # a run that is over is not "evaluating ..."
 
     def _show(self, text: str) -> None:
         self._now = text

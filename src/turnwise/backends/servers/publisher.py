@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import shutil
 import time
 import uuid
@@ -25,6 +26,7 @@ from typing import Any
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
+from turnwise.backends.servers.launch import OwnServer, ServerCommand
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -85,6 +87,8 @@ class ServerPublisher(Publisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
+        self._own: OwnServer | None = None
+        self._start_s = 0.0
         self._loop: BackgroundLoop | None = None
         self._fleet: Fleet | None = None
         self._served = setup.run_directory / SERVED
@@ -95,30 +99,16 @@ class ServerPublisher(Publisher):
         self._is_checked = False
         """The servers' model was compared with the trainer's."""
         self._publish_s = 0.0
+        self._newest_whole: Path | None = None
         self._stats_before = FleetStats()
 
     @abstractmethod
     def make_dialect(self, url: str) -> ServerDialect:
         """How the server at this address is spoken to. Called in the event loop that will use it."""
 
-    async def start_servers(self) -> Sequence[str]:
-        """Return the servers' addresses; a backend that can start a server does so where `rollout.url` is empty."""
-        if not self.setup.rollout.url:
-            raise ConfigError(
-                f"rollout.backend={self.setup.rollout.backend} needs rollout.url, the address of a server that runs"
-            )
-        return self.setup.rollout.url
-
-    def fleet_times(self) -> FleetTimes:
-        """Deadlines; a backend that starts its own server waits for it as long as it takes to start."""
-        rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
-
-    async def restart_server(self, url: str) -> None:
-        """Start a server of our own again that does not answer. Called again and again until it answers."""
-
-    async def stop_servers(self) -> None:
-        """Stop the servers that `start_servers` started."""
+    @abstractmethod
+    def server_command(self) -> ServerCommand:
+        """How a server of the run's own is started, where `rollout.url` is empty."""
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's."""
@@ -134,19 +124,31 @@ class ServerPublisher(Publisher):
                 "(rollout.max_trajectory_tokens); start it with a longer context, or lower the option"
             )
 
+    @property
+    def start_directory(self) -> Path:
+        """What a server of our own is started with: the base model, or the newest whole weights."""
+        return self._newest_whole or self.setup.model_directory
+
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
-        await self._open()
+        is_whole = self.setup.rollout.publish == "weights"
+        if not is_whole:
+            await self._open()
         name = self._new_name(version)
         try:
             saved = await trainer.save_weights_for_sampler(name)
             adapter = await asyncio.to_thread(self._take_files, saved.path, name)
+            if is_whole:
+                await asyncio.to_thread(self._merge, adapter)
         except (OSError, CheckpointError) as cause:
             raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
         except Exception as cause:
             if "I/O error" in str(cause):  # safetensors reports a full disk with an error of its own
                 raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
             raise
-        client = await self._publish(ServedWeights(version=version, adapter=adapter))
+        if is_whole:
+            self._newest_whole = adapter
+            await self._open()
+        client = await self._publish(ServedWeights(version=version, adapter=adapter, is_whole=is_whole))
         if not self._is_checked:
             await self._check_model(trainer, client.weights)
             self._is_checked = True
@@ -182,7 +184,8 @@ class ServerPublisher(Publisher):
         finally:
             if loop is not None:
                 await asyncio.to_thread(loop.close)
-            await self.stop_servers()
+            if self._own is not None:
+                await self._own.stop()
             with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
                 self._served.rmdir()
 
@@ -190,13 +193,35 @@ class ServerPublisher(Publisher):
         """Start everything, at the first publication."""
         if self._fleet is not None:
             return
-        addresses = await self.start_servers()
+        addresses = self.setup.rollout.url or (await self._start_own(),)
         self._loop = BackgroundLoop("turnwise fleet")
         self._fleet = await self._loop.run(self._start_fleet(addresses))
 
+    async def _start_own(self) -> str:
+        command = self.server_command()
+        log = self.setup.run_directory / f"{command.name.lower()}.log"
+        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+        started_s = time.monotonic()
+        await self._own.start()
+        self._start_s = time.monotonic() - started_s
+        return self._own.url
+
+    async def _revive_own(self, _url: str) -> None:
+        assert self._own is not None
+        await self._own.revive()
+
+    def _fleet_times(self) -> FleetTimes:
+        rollout = self.setup.rollout
+        times = FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+        if self._own is None:
+            return times
+        # A server of our own that died takes as long as before to start again.
+        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
+
     async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
         dialects = [self.make_dialect(url) for url in addresses]
-        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.restart_server)
+        revive = None if self._own is None else self._revive_own
+        fleet = Fleet(dialects, times=self._fleet_times(), check_facts=self.check_facts, revive=revive)
         try:
             await fleet.start()
         except BaseException:
@@ -209,7 +234,8 @@ class ServerPublisher(Publisher):
 
     def _leftovers(self) -> list[Path]:
         """Publications of a process that died in this run; the servers may still hold them."""
-        return sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        found = sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        return [place for place in found if not place.name.startswith(f"{self._name}-")]
 
     def _new_name(self, version: int) -> str:
         return f"{self._name}-v{version}-{next(self._numbers)}"
@@ -225,6 +251,29 @@ class ServerPublisher(Publisher):
         place.parent.mkdir(parents=True, exist_ok=True)
         saved.rename(place)
         return place
+
+    def _merge(self, directory: Path) -> None:
+        """Turn an adapter's files into those of the whole model; what is a whole model already stays."""
+        from turnwise.engine.model.merge import write_merged
+        from turnwise.engine.training.full_files import is_full
+
+        if is_full(directory):
+            return
+        base, merged = self.setup.model_directory, directory.with_name(f".{directory.name}")
+        try:
+            write_merged(directory, base, merged)
+        except BaseException:
+            for left in (directory, merged):
+                remove_directory(left)
+            raise
+        if self.setup.rollout.url and _is_tied(base) and not _is_tied(merged):
+            raise ConfigError(
+                f"{base} shares its output head with its embedding, and the adapter changes the head alone; a server "
+                "that was started with that model cannot take it. Set model.train_unembed=false, or rollout.publish="
+                "adapter, or let the run start its server"
+            )
+        remove_directory(directory)
+        merged.rename(directory)
 
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
@@ -291,6 +340,14 @@ class ServerPublisher(Publisher):
             await fleet.close()
 
 
+def read_rank(adapter: Path) -> int:
+    """The rank of an adapter's files."""
+    try:
+        return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise CheckpointError(f"{adapter} holds no adapter in PEFT's format: {cause!r}") from cause
+
+
 def _copy_files(source: Path, target: Path) -> None:
     """Copy PEFT files, without the optimizer's state that a checkpoint holds beside them."""
     target.mkdir()
@@ -310,3 +367,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
     loader: Any = AutoTokenizer
     return loader.from_pretrained(str(directory))
+
+
+def _is_tied(model: Path) -> bool:
+    return bool(json.loads((model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))

@@ -78,11 +78,11 @@ const advantageChip = (turn) => {
   const mean = known.reduce((total, value) => total + value, 0) / known.length;
   return h("span", { class: `chip ${mean > 0 ? "good" : mean < 0 ? "bad" : ""}`, title: "mean over the turn's trained tokens" }, `advantage ${tw.signed(mean)}`);
 };
-tw.turnBlock = (turn, index, view, attempt, partsAt = null) => {
+tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
   const isShared = attempt.branch && index < attempt.branch.turn;
   const most = view ? tw.largest(attempt.turns, view) : 1;
   const isText = !view || !turn.tokens;
-  const head = [h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
+  const head = [name ? h("span", { class: "chip" }, name) : null, h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
     turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_unparsable ? h("span", { class: "chip bad" }, "the env could not read it") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), advantageChip(turn),
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },
