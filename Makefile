@@ -7,7 +7,7 @@
 #   make check                     format, lint, types, import contracts
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
-#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, random_orders
+#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, doctor_table, random_orders
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
 #   make browser                   install Chromium, in which the tests look at `turnwise view` (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
@@ -24,7 +24,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox browser train test test-unit test-others check quick quick-worlds quick-play quick-others format bench campaign clean
+.PHONY: help setup sandbox browser train test check quick quick-worlds quick-play quick-others format bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,15 +65,34 @@ browser:
 		fi; command -v chromium > /dev/null || echo 'chromium is missing; tests of the viewer will be skipped:' \
 			'apt-get install chromium' >&2; }
 
-# Without ARGS the two halves of the tests run side by side, one for each core.
+# Without ARGS the tests run in pieces, JOBS at a time: the next piece starts when one is done, so no core waits for the
+# other. Three on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
+# result when it is done.
+JOBS ?= 3
+FOLDERS := $(filter-out contract unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
+PIECES := $(addprefix test-,services $(FOLDERS) documents units worlds)
 test: $(STAMP) sandbox browser
-	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -j2 test-unit test-others)
+	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(PIECES))
 
-test-unit: $(STAMP)
-	$(BIN)/python -m pytest -q tests/unit
+.PHONY: $(PIECES)
+TESTS := $(BIN)/python -m pytest -q
+SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py service_*.py cookbook.py adapters_packages.py))
+WORLDS := tests/unit/envs
+PLAY := $(addprefix tests/unit/,judges rollout single_turn)
+test-services: $(STAMP)
+	$(TESTS) $(SERVICES)
 
-test-others: $(STAMP)
-	$(BIN)/python -m pytest -q tests/numerics tests/contract tests/e2e
+test-documents: $(STAMP)
+	$(TESTS) $(addprefix --ignore ,$(SERVICES)) tests/contract
+
+test-worlds: $(STAMP)
+	$(TESTS) $(WORLDS) $(PLAY)
+
+test-units: $(STAMP)
+	$(TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit
+
+$(addprefix test-,$(FOLDERS)): test-%: $(STAMP)
+	$(TESTS) tests/$*
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -82,9 +101,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 # More at once than cores, because many tests wait: for deadlines, sandboxes, other processes.
-QUICK_TESTS := $(BIN)/python -m pytest -q -m 'not gpu and not slow and not model'
-WORLDS := tests/unit/envs
-PLAY := $(addprefix tests/unit/,judges rollout single_turn)
+QUICK_TESTS := $(TESTS) -m 'not gpu and not slow and not model'
 quick: $(STAMP) sandbox
 	@$(MAKE) --no-print-directory -j4 quick-worlds quick-play check quick-others
 

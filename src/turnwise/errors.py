@@ -2,6 +2,7 @@
 
 TurnwiseError
 ├── ConfigError (ValueError)     a setting that cannot work: raised before anything is spent
+│   └── NotSupportedError (NotImplementedError)    options that no backend can combine
 ├── DataError (ValueError)       a datum, prompt or sampling request that cannot be used: the client goes on working
 ├── ModelError                   a model that cannot be found, read or supported
 │   └── ModelNotFoundError
@@ -12,6 +13,7 @@ TurnwiseError
 ├── AttemptFailed                one party outside our code failed an attempt: recorded, its siblings go on
 ├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
 ├── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
+│   └── LearnerError             one of several learner processes died, failed or did not answer
 └── ServiceError                 a service elsewhere cannot be reached, refused a request, or failed it
 """
 
@@ -24,6 +26,10 @@ class TurnwiseError(Exception):
 
 class ConfigError(TurnwiseError, ValueError):
     """A setting that cannot work."""
+
+
+class NotSupportedError(ConfigError, NotImplementedError):
+    """Options that no backend can combine; code that was written for SkyRL catches it as a NotImplementedError."""
 
 
 class DataError(TurnwiseError, ValueError):
@@ -44,6 +50,10 @@ class CheckpointError(TurnwiseError):
 
 class EngineStoppedError(TurnwiseError):
     """The engine was closed, or died, while a request was waiting for it."""
+
+
+class LearnerError(EngineStoppedError):
+    """One of several learner processes died, failed or did not answer; the others cannot go on without it."""
 
 
 class ServiceError(TurnwiseError):

@@ -72,6 +72,7 @@ class EndReason(StrEnum):
     MAX_TURNS = "max_turns", "the attempt reached its turn limit", True
     MAX_TOKENS = "max_tokens", "the attempt used up its token budget or the model's context", True
     TIME_LIMIT = "time_limit", "the attempt ran out of time", True, False
+    UPDATED = "updated", "new weights came, and rollout.kv_across_updates is end", True, False
     UNPARSABLE = "unparsable", "the env could not read a reply, and rollout.on_unparsable is end"
     FAILED = "failed", "a party outside the policy failed, see `Trajectory.failure`", False, False
 
@@ -97,6 +98,9 @@ class Turn:
     sampler_logprobs: tuple[float, ...]
     """[S] logprob of each sampled id under `policy_version`, at `temperature`."""
     policy_version: int
+    """The weights that drew it; the oldest of `token_versions` where there are several."""
+    token_versions: tuple[int, ...] | None = None
+    """[S] the weights that drew each id, where they changed in the middle of the turn; None where they did not."""
     temperature: float = 1.0
     reply: Message
     """The sampled ids, parsed."""
@@ -128,6 +132,8 @@ class Turn:
             raise DataError("a turn without sampled ids; a sampler returns at least the stop token")
         if not self.prompt_ids:
             raise DataError("a turn without a prompt; the first message must render to at least one token")
+        if self.token_versions is not None and len(self.token_versions) != len(self.sampled_ids):
+            raise DataError(f"{len(self.sampled_ids)} sampled ids but {len(self.token_versions)} versions of them")
         unknown = set(self.reward_parts) - set(REWARD_PARTS)
         if unknown:
             raise DataError(f"unknown reward part {min(unknown)!r}; expected {', '.join(REWARD_PARTS)}")
@@ -135,6 +141,11 @@ class Turn:
     @property
     def reward(self) -> float:
         return float(sum(self.reward_parts.values()))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[S] the weights that drew each id."""
+        return self.token_versions or (self.policy_version,) * len(self.sampled_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +205,11 @@ class Trajectory:
     def is_truncated(self) -> bool:
         """A limit ended the attempt, not the task, so its return leaves out what would have come."""
         return self.end_reason.is_truncation
+
+    @property
+    def is_cut(self) -> bool:
+        """A reply of it reached its token limit before a stop."""
+        return any(turn.is_cut for turn in self.turns)
 
     @property
     def is_judged(self) -> bool:
@@ -261,6 +277,8 @@ def _turn(values: Mapping[str, Any]) -> Turn:
     fields = dict(values)
     ids = {name: tuple(fields.pop(name)) for name in ("prompt_ids", "sampled_ids", "sampler_logprobs")}
     (reply,) = _messages([fields.pop("reply")])
+    versions = fields.pop("token_versions", None)
+    ids |= {} if versions is None else {"token_versions": tuple(versions)}
     return Turn(**ids, reply=reply, observation=_messages(fields.pop("observation")), **fields)
 
 

@@ -1,44 +1,35 @@
 """The notebooks of the tutorials run as they are, and what is stored in them was really produced.
 
-There is no Jupyter among the packages that tests need. So the code cells of a notebook are executed in order, in one
-namespace, in a process of their own, and what a cell shows is found as a notebook would find it: what it prints, and
-its last expression as a picture where it has one, else as text.
+They run in a real Jupyter kernel. Jupyter is not among the packages that tests need, so the kernel has an environment
+of its own in `.venvs`, made on first use, with the packages of this environment behind it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+from service_process import ROOT, sdk_python
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+KERNEL = ("nbclient", "0.11.0", ("ipykernel==7.4.0", "nbformat==5.10.4"))
+VIEW_CELL = """
+import turnwise as tw
+
+watched = tw.train("guess_number", model="tiny", steps=2, warmup={"steps": 0}, eval={"tasks": 2})
+"""
+"""The same kernel runs it after the notebook's own cells: a run that nobody gave an observer."""
 
 RUN_CELLS = """
-import ast, contextlib, io, json, sys
-namespace = {"__name__": "__main__"}
-shown = []
-for source in json.load(sys.stdin):
-    tree = ast.parse(source)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    printed, value = io.StringIO(), None
-    with contextlib.redirect_stdout(printed):
-        exec(compile(tree, "cell", "exec"), namespace)
-        if last is not None:
-            value = eval(compile(ast.Expression(last.value), "cell", "eval"), namespace)
-    outputs = []
-    if printed.getvalue():
-        outputs.append({"output_type": "stream", "name": "stdout", "text": printed.getvalue()})
-    if value is not None:
-        data = {"text/plain": repr(value)[:200] if hasattr(value, "_repr_svg_") else repr(value)}
-        if hasattr(value, "_repr_svg_"):
-            data["image/svg+xml"] = value._repr_svg_()
-        outputs.append({"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data})
-    shown.append(outputs)
-json.dump(shown, sys.stdout)
+import json, sys, nbclient, nbformat
+notebook = nbformat.reads(sys.stdin.read(), as_version=4)
+nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", coalesce_streams=True).execute()
+json.dump(notebook, sys.stdout)
 """
 
 
@@ -47,19 +38,21 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run_notebook(notebook: dict[str, Any], directory: Path) -> list[list[dict[str, Any]]]:
-    """What each code cell shows, run in `directory`."""
-    sources = ["".join(cell["source"]) for cell in code_cells(notebook)]
+    """What each code cell shows, and the view's cell after them, run in `directory`."""
+    view = {"cell_type": "code", "id": "view", "metadata": {}, "source": VIEW_CELL, "outputs": []}
+    whole = {**notebook, "cells": [*notebook["cells"], {**view, "execution_count": None}]}
     done = subprocess.run(
-        [sys.executable, "-c", RUN_CELLS],
-        input=json.dumps(sources),
+        [str(sdk_python(*KERNEL)), "-c", RUN_CELLS],
+        input=json.dumps(whole),
         capture_output=True,
         text=True,
         cwd=directory,
-        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [cell["outputs"] for cell in code_cells(json.loads(done.stdout))]
 
 
 def kinds(outputs: list[dict[str, Any]]) -> list[list[str]]:
@@ -72,12 +65,19 @@ def kinds(outputs: list[dict[str, Any]]) -> list[list[str]]:
 @pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored_in_it(path: Path, tmp_path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    shown = run_notebook(notebook, tmp_path)
+    *shown, view = run_notebook(notebook, tmp_path)
     for cell, outputs in zip(code_cells(notebook), shown, strict=True):
         source = "".join(cell["source"])
         assert kinds(cell["outputs"]) == kinds(outputs), (
-            f"run the notebook again, this cell shows other things: {source}"
+            f"run the notebook again, this cell shows other things: {source}\n{outputs}"
         )
     pictures = [output for outputs in shown for output in outputs if "image/svg+xml" in output.get("data", {})]
     assert pictures, "it plots the curve"
     assert any("assistant" in str(outputs) for outputs in shown), "it shows an attempt as a dialogue"
+
+    assert kinds(view) == [["display_data", "text/html", "text/plain"]], "one block that is redrawn, and no warnings"
+    (block,) = view
+    page, text = (block["data"][kind] for kind in ("text/html", "text/plain"))
+    assert page.startswith("<pre>held-out (start, step 0)")
+    assert "step 2/2  reward" in text, "the last step stays when the run is over"
+    assert "..." not in text.splitlines()[-2], "it does not say that a run which is over goes on"

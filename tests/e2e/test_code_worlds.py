@@ -1,17 +1,15 @@
-"""The worlds that run code through the real commands, on `tiny`, in processes of their own."""
+"""The worlds that run code through the real commands, on `tiny`."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import turnwise
+from command_line import run_here, run_module
 from turnwise.runlog.reader import RunReader
 
 SMALL = (
@@ -28,23 +26,10 @@ SMALL = (
 )
 
 
-def run(*arguments: str, code: int = 0, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
-
-
 @pytest.mark.usefixtures("tiny_dir")
 def test_repos_are_fixed_with_tool_calls_from_the_command_line(tmp_path: Path) -> None:
     options = ("env.options.protocol=tool_call", "env.options.max_turns=3", "warmup.steps=0")
-    out = run("turnwise.cli", "train", "swe", *SMALL, *options, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", "swe", *SMALL, *options, f"run.dir={tmp_path / 'run'}")
     assert "step 2/2" in out
     with RunReader(tmp_path / "run") as reader:
         assert len(reader.attempts(phase="train")) == 16
@@ -65,14 +50,14 @@ def test_a_file_in_mbpps_layout_trains_from_the_command_line(tmp_path: Path) -> 
     path = tmp_path / "mbpp.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     options = (f"env.options.path={path}", "env.options.partial_credit=0.5", f"run.dir={tmp_path / 'run'}")
-    out = run("turnwise.cli", "train", "code", *SMALL, *options)
+    out = run_here("train", "code", *SMALL, *options)
     assert re.search(r"Write a function to add \d+\.", out)
     assert "step 2/2" in out
 
 
 @pytest.mark.parametrize("world", ["code", "swe"])
 def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tmp_path: Path) -> None:
-    said = run("turnwise.cli", "train", world, *SMALL, f"run.dir={tmp_path / 'run'}", code=2, PATH=str(tmp_path))
+    said = run_module("turnwise.cli", "train", world, *SMALL, f"run.dir={tmp_path / 'run'}", code=2, PATH=str(tmp_path))
     assert said.startswith("turnwise: bubblewrap is not installed; install it with")
     assert "`sandbox: subprocess`" in said
     assert not (tmp_path / "run").exists()
@@ -96,6 +81,6 @@ def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tm
 )
 def test_the_recipes_run(recipe: str, options: tuple[str, ...], last: str, turnwise_home: Path, tmp_path: Path) -> None:
     small = ("--model", "tiny", "--group", "2", "--dir", str(tmp_path / "run"))
-    out = run(f"turnwise.recipes.{recipe}", *small, *options, TURNWISE_HOME=str(turnwise_home))
+    out = run_module(f"turnwise.recipes.{recipe}", *small, *options, TURNWISE_HOME=str(turnwise_home))
     assert turnwise.Run.open(tmp_path / "run").metrics["step"][-1] == 1
     assert re.search(last, out.strip().splitlines()[-1])

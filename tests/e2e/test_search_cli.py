@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from command_line import run_here
 from local_server import serving, unused_address
 from turnwise.runlog.reader import RunReader
 
@@ -30,19 +31,6 @@ SMALL = (
 )
 
 
-def _turnwise(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "turnwise.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
-
-
 def _check(directory: Path) -> None:
     with RunReader(directory) as run:
         assert len(run.attempts(phase="train")) == 16
@@ -52,7 +40,7 @@ def _check(directory: Path) -> None:
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_search_trains_without_a_server(tmp_path: Path) -> None:
-    out = _turnwise(
+    out = run_here(
         "train", "search", *SMALL, "env.options.kind=mixed", "env.options.max_turns=4", f"run.dir={tmp_path}/r"
     )
     assert "step 2/2" in out
@@ -62,7 +50,7 @@ def test_search_trains_without_a_server(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("retriever")
-    _turnwise("retriever", "corpus", str(folder / "fiction.jsonl"))
+    run_here("retriever", "corpus", str(folder / "fiction.jsonl"))
     command = [sys.executable, "-m", "turnwise.cli", "retriever", "serve", "--port", "0", "--cache", "none"]
     with subprocess.Popen(
         [*command, "--corpus", str(folder / "fiction.jsonl")], stderr=subprocess.PIPE, text=True
@@ -76,16 +64,16 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_search_trains_against_a_retriever_server(retriever: str, tmp_path: Path) -> None:
-    _turnwise("train", "search", *SMALL, f"env.options.retriever_url={retriever}", f"run.dir={tmp_path}/r")
+    run_here("train", "search", *SMALL, f"env.options.retriever_url={retriever}", f"run.dir={tmp_path}/r")
     _check(tmp_path / "r")
 
 
 def test_the_world_keeps_the_rules_against_a_server(retriever: str) -> None:
-    assert "search: keeps all the rules" in _turnwise("check-env", "search", f"retriever_url={retriever}")
+    assert "search: keeps all the rules" in run_here("check-env", "search", f"retriever_url={retriever}")
 
 
 def test_a_server_that_is_away_breaks_a_rule_and_not_the_command() -> None:
-    out = _turnwise("check-env", "search", f"retriever_url={unused_address()}", "deadline_s=0.5", code=1)
+    out = run_here("check-env", "search", f"retriever_url={unused_address()}", "deadline_s=0.5", code=1)
     assert "retriever" in out
     assert "Traceback" not in out
 
@@ -99,7 +87,7 @@ def test_any_world_trains_with_a_judge_from_the_command_line(tmp_path: Path) -> 
         return {"choices": [{"message": {"content": "Score: 5"}}]}
 
     with serving(app) as address:
-        _turnwise(
+        run_here(
             "train",
             "turnwise.judges:judged_by_model",
             *SMALL,

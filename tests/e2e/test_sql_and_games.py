@@ -1,18 +1,16 @@
-"""The SQL world and the games through the real commands, on `tiny`, in processes of their own."""
+"""The SQL world and the games through the real commands, on `tiny`."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from command_line import run_here, run_module
 from turnwise.runlog.reader import RunReader
 
 SMALL = (
@@ -29,19 +27,6 @@ SMALL = (
 )
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
-
-
 @pytest.mark.usefixtures("tiny_dir")
 @pytest.mark.parametrize(
     "arguments",
@@ -51,7 +36,7 @@ def run(*arguments: str) -> str:
     ],
 )
 def test_worlds_train_with_their_options(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    out = run("turnwise.cli", "train", *arguments, *SMALL, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", *arguments, *SMALL, f"run.dir={tmp_path / 'run'}")
     assert "step 2/2" in out
     with RunReader(tmp_path / "run") as reader:
         assert len(reader.attempts(phase="train")) == 16
@@ -73,14 +58,14 @@ def test_a_folder_in_spiders_layout_trains_from_the_command_line(tmp_path: Path)
         (tmp_path / "spider" / file).write_text(json.dumps(rows), encoding="utf-8")
     path = f"env.options.path={tmp_path / 'spider'}"
     short = "rollout.max_tokens_per_turn=16"
-    out = run("turnwise.cli", "train", "text_to_sql", path, short, *SMALL, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", "text_to_sql", path, short, *SMALL, f"run.dir={tmp_path / 'run'}")
     assert "singer(name text, age integer)" in out
     assert str(tmp_path / "spider") not in out.split("--- attempt", 1)[1]
 
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_self_play_recipe_runs_a_few_steps() -> None:
-    out = run("turnwise.recipes.self_play", "--warmup", "4", "--steps", "2", "--openings", "2", "--games", "4")
+    out = run_module("turnwise.recipes.self_play", "--warmup", "4", "--steps", "2", "--openings", "2", "--games", "4")
     assert re.search(r"^after the warm-up: not lost \d\.\d\d, won \d\.\d\d$", out, re.MULTILINE)
     assert re.search(r"^step   2  seats +\d+  turns \d\.\d  illegal \d\.\d\d$", out, re.MULTILINE)
     assert re.search(r"^after self-play:   not lost \d\.\d\d", out, re.MULTILINE)
@@ -89,7 +74,7 @@ def test_the_self_play_recipe_runs_a_few_steps() -> None:
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_text_to_sql_recipe_runs_a_few_steps(tmp_path: Path) -> None:
     small = ("--warmup", "2", "--steps", "2", "--tasks", "2", "--group", "4", "--held-out", "4")
-    out = run("turnwise.recipes.text_to_sql", "--model", "tiny", "--dir", str(tmp_path / "run"), *small)
+    out = run_module("turnwise.recipes.text_to_sql", "--model", "tiny", "--dir", str(tmp_path / "run"), *small)
     assert "step 2/2" in out
     assert re.search(r"^held-out success: \d\.\d\d at the start, \d\.\d\d at the end$", out, re.MULTILINE)
     with RunReader(tmp_path / "run") as reader:

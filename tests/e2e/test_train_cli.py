@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from command_line import run_here, run_module
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.envs.registry import world_names
@@ -38,18 +38,7 @@ def _environment() -> dict[str, str]:
 
 
 def _turnwise(*arguments: str, stdin: str = "", code: int = 0) -> str:
-    """Run the command; its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "turnwise.cli", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=_environment(),
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    return run_module("turnwise.cli", *arguments, stdin=stdin, code=code)
 
 
 def _weights(run: RunReader, step: int) -> dict[str, np.ndarray]:
@@ -77,7 +66,7 @@ def test_the_optimizers_eps_reaches_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", world_names())
 def test_every_world_trains_for_a_few_steps(world: str, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    out = _turnwise("train", world, *SMALL, "train.steps=2", "warmup.steps=2", f"run.dir={directory}")
+    out = run_here("train", world, *SMALL, "train.steps=2", "warmup.steps=2", f"run.dir={directory}")
     for expected in (
         "training     2 steps x 2 tasks x 4 attempts = 16 attempts",
         "step 2/2",
@@ -98,7 +87,7 @@ def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path: 
     """A short run with all turns in one assistant message."""
     directory = tmp_path_factory.mktemp("runs") / "a"
     single = "rollout.use_conversation_multi_turn=false"
-    _turnwise("train", "guess_number", *SMALL, "train.steps=1", "warmup.steps=0", single, f"run.dir={directory}")
+    run_here("train", "guess_number", *SMALL, "train.steps=1", "warmup.steps=0", single, f"run.dir={directory}")
     return directory
 
 
@@ -137,9 +126,9 @@ def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: P
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, adapter, merged = tmp_path / "run", tmp_path / "adapter", tmp_path / "deep" / "merged"
-    _turnwise("train", "guess_number", *SMALL, "warmup.steps=2", "train.steps=0", f"run.dir={run}")
-    assert "checkpoint: step 0, the best" in _turnwise("export", str(run), "--peft", str(adapter))
-    _turnwise("export", str(run), "--merged", str(merged))
+    run_here("train", "guess_number", *SMALL, "warmup.steps=2", "train.steps=0", f"run.dir={run}")
+    assert "checkpoint: step 0, the best" in run_here("export", str(run), "--peft", str(adapter))
+    run_here("export", str(run), "--merged", str(merged))
     load: Any = AutoModelForCausalLM.from_pretrained
     base_dir = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids = torch.arange(3, 40).reshape(1, -1)
@@ -152,7 +141,7 @@ def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: P
     assert AutoTokenizer.from_pretrained(str(merged)).encode("12") == AutoTokenizer.from_pretrained(base_dir).encode(
         "12"
     )
-    assert "exists; name a new directory" in _turnwise("export", str(run), "--peft", str(adapter), code=2)
+    assert "exists; name a new directory" in run_here("export", str(run), "--peft", str(adapter), code=2)
 
 
 def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:
@@ -162,18 +151,18 @@ def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:
 
 def test_the_plan_is_printed_and_nothing_is_spent(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    out = _turnwise("train", "guess_number", "--plan", *SMALL, "train.steps=3", f"run.dir={directory}")
+    out = run_here("train", "guess_number", "--plan", *SMALL, "train.steps=3", f"run.dir={directory}")
     for expected in ("train tasks", "24 attempts", "at most", "GiB", "optimizer"):
         assert expected in out
     assert not directory.exists()
 
 
 def test_a_users_mistake_is_one_message(tmp_path: Path) -> None:
-    out = _turnwise("train", "guess_number", "model=tiny", "train.stepz=1", code=2)
+    out = run_here("train", "guess_number", "model=tiny", "train.stepz=1", code=2)
     assert out == "turnwise: train.stepz is not an option; did you mean train.steps?\n"
-    out = _turnwise("train", "gues_number", "model=tiny", code=2)
+    out = run_here("train", "gues_number", "model=tiny", code=2)
     assert "did you mean 'guess_number'?" in out
-    out = _turnwise("train", "guess_number", "model=tiny", f"run.dir={tmp_path}", "env.options.hihg=4", code=2)
+    out = run_here("train", "guess_number", "model=tiny", f"run.dir={tmp_path}", "env.options.hihg=4", code=2)
     assert "hihg" in out
     assert "Traceback" not in out
 
@@ -213,18 +202,17 @@ def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_no
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments = (*SMALL, "warmup.steps=0", "train.steps=40", "train.save_every=1", f"run.dir={directory}")
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "turnwise.cli", "train", "guess_number", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env=_environment(),
-    )
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not (directory / "checkpoints").is_dir():
-        time.sleep(0.05)
-    time.sleep(0.3)
-    process.kill()
-    process.wait()
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/40"):  # the checkpoint of step 1 is there, that of step 2 is being written
+                process.kill()
     with RunReader(directory) as run:
         done = run.checkpoints()[-1].step
     last = done + 1

@@ -6,12 +6,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +16,15 @@ from typing import Any
 
 import pytest
 
-from service_process import ROOT, check_names, sdk_python
+from service_process import ROOT, check_names
+from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import DATABASE
 from turnwise.trajectory import EndReason
 from turnwise.watch.status import is_training
 from view_runs import HOSTILE, Play, WrittenRun
+from viewer_process import BROWSER_SCRIPTS, START_S, find_chromium, in_browser, turnwise, viewer
 
-HERE = Path(__file__).parent / "browser"
-CHECKS = HERE / "view_checks.py"
-PLAYWRIGHT = "1.65.0"
-START_S = 60.0
-CHECKS_S = 200.0
+CHECKS = BROWSER_SCRIPTS / "view_checks.py"
 PLAYS = (
     Play(task_id="t1", attempt=0, replies=("8", "4", "call weather"), reward=1.0, answers="It rains in Paris."),
     Play(task_id="t1", attempt=1, replies=("8", "4", "6"), reward=0.0),
@@ -48,22 +42,18 @@ HOSTILE_PLAYS = tuple(
 )
 PICTURES = {
     "view_runs": "#/",
-    "view_run": "#/run/{run}",
-    "view_attempts": "#/attempts?run={run}&phase=train&view=groups",
-    "view_attempt-dark": "#/attempt/{run}/{attempt}?tokens=advantage",
+    "view_run": "#/run/guess-grpo-s0",
+    "view_attempts": "#/attempts?run=guess-la&phase=train&view=groups",
+    "view_attempt-dark": "#/attempt/guess-ppo/700?tokens=advantage",
 }
+"""Pictures of docs/view.md, which says how these runs are made."""
 MAX_PICTURE_BYTES = 200_000
-
-
-def turnwise(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "turnwise.cli", *map(str, arguments)]
 
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
+    if found := find_chromium():
+        return found
     pytest.skip("no Chromium on this machine; `make browser` installs it (as root on a Debian)")
 
 
@@ -80,24 +70,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@contextmanager
-def viewer(place: Path) -> Iterator[str]:
-    """A `turnwise view` process; its address. At the end it gets a Ctrl-C and must end cleanly."""
-    command = turnwise("view", place, "--no-browser", "--port", "0")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said: list[str] = []
-    try:
-        while not (found := re.search(r"open (http://\S+)", "".join(said))):
-            line = process.stderr.readline()
-            assert line, f"the viewer ended: {said}"
-            said.append(line)
-        yield found[1]
-    finally:
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=START_S)[1]
-    assert process.returncode == 0, rest
-    assert "Traceback" not in rest, rest
+def has_stepped(directory: Path) -> bool:
+    if not is_run(directory):
+        return False
+    with RunReader(directory) as run:
+        return bool(run.metric("time/step_s"))
 
 
 @contextmanager
@@ -108,29 +85,16 @@ def training(directory: Path) -> Iterator[None]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         ends_s = time.monotonic() + START_S
-        while not is_training(directory):
-            assert time.monotonic() < ends_s, "the run did not start"
-            time.sleep(0.1)
+        while not has_stepped(directory):
+            assert process.poll() is None, "the run ended"
+            assert time.monotonic() < ends_s, "the run made no step"
+            time.sleep(0.2)
         yield
     finally:
         process.terminate()
         process.wait(timeout=START_S)
         if is_training(directory):  # a process that the page's Resume button has started
             subprocess.run(turnwise("stop", directory, "--now"), check=False, capture_output=True)
-
-
-def in_browser(script: Path, *arguments: str, url: str, more: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        [str(sdk_python("playwright", PLAYWRIGHT)), str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": "", "VIEW_URL": url, **(more or {})},
-        capture_output=True,
-        text=True,
-        timeout=CHECKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stderr)
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +121,31 @@ def test_no_process_of_a_stopped_run_is_left(outcomes: dict[str, Any]) -> None:
     assert outcomes["is_over"]
 
 
-def test_pictures_of_the_docs(chromium: str, request: pytest.FixtureRequest) -> None:
+def test_pictures_of_the_docs(chromium: str, tiny_dir: Path, request: pytest.FixtureRequest) -> None:
+    assert tiny_dir.is_dir()
     runs = request.config.getoption("--screenshots-of")
     if runs is None:
         pytest.skip("takes pictures only with --screenshots-of DIR")
-    run, attempt = os.environ.get("VIEW_PICTURED", "guess-la/700").split("/")
     out = ROOT / "docs" / "images"
-    with viewer(Path(runs)) as url:
-        shots = [f"{name}={address.format(run=run, attempt=attempt)}" for name, address in PICTURES.items()]
-        in_browser(HERE / "view_screenshots.py", chromium, str(out), *shots, url=url)
+    out.mkdir(exist_ok=True)
+    with viewer(Path(Path(runs).name), folder=Path(runs).absolute().parent) as url:
+        shots = [f"{name}={address}" for name, address in PICTURES.items()]
+        in_browser(BROWSER_SCRIPTS / "view_screenshots.py", chromium, str(out), *shots, url=url)
     for name in PICTURES:
         size = (out / f"{name.removesuffix('-dark')}.png").stat().st_size
         assert size < MAX_PICTURE_BYTES, f"{name} has {size} bytes"
 
 
 def test_a_place_without_runs_and_a_taken_port_are_told(tmp_path: Path, place: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
     for arguments, words in (
         ((tmp_path,), "holds no run; train one first: turnwise train"),
         ((tmp_path / "nowhere",), "is not there; give a run directory"),
         ((place, "--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        ((place, "--port", taken.getsockname()[1]), "choose another --port"),
         ((place, "--export", tmp_path / "no" / "dir.html"), "cannot be written"),
     ):
         done = subprocess.run(turnwise("view", *arguments), capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert words in done.stderr, done.stderr
+    taken.close()

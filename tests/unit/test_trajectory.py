@@ -67,6 +67,7 @@ def test_an_end_reason_is_named_where_it_is_declared_and_where_it_is_decided() -
 
 def test_limits_of_the_rollout_count_as_truncation_and_the_tasks_own_ends_do_not() -> None:
     cut = {reason for reason in EndReason if reason.is_truncation}
-    assert cut == {EndReason.TRUNCATED, EndReason.MAX_TURNS, EndReason.MAX_TOKENS, EndReason.TIME_LIMIT}
-    assert {reason for reason in EndReason if not reason.is_repeatable} == {EndReason.TIME_LIMIT, EndReason.FAILED}
+    other = {EndReason.TIME_LIMIT, EndReason.UPDATED}
+    assert cut == {EndReason.TRUNCATED, EndReason.MAX_TURNS, EndReason.MAX_TOKENS, *other}
+    assert {reason for reason in EndReason if not reason.is_repeatable} == {*other, EndReason.FAILED}
     assert all(reason.description and str(reason) == reason.value for reason in EndReason)

@@ -21,10 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
-from turnwise.backends.servers.publisher import ServerPublisher
+from turnwise.backends.servers.launch import ServerCommand
+from turnwise.backends.servers.publisher import ServerPublisher, read_rank
+from turnwise.backends.servers.python import check_arguments, check_module, server_python
+from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
+from turnwise.rollout.config import RolloutConfig
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams, StopReason
 
 CHECK_S, LOAD_S, UPDATE_S, GENERATE_S = 10.0, 120.0, 600.0, 3600.0
@@ -33,12 +38,19 @@ CHECK_S, LOAD_S, UPDATE_S, GENERATE_S = 10.0, 120.0, 600.0, 3600.0
 MAX_PARTS = 32
 """Requests that one reply may take, where the server ends it before its stop."""
 FILL_CONTEXT = 2**30
+MODULE, ENTRY = "sglang", "sglang.launch_server"
+OWN_ARGUMENTS = ("--model-path", "--host", "--port", "--enable-lora", "--max-lora-rank", "--lora-target-modules")
+"""Arguments that the run itself depends on."""
+MAX_LOADED = 16
+"""Adapters that a server of our own keeps: versions that attempts under way may still ask for."""
+RAW_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 RAW_TOLERANCE = 1e-4
 """Logprobs that differ by less than this are the same."""
 PauseMode = Literal["abort", "retract", "in_place"]
-PAUSE_MODES: Mapping[str, PauseMode] = {"recompute": "retract", "keep": "in_place"}
+PAUSE_MODES: Mapping[str, PauseMode] = {"recompute": "retract", "keep": "in_place", "end": "abort"}
 """What a request under way does while the server's weights change, by `rollout.kv_across_updates`: its keys and values
-are computed again with the new weights, or stay as they are."""
+are computed again with the new weights, or stay as they are, or the reply is cut off and drawn on by another request.
+"""
 
 
 class SglangDialect(ServerDialect):
@@ -84,7 +96,7 @@ class SglangDialect(ServerDialect):
                 task.cancel()
         first = replies[0]
         return SampleResponse(
-            sequences=[SampledSequence(reply.stop_reason, reply.tokens, reply.logprobs) for reply in replies],
+            sequences=[reply.to_sequence() for reply in replies],
             prompt_logprobs=first.prompt_logprobs if request.include_prompt_logprobs else None,
             topk_prompt_logprobs=first.topk_prompt_logprobs if request.topk_prompt_logprobs else None,
             num_cached_prompt_tokens=first.num_cached,
@@ -189,7 +201,7 @@ class SglangDialect(ServerDialect):
         if raw is not None and abs(drawn.logprobs[0] - raw) < RAW_TOLERANCE:
             raise ConfigError(
                 f"the SGLang server at {self.url} returns logprobs at temperature 1, and the run samples at "
-                f"{self._temperature:g}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                f"{self._temperature:g}; start it without {RAW_VARIABLE}"
             )
 
     def _check_success(self, said: object, what: str) -> None:
@@ -205,9 +217,59 @@ class SglangDialect(ServerDialect):
 class SglangPublisher(ServerPublisher):
     """Publishes each version as an adapter of its own to SGLang servers."""
 
+    def __init__(self, setup: BackendSetup) -> None:
+        super().__init__(setup)
+        self._rank = setup.lora_rank
+
+    @classmethod
+    def check_options(cls, rollout: RolloutConfig) -> None:
+        if rollout.publish != "adapter":
+            raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
+        if rollout.url:
+            return
+        python = server_python(rollout)
+        check_module(python, MODULE)
+        check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+
+    @classmethod
+    def describe(cls, rollout: RolloutConfig) -> str:
+        if rollout.url:
+            return f"SGLang at {', '.join(rollout.url)}"
+        command = [server_python(rollout), "-m", ENTRY, *_sizes(rollout), *rollout.server_args]
+        return f"SGLang, a server that the run starts: {' '.join(command)}"
+
     def make_dialect(self, url: str) -> SglangDialect:
         rollout = self.setup.rollout
         return SglangDialect(url, temperature=rollout.temperature, kv_across_updates=rollout.kv_across_updates)
+
+    def server_command(self) -> ServerCommand:
+        return ServerCommand(
+            name="SGLang", arguments=self._arguments, environment={"PYTHONPATH": "", RAW_VARIABLE: "0"}
+        )
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
+        if adapter is not None:
+            self._rank = max(self._rank, read_rank(adapter))
+        return await super().deliver_files(adapter, version)
+
+    def _arguments(self, port: int) -> list[str]:
+        from turnwise.engine.engine import choose_device
+
+        setup, rollout = self.setup, self.setup.rollout
+        device, dtype = choose_device(setup.engine)
+        named = {
+            "--model-path": str(setup.model_directory.resolve()),
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--device": device.type,
+            "--dtype": str(dtype).removeprefix("torch."),
+            "--context-length": str(rollout.max_trajectory_tokens + 1),
+            "--max-lora-rank": str(max(1, self._rank)),
+            "--lora-target-modules": "all",
+            "--max-loaded-loras": str(MAX_LOADED),
+        }
+        command = [server_python(rollout), "-m", ENTRY, *(part for pair in named.items() for part in pair)]
+        return [*command, "--enable-lora", *_sizes(rollout), *rollout.server_args]
 
 
 _OWN = ServedWeights(version=0)
@@ -220,9 +282,15 @@ class _Reply:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     stop_reason: StopReason = "length"
+    versions: list[int] = field(default_factory=list[int])
+    """The version that drew each token, where the run replaces the server's own weights; else empty."""
     num_cached: int = 0
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[Sequence[tuple[int, float]] | None] | None = None
+
+    def to_sequence(self) -> SampledSequence:
+        versions = self.versions if len(set(self.versions)) > 1 else None
+        return SampledSequence(self.stop_reason, self.tokens, self.logprobs, versions)
 
     def add(self, said: dict[str, Any], request: SampleRequest, url: str) -> bool:
         """Add what one request brought. Returns whether the reply is complete."""
@@ -232,6 +300,7 @@ class _Reply:
             drawn = [(int(entry[1]), float(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
             finish: dict[str, Any] = meta["finish_reason"]
             kind = str(finish["type"])
+            versions = _token_versions(meta.get("weight_versions") or (), len(drawn))
             if is_first:
                 self._add_prompt(meta, request)
         except (KeyError, IndexError, TypeError, ValueError) as cause:
@@ -239,6 +308,7 @@ class _Reply:
         _check_ids(said, [token for token, _ in drawn], url)
         self.tokens += [token for token, _ in drawn]
         self.logprobs += [logprob for _, logprob in drawn]
+        self.versions += versions
         if kind == "abort":
             if finish.get("status_code") is not None or not drawn:
                 raise ServerGoneError(f"{url} ended the request: {finish.get('message') or 'no reason was given'}")
@@ -298,6 +368,16 @@ def _to_body(request: SampleRequest, so_far: _Reply, name: str) -> dict[str, Any
     return body
 
 
+def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
+    """The version of each token. Empty where the server's own weights are not the run's: it names them itself then."""
+    if not all(str(span["version"]).isdigit() for span in spans):
+        return []
+    found = [int(span["version"]) for span in spans for _ in range(int(span["start"]), int(span["end"]))]
+    if spans and len(found) != num_tokens:
+        raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
+    return found
+
+
 def _is_asked_for(stop_id: int, request: SampleRequest) -> bool:
     """Whether the caller's stops name this id; without any, the model's end of sequence is meant."""
     named = request.sampling_params.stop_ids(())
@@ -322,6 +402,18 @@ def _check_ids(said: dict[str, Any], drawn: list[int], url: str) -> None:
     plain = said.get("output_ids")
     if isinstance(plain, list) and drawn[: len(cast("list[int]", plain))] != plain:
         raise ServerGoneError(f"{url}/generate returned ids {str(cast(object, plain))[:120]} and logprobs of others")
+
+
+def _sizes(rollout: RolloutConfig) -> list[str]:
+    """The arguments that the section `rollout` has options for."""
+    found: list[str] = []
+    if rollout.gpu_memory_utilization:
+        found += ["--mem-fraction-static", f"{rollout.gpu_memory_utilization:g}"]
+    if rollout.max_num_seqs:
+        found += ["--max-running-requests", str(rollout.max_num_seqs)]
+    if rollout.tensor_parallel_size > 1:
+        found += ["--tp-size", str(rollout.tensor_parallel_size)]
+    return found
 
 
 def _whole(value: object) -> int | None:

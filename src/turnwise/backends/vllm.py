@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServerDialect
-from turnwise.backends.servers.fleet import FleetTimes
-from turnwise.backends.servers.launch import OwnServer, ServerCommand
-from turnwise.backends.servers.publisher import ServerPublisher
+from turnwise.backends.servers.launch import ServerCommand
+from turnwise.backends.servers.publisher import ServerPublisher, read_rank
 from turnwise.backends.servers.python import check_arguments, check_module, server_python
 from turnwise.backends.servers.vllm_dialect import VllmDialect
 from turnwise.client.base import SamplingClient
@@ -29,7 +25,6 @@ from turnwise.rollout.config import RolloutConfig
 
 MODULE = "vllm"
 ENTRY = "vllm.entrypoints.openai.api_server"
-LOG = "vllm.log"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` takes."""
 MAX_LORAS, MAX_CPU_LORAS = 2, 16
@@ -47,8 +42,6 @@ class VllmPublisher(ServerPublisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._own: OwnServer | None = None
-        self._start_s = 0.0
         self._rank = setup.lora_rank
 
     @classmethod
@@ -57,10 +50,7 @@ class VllmPublisher(ServerPublisher):
             return
         python = server_python(rollout)
         check_module(python, MODULE)
-        for name in OWN_ARGUMENTS:
-            if any(given.partition("=")[0] == name for given in rollout.server_args):
-                raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
-        check_arguments(python, MODULE, rollout.server_args)
+        check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
@@ -69,28 +59,8 @@ class VllmPublisher(ServerPublisher):
         command = [server_python(rollout), "-m", ENTRY, *_sizes(rollout), *rollout.server_args]
         return f"vLLM, a server that the run starts: {' '.join(command)}"
 
-    async def start_servers(self) -> Sequence[str]:
-        rollout = self.setup.rollout
-        if rollout.url:
-            return rollout.url
-        command = ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
-        self._own = OwnServer(command, self.setup.run_directory / LOG, start_s=rollout.server_start_s)
-        started_s = time.monotonic()
-        await self._own.start()
-        self._start_s = time.monotonic() - started_s
-        return (self._own.url,)
-
-    async def restart_server(self, url: str) -> None:  # noqa: ARG002 - there is one
-        if self._own is not None:
-            await self._own.revive()
-
-    async def stop_servers(self) -> None:
-        if self._own is not None:
-            await self._own.stop()
-
-    def fleet_times(self) -> FleetTimes:
-        times = super().fleet_times()  # a server of our own that died takes as long as before to start again
-        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30)) if self._own is not None else times
+    def server_command(self) -> ServerCommand:
+        return ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
 
     def make_dialect(self, url: str) -> ServerDialect:
         rollout = self.setup.rollout
@@ -103,9 +73,8 @@ class VllmPublisher(ServerPublisher):
         )
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        if adapter is not None and self._own is None:
-            config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-            self._rank = max(self._rank, int(config.get("r", 0)))
+        if adapter is not None:
+            self._rank = max(self._rank, read_rank(adapter))
         return await super().deliver_files(adapter, version)
 
     def _arguments(self, port: int) -> list[str]:

@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m turnwise.bench.soak", description="Train for a long time, and watch the memory."
     )
-    parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--lag", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=120.0, help="how long to train (default 120)")
+    parser.add_argument("--model", default="tiny", help="a model of the store, the hub or a directory")
+    parser.add_argument("--lag", type=int, default=2, help="how many updates old the data may be (default 2)")
     parser.add_argument("--every-s", type=float, default=2.0, help="seconds between two readings of the memory")
     parser.add_argument("--run-dir", help="directory of the run; the run is kept there")
     options = parser.parse_args(argv)

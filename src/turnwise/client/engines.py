@@ -1,4 +1,4 @@
-"""The engines of this process: one per model directory and `EngineConfig`, loaded on first use, shared by all."""
+"""The engines of this process: one per model directory and config, loaded on first use, shared by all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.worker import EngineWorker
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
+
+ONE_LEARNER = ClusterConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,20 @@ class LoadedModel:
 class EnginePool:
     """Counts the users of each engine; the last user closes it."""
 
-    def __init__(self, load: Callable[[Path, EngineConfig, str], Engine]) -> None:
+    def __init__(self, load: Callable[[Path, EngineConfig, ClusterConfig, str], Engine]) -> None:
         self._load = load
         self._lock = threading.Lock()
-        self._slots: dict[tuple[Path, EngineConfig], _Slot] = {}
+        self._slots: dict[tuple[Path, EngineConfig, ClusterConfig], _Slot] = {}
 
-    def acquire(self, directory: Path, config: EngineConfig, name: str) -> EngineWorker:
+    def acquire(
+        self, directory: Path, config: EngineConfig, name: str, cluster: ClusterConfig = ONE_LEARNER
+    ) -> EngineWorker:
         """Return the worker of a model; start it if it is not running. The caller gives it back with `release`."""
         with self._lock:
-            slot = self._slots.setdefault((directory.resolve(), config), _Slot())
+            slot = self._slots.setdefault((directory.resolve(), config, cluster), _Slot())
         with slot.lock:  # if two callers ask at the same time, the model is loaded once
             if slot.worker is None or slot.worker.is_stopped:
-                slot.worker = EngineWorker(lambda: self._load(directory, config, name), name=name)
+                slot.worker = EngineWorker(lambda: self._load(directory, config, cluster, name), name=name)
                 slot.num_users = 0
             slot.num_users += 1
             return slot.worker
@@ -76,9 +80,13 @@ class _Slot:
     num_users: int = 0
 
 
-def _load_engine(directory: Path, config: EngineConfig, name: str) -> Engine:
+def _load_engine(directory: Path, config: EngineConfig, cluster: ClusterConfig, name: str) -> Engine:
     from turnwise.engine.engine import Engine  # torch
 
+    if cluster.learners > 1:
+        from turnwise.engine.learners.replicated import ReplicatedEngine
+
+        return ReplicatedEngine(directory, config, cluster, name=name)
     return Engine(directory, config, name=name)
 
 

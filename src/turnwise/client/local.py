@@ -20,7 +20,7 @@ from turnwise.client.checkpoints import Checkpoint, CheckpointStore, new_model_i
 from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import in_thread
 from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient, check_loadable
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
 from turnwise.models import store as model_store
@@ -53,6 +53,7 @@ class ServiceClient(ClosedOnExit):
         *,
         data_dir: str | Path | None = None,
         engine: EngineConfig | None = None,
+        cluster: ClusterConfig | None = None,
         aliases: Mapping[str, str] | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class ServiceClient(ClosedOnExit):
 
         Args:
             data_dir: Checkpoints are kept in `<data_dir>/checkpoints`; default: the model store's home.
+            cluster: How many processes train together; default: this one alone.
             aliases: `{asked: used}`, base models that stand in for others; on top of `TURNWISE_ALIASES`.
             user_metadata: Written into every checkpoint.
         """
@@ -69,6 +71,7 @@ class ServiceClient(ClosedOnExit):
                 "turnwise.client.remote.RemoteServiceClient(base_url)"
             )
         self._config = engine or EngineConfig()
+        self._cluster = cluster or ClusterConfig()
         self._aliases = dict(aliases or {})
         self._user_metadata = dict(user_metadata or {})
         root = Path(data_dir).expanduser().absolute() if data_dir is not None else model_store.home()
@@ -209,7 +212,9 @@ class ServiceClient(ClosedOnExit):
             self._check_open()
             worker = self._workers.get(directory)
             if worker is None or worker.is_stopped:
-                worker = self._workers[directory] = self._pool.acquire(directory, self._config, stored_model)
+                worker = self._workers[directory] = self._pool.acquire(
+                    directory, self._config, stored_model, self._cluster
+                )
         return LoadedModel(name, stored_model, directory, worker)
 
     def _check_open(self) -> None:

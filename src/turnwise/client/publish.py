@@ -36,7 +36,7 @@ class VersionedSampler(SamplingClient):
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         version = self.version  # at the time of the request; another one may be published before the answer
-        return self.client.submit(request).then(lambda response: replace(response, policy_version=version))
+        return self.client.submit(request).then(lambda response: _stamped(response, version))
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
         return self.client.compute_logprobs(prompt)
@@ -46,6 +46,19 @@ class VersionedSampler(SamplingClient):
 
     def get_base_model(self) -> str:
         return self.client.get_base_model()
+
+
+def _stamped(response: SampleResponse, version: int) -> SampleResponse:
+    """The response with the version of its oldest token; what says its versions token by token keeps them."""
+    drawn = [set(sequence.versions) for sequence in response.sequences if sequence.versions is not None]
+    if not drawn:
+        return replace(response, policy_version=version)
+    versions = set[int]().union(*drawn)
+    oldest = min(versions)
+    if versions == {oldest}:
+        plain = [replace(sequence, versions=None) for sequence in response.sequences]
+        return replace(response, policy_version=oldest, sequences=plain)
+    return replace(response, policy_version=oldest)
 
 
 class NewestSampler(VersionedSampler):
@@ -62,6 +75,30 @@ class NewestSampler(VersionedSampler):
     def pinned(self) -> VersionedSampler:
         """Return the newest version as it is now, for a dialogue that keeps it to its end."""
         return VersionedSampler(self.client, self.version)
+
+    def until_update(self) -> UntilUpdate:
+        """Return a sampler for one dialogue that ends when newer weights come."""
+        return UntilUpdate(self)
+
+
+class UntilUpdate(VersionedSampler):
+    """Samples from the weights that are newest at its first request, and says when they are no longer the newest."""
+
+    def __init__(self, newest: NewestSampler) -> None:
+        """Do not call this; use `NewestSampler.until_update`."""
+        super().__init__(newest.client, newest.version)
+        self._newest = newest
+        self._is_used = False
+
+    def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+        if not self._is_used:
+            self.client, self.version, self._is_used = self._newest.client, self._newest.version, True
+        return super().submit(request)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Newer weights were published after the first request."""
+        return self._is_used and self._newest.version != self.version
 
 
 class Publisher(ABC):

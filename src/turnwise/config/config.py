@@ -29,7 +29,7 @@ from turnwise.config.training import (
     WarmupConfig,
 )
 from turnwise.credit.shaping import RewardConfig
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.envs.config import EnvConfig
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
@@ -54,6 +54,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     method: AnyMethodOptions = Field(default_factory=Grpo.Options)
     reward: RewardConfig = Field(default_factory=RewardConfig)

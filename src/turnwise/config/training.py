@@ -113,6 +113,12 @@ class TrainConfig(Section):
         "attempt succeeded, otherwise with an error.",
     )
 
+    stop_if_all_fail: bool = Field(
+        default=True,
+        description="Stop with an error if every attempt of the first evaluation or of the first batch fails "
+        "through no fault of the policy; false goes on.",
+    )
+
     @property
     def batch_size(self) -> int:
         """Groups that have to be done before an update starts."""

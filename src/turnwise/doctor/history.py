@@ -83,8 +83,9 @@ class RunHistory:
 
     @property
     def is_solving(self) -> bool:
-        """The policy does well now, so that nothing has to be explained."""
-        return self.success is not None and self.success >= 0.9
+        """The policy does well in the very last steps, so that nothing has to be explained."""
+        last = self.values("rollout/success_mean", last=3)
+        return bool(last) and fmean(last) >= 0.9
 
     @cached_property
     def evaluations(self) -> list[EvaluationRow]:

@@ -107,8 +107,8 @@ def _said(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
 
 def _does_harm(trajectories: list[Trajectory]) -> bool:
     """Whether attempts with a cut reply earn less than others; where every attempt has one, whether few succeed."""
-    cut = [one for one in trajectories if any(turn.is_cut for turn in one.turns)]
-    whole = [one for one in trajectories if not any(turn.is_cut for turn in one.turns)]
+    cut = [one for one in trajectories if one.is_cut]
+    whole = [one for one in trajectories if not one.is_cut]
     if len(whole) >= len(trajectories) / 10:
         return fmean(one.total_reward for one in cut) < fmean(one.total_reward for one in whole)
     judged = [one for one in trajectories if one.is_success is not None]

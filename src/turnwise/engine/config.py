@@ -1,12 +1,33 @@
-"""The section `engine` of a run's config, and of a service's. Imports without torch."""
+"""The sections `engine` and `cluster` of a run's config. Imports without torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from turnwise.runtime.section import Section
+
+
+class ClusterConfig(Section):
+    """How many processes train together (docs/scale.md)."""
+
+    learners: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that train. Each holds the model and takes its share of a batch; gradients are summed.",
+    )
+    deadline_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that learners wait for each other in one call; then the run stops with an error.",
+    )
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        if self.learners == 1 and "deadline_s" in self.changed_options():
+            raise ValueError(f"deadline_s={self.deadline_s:g} is not read with learners=1; leave it out")
+        return self
 
 
 class EngineConfig(Section):

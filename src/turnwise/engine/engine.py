@@ -30,7 +30,7 @@ from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, LossSettings, PassLoss
 from turnwise.engine.training.optim import adamw_step
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
-from turnwise.engine.training.trainer import Trainer, TrainingJob, make_output, outputs_by_datum
+from turnwise.engine.training.trainer import FinishedJob, Trainer, TrainingJob, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
@@ -100,14 +100,20 @@ class Engine:
 
         With `cross_entropy` and a `kl_reference`, the numbers are the reference's, not the adapter's.
         """
-        loss, (job,) = self._jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        return (yield from self.read_job(adapter, datums, loss_fn, loss_fn_config)).output()
+
+    def read_job(
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
+    ) -> Generator[None, None, FinishedJob]:
+        """`forward`, before its result is made ready for the client."""
+        loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
         if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
             job = replace(job, weights=self._reference(loss_fn_config))
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
             yield from self.trainer.add_reference(job, result, reference)
-        return make_output(job, result, loss)
+        return FinishedJob(job, result, loss)
 
     def score(self, policy: Policy, datums: Sequence[Datum]) -> Generator[None, None, ForwardBackwardOutput]:
         """Compute the logprobs of every target under published weights."""
@@ -115,7 +121,7 @@ class Engine:
         checked = TOKEN_LOGPROBS.read_datums(datums, loss, self.model, is_learning=False)
         job = TrainingJob(weights=policy, datums=checked, objective=TOKEN_LOGPROBS)
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=False)
-        return make_output(job, result, loss)
+        return FinishedJob(job, result, loss).output()
 
     def forward_backward(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
@@ -131,11 +137,21 @@ class Engine:
         loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[ForwardBackwardOutput]]:
         """Run the batches of several adapters in shared passes; each adapter gets its own gradient."""
-        loss, jobs = self._jobs(batches, loss_fn, loss_fn_config, is_learning=True)
+        finished = yield from self.learn_jobs(batches, loss_fn, loss_fn_config)
+        return [one.output() for one in finished]
+
+    def learn_jobs(
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossSettings,
+    ) -> Generator[None, None, list[FinishedJob]]:
+        """`forward_backward_many`, before its results are made ready for the clients."""
+        loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         reference = self._reference_for(loss, jobs, loss_fn_config)
         with _whole_gradients([adapter for adapter, _ in batches]):
             results = yield from self.trainer.forward_backward(jobs, loss, reference)
-        return [make_output(job, result, loss) for job, result in zip(jobs, results, strict=True)]
+        return [FinishedJob(job, result, loss) for job, result in zip(jobs, results, strict=True)]
 
     def forward_backward_custom(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: CustomLoss
@@ -214,7 +230,7 @@ class Engine:
         self._references.clear()
         del self.sampler, self.trainer, self.model
 
-    def _jobs(
+    def make_jobs(
         self,
         batches: Sequence[tuple[Trainable, Sequence[Datum]]],
         loss_fn: str | LossFunction,

@@ -269,7 +269,7 @@ def _with_share(lesson: Lesson, version: int) -> tuple[Datum, ...]:
     """A lesson's datums hold its trained tokens in the order of turns, so a running count finds each one's version."""
     assert lesson.trajectory is not None, "what was not played has no version"
     trained = [turn for turn in lesson.trajectory.turns if turn.is_trained]
-    lags = iter([max(0, version - turn.policy_version) for turn in trained for _ in turn.sampled_ids])
+    lags = iter([max(0, version - one) for turn in trained for one in turn.versions])
     found: list[Datum] = []
     for datum in lesson.datums:
         own = [next(lags) if is_trained else 0 for is_trained in trained_mask(datum)]

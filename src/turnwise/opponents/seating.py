@@ -24,12 +24,14 @@ class OpposedWorld(WorldWrapper):
     inner: World
     choose: Callable[[Task, int], Opponent]
     deadline_s: float = OPPONENT_DEADLINE_S
+    seat: int | None = None
+    """The policy's seat, if it is not the one that the world gives it."""
 
     def make_env(self, task: Task, seed: int) -> SeatedEnv:
         world = cast(TwoSidedWorld, self.inner)
         return SeatedEnv(
             world.make_game(task, seed),
-            world.policy_seat(task),
+            world.policy_seat(task) if self.seat is None else self.seat,
             self.choose(task, seed),
             seed,
             deadline_s=self.deadline_s,
@@ -79,4 +81,11 @@ def seat_record(world: World, recorded: Trajectory) -> World:
         return world
     if said is None:
         return seat_script(world, name)
-    return seat(world, lambda *_: RecordedOpponent(name, json.loads(said)))
+    own_seat = recorded.labels.get("seat")
+    if own_seat is None:
+        return seat(world, lambda *_: RecordedOpponent(name, json.loads(said)))
+    return OpposedWorld(  # both seats were trained: no wrapper scores them, and their states are the game's
+        inner=cast(World, sided),
+        choose=lambda *_: RecordedOpponent(name, json.loads(said), is_scripted=True),
+        seat=int(own_seat),
+    )

@@ -95,8 +95,8 @@ def group_to_datums(tokenizer, question, answers, group):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model of the store, the hub or a directory")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same run (default 0)")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     started = time.monotonic()

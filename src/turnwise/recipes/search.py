@@ -32,11 +32,11 @@ def make_world(model, *, is_judged):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model of the store, the hub or a directory")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=4, help="supervised steps before")
-    parser.add_argument("--eval-tasks", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default 5)")
+    parser.add_argument("--warmup", type=int, default=4, help="supervised steps before training (default 4)")
+    parser.add_argument("--eval-tasks", type=int, default=32, help="held-out tasks to measure on (default 32)")
     parser.add_argument("--judge", action="store_true", help="let the base model score right answers")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same run (default 0)")
     parser.add_argument("--dir", default=None, help="where the run is kept; default: a new directory below runs/")
     options = parser.parse_args()
     run = turnwise.train(

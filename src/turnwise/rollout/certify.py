@@ -240,7 +240,7 @@ class _Checker:
         if place.sequence is not None:
             span = place.sequence.span(turn)
             has_same_ids &= all(is_trained == turn.is_trained for is_trained in place.sequence.mask[span])
-            is_comparable = self._only_version is None or turn.policy_version == self._only_version
+            is_comparable = self._only_version is None or set(turn.versions) == {self._only_version}
             trainer = place.sequence.logprobs[span] if turn.is_trained and is_comparable else ()
         gaps = [ours - theirs for ours, theirs in zip(trainer, turn.sampler_logprobs, strict=False)]
         finite = tuple(gap for gap in gaps if math.isfinite(gap))
@@ -278,8 +278,9 @@ class _Checker:
         if not all(math.isfinite(gap) for gap in gaps):
             return "the trainer computed no logprob there"
         version = self._trainer_version
-        if version is not None and turn.policy_version != version:
-            return f"sampled by version {turn.policy_version} and checked with version {version} of the weights"
+        if version is not None and set(turn.versions) != {version}:
+            came = " and ".join(str(one) for one in sorted(set(turn.versions)))
+            return f"sampled by version {came} and checked with version {version} of the weights"
         is_off = [gap * gap / 2 > self._tolerance for gap in gaps]
         if len(gaps) > 1 and is_off[-1] and not any(is_off[:-1]):
             return "only the last token differs: the stop is treated differently"

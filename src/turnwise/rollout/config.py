@@ -15,6 +15,8 @@ from turnwise.rollout.server_options import ServerOptions
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
+SERVER_BACKENDS = ("sglang", "vllm")
+
 
 class RolloutConfig(RolloutLimits, ServerOptions):
     """How attempts are played."""
@@ -92,11 +94,12 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         "uninterrupted one bit for bit at any max_concurrency. It decodes one sequence at a time "
         "and reuses no prefix, so it is slower. It needs max_staleness 0.",
     )
-    kv_across_updates: Literal["recompute", "keep"] = Field(
+    kv_across_updates: Literal["recompute", "keep", "end"] = Field(
         default="recompute",
         description="What to do when the weights change during a dialogue: sample its next turns with the new "
-        "weights, which read the dialogue again (recompute), or finish it with the old weights "
-        "(keep). Logprobs are exact in both cases.",
+        "weights, which read the dialogue again (recompute), finish it with the old weights (keep), or "
+        "end it after the turn under way (end). Logprobs are exact in all cases; docs/backends.md says what they mean "
+        "for a server whose whole weights are replaced.",
     )
 
     @field_validator("stop", mode="before")
@@ -110,6 +113,8 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         self.check_backend(self.backend)
         if self.backend == "sglang" and not self.use_conversation_multi_turn:
             raise NotImplementedError("`use_conversation_multi_turn=False` is not supported for SGLang backend")
+        if self.deterministic and self.backend in SERVER_BACKENDS:
+            raise ValueError(f"deterministic is not read with backend={self.backend}: a server batches as it likes")
         return self
 
     @model_validator(mode="after")

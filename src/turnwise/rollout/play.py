@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from turnwise.client.base import SamplingClient
+from turnwise.client.publish import UntilUpdate
 from turnwise.envs.base import Env, EnvStep
 from turnwise.errors import AttemptFailed, Party
 from turnwise.renderers.base import Renderer
@@ -191,6 +192,8 @@ class Player:
             return EndReason.MAX_TOKENS
         if self._clock.is_over and self._has_own_turns:
             return EndReason.TIME_LIMIT
+        if isinstance(self._sampler, UntilUpdate) and self._sampler.is_outdated and self._has_own_turns:
+            return EndReason.UPDATED
         return None
 
     async def turn(self) -> EndReason | None:
@@ -305,6 +308,7 @@ class Player:
             sampled_ids=tuple(map(int, sequence.tokens)),
             sampler_logprobs=tuple(map(float, sequence.logprobs or ())),
             policy_version=response.policy_version,
+            token_versions=None if sequence.versions is None else tuple(map(int, sequence.versions)),
             temperature=self._config.logprob_temperature,
             reply=reply,
             observation=tuple(step.messages),

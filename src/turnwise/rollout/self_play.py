@@ -18,7 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import cast
 
 from turnwise.client.base import SamplingClient
 from turnwise.envs.base import EnvStep, Task
@@ -27,11 +31,11 @@ from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.call import call, call_now
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.group import DroppedGroup, RolloutResult, cancel_all
+from turnwise.rollout.group import DroppedGroup, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed, world_seed
 from turnwise.rollout.stats import RolloutStats
-from turnwise.trajectory import EndReason, Failure, Message, Trajectory, TrajectoryGroup
+from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, TrajectoryGroup
 
 
 def seat_task_id(task_id: str, seat: int) -> str:
@@ -54,7 +58,7 @@ async def play_games(
         samplers: One for all seats, or one per seat; some may be older copies of the policy.
         seed: Seed of this rollout; give another one when you play the same tasks again.
     """
-    rollout = _SelfPlay(world, samplers, renderer, config)
+    rollout = _SelfPlay(world, lambda: samplers, renderer, config)
     running = [
         asyncio.create_task(rollout.play_task(task, derive_seed(seed, task.id, index)))
         for index, task in enumerate(tasks)
@@ -72,7 +76,7 @@ class _SelfPlay:
     def __init__(
         self,
         world: GameWorld,
-        samplers: SamplingClient | Sequence[SamplingClient],
+        samplers: Callable[[], SamplingClient | Sequence[SamplingClient]],
         renderer: Renderer,
         config: RolloutConfig,
     ) -> None:
@@ -82,7 +86,8 @@ class _SelfPlay:
         self._world = world
         self._samplers = samplers
         self._renderer = renderer
-        self._room = asyncio.Semaphore(config.max_concurrency)
+        self.room: AbstractAsyncContextManager[None] = asyncio.Semaphore(config.max_concurrency)
+        """Every game holds one place while it is played."""
         self.stats = RolloutStats()
 
     async def play_task(self, task: Task, seed: int) -> list[TrajectoryGroup | DroppedGroup]:
@@ -102,7 +107,7 @@ class _SelfPlay:
         """Play one game, again if it fails. Returns a trajectory per seat, None for a seat that never moved."""
         retry = 0
         while True:
-            async with self._room:
+            async with self.room:
                 seats = await self._try_game(task, index, task_seed, derive_seed(task_seed, index, retry))
             for trajectory in seats:
                 if trajectory is not None:
@@ -121,8 +126,18 @@ class _SelfPlay:
             return [_unplayed(seat_task_id(task.id, 0), index, seed, self.stats.to_failure(error))]
         table = _Table(game)
         samplers = self._seated(game.num_seats)
+
+        def attempt_of(seat: int) -> Attempt:
+            return Attempt(
+                task_id=seat_task_id(task.id, seat),
+                index=index,
+                seed=game_seed,
+                make_env=lambda: _SeatEnv(table, seat),
+                branch=Branch(turn=0, seed=derive_seed(seed, "seat", seat)),
+            )
+
         seats = [
-            asyncio.create_task(self._play_seat(table, seat, sampler, task, index, derive_seed(seed, "seat", seat)))
+            asyncio.create_task(self._play_seat(table, seat, sampler, attempt_of(seat)))
             for seat, sampler in enumerate(samplers)
         ]
         try:
@@ -132,27 +147,25 @@ class _SelfPlay:
         return _fail_together(trajectories)
 
     async def _play_seat(
-        self, table: _Table, seat: int, sampler: SamplingClient, task: Task, index: int, seed: int
+        self, table: _Table, seat: int, sampler: SamplingClient, attempt: Attempt
     ) -> Trajectory | None:
-        attempt = Attempt(
-            task_id=seat_task_id(task.id, seat), index=index, seed=seed, make_env=lambda: _SeatEnv(table, seat)
-        )
         deadline_s = self._config.attempt_deadline_s
         try:
             if not await call(Party.ENV, "first move", lambda: table.wait_for(seat), deadline_s=deadline_s):
                 return None
             return await play(attempt, sampler, self._renderer, self._config, self.stats)
         except AttemptFailed as error:  # this seat never moved
-            return _unplayed(attempt.task_id, index, seed, self.stats.to_failure(error))
+            return _unplayed(attempt.task_id, attempt.index, attempt.seed, self.stats.to_failure(error))
         finally:
             table.leave()
 
     def _seated(self, num_seats: int) -> list[SamplingClient]:
-        if not isinstance(self._samplers, Sequence):
-            return [self._samplers] * num_seats
-        if len(self._samplers) != num_seats:
-            raise ConfigError(f"{len(self._samplers)} samplers for {num_seats} seats; expected one for all or one each")
-        return list(self._samplers)
+        samplers = self._samplers()
+        if not isinstance(samplers, Sequence):
+            return [samplers] * num_seats
+        if len(samplers) != num_seats:
+            raise ConfigError(f"{len(samplers)} samplers for {num_seats} seats; expected one for all or one each")
+        return list(samplers)
 
     def _to_group(
         self, task: Task, seat: int, trajectories: Sequence[Trajectory | None]
@@ -169,15 +182,78 @@ class _SelfPlay:
         return DroppedGroup(task_id=task_id, why="group_too_small", detail=detail, trajectories=kept, failed=failed)
 
 
+class SelfPlayRollout(Rollout):
+    """A rollout in which the policy has both seats and learns from both.
+
+    A group holds the attempts of both seats; `split_seats` makes one group of each seat, because each seat is compared
+    with itself. The groups of a run's pool are whole tasks, so the two are split when a step takes them.
+    """
+
+    async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
+        """Play `config.group_size` games, whose seed this is."""
+        reason = self.quarantine.reason(task.id)
+        if reason is not None:
+            return self.drop(task, "quarantined", reason, lost=2 * self.config.group_size)
+        games = _SelfPlay(cast(GameWorld, self.world), self.pick_sampler, self.renderer, self.config)
+        games.room, games.stats = self.slots, self.stats
+        outcomes = await games.play_task(task, seed)
+        at_task = partial(_at_task, task=task, group_size=self.config.group_size)
+        for trajectory in (one for outcome in outcomes for one in (*outcome.trajectories, *outcome.failed)):
+            self.quarantine.record_try(trajectory.failure)
+        kept = [at_task(one) for outcome in outcomes if _is_kept(outcome) for one in outcome.trajectories]
+        failed = tuple(at_task(one) for outcome in outcomes for one in outcome.failed)
+        failures = [one.failure for one in failed if one.failure is not None]
+        if self.quarantine.record_group(task.id, failures, len(kept)):
+            self.stats.add_quarantined_task()
+        if kept:
+            return TrajectoryGroup(task_id=task.id, trajectories=tuple(kept), failed=failed)
+        dropped = [outcome for outcome in outcomes if isinstance(outcome, DroppedGroup)]
+        lost = tuple(at_task(one) for outcome in dropped for one in outcome.trajectories)
+        detail = dropped[0].detail if dropped else "no game was played"
+        return DroppedGroup(task_id=task.id, why="group_too_small", detail=detail, trajectories=lost, failed=failed)
+
+
+def split_seats(group: TrajectoryGroup) -> list[TrajectoryGroup]:
+    """One group per seat, where the policy played both; else the group as it is."""
+    seats = sorted({trajectory.labels.get("seat", "") for trajectory in group.trajectories})
+    if seats == [""] or not seats:
+        return [group]
+    return [
+        dataclasses.replace(
+            group,
+            trajectories=tuple(one for one in group.trajectories if one.labels.get("seat") == seat),
+            failed=group.failed if seat == seats[0] else (),
+        )
+        for seat in seats
+    ]
+
+
+def _is_kept(outcome: TrajectoryGroup | DroppedGroup) -> bool:
+    return isinstance(outcome, TrajectoryGroup)
+
+
+def _at_task(trajectory: Trajectory, task: Task, group_size: int) -> Trajectory:
+    """An attempt of a seat as an attempt at the task. Its label tells the seat; numbers of attempts stay different."""
+    seat = int(trajectory.task_id.removeprefix(seat_task_id(task.id, 0)[:-1]))
+    number = trajectory.attempt + seat * group_size
+    return dataclasses.replace(
+        trajectory, task_id=task.id, attempt=number, labels={**trajectory.labels, "seat": str(seat)}
+    )
+
+
 class _Table:
     """A game and who waits for it. All of it runs on one event loop, so a move is never interrupted."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
+        self.said: list[tuple[int, str]] = []
+        """Seat and words of every move."""
         self._changed = asyncio.Event()
         self._is_broken = False  # a seat left in the middle of the game, which cannot go on
 
     def move(self, reply: Message) -> bool:
+        if self.game.to_move is not None:
+            self.said.append((self.game.to_move, reply.content))
         is_read = self.game.move(reply)
         self._wake()
         return is_read
@@ -210,11 +286,18 @@ class _SeatEnv:
 
     async def step(self, reply: Message) -> EnvStep:
         is_read = self._table.move(reply)
+        return dataclasses.replace(await self._wait(is_read), labels=self._labels())
+
+    async def _wait(self, is_read: bool) -> EnvStep:
         if await self._table.wait_for(self._seat):
             return EnvStep(messages=self._table.game.view(self._seat), is_unparsable=not is_read)
         if self._table.game.to_move is not None:
             return EnvStep(truncated=True, is_unparsable=not is_read)  # another seat reached a limit of the run
         return self._table.game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
+
+    def _labels(self) -> dict[str, str]:
+        said = [text for seat, text in self._table.said if seat != self._seat]
+        return {"opponent": "self", "seat": str(self._seat), "opponent_said": json.dumps(said)}
 
     async def close(self) -> None:
         self._table.leave()

@@ -255,12 +255,14 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
     turns: list[Turn] = []
     known: tuple[int, ...] = ()
     for stored in rows:
+        versions = _column(stored, "token_versions")
         prompt = (*known[: stored["num_shared"]], *unpack_array(stored["prompt"]).tolist())
         turn = Turn(
             prompt_ids=prompt,
             sampled_ids=tuple(unpack_array(stored["sampled"]).tolist()),
             sampler_logprobs=tuple(unpack_array(stored["logprobs"]).tolist()),
             policy_version=stored["policy_version"],
+            token_versions=None if versions is None else tuple(json.loads(versions)),
             temperature=stored["temperature"],
             reply=unpack_messages(stored["reply"])[0],
             observation=unpack_messages(stored["observation"]),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -85,7 +85,8 @@ CREATE TABLE turns (
     next_potential REAL,             -- and after it
     credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
     critic_values BLOB,              -- [S] the critic's value of the state before each token; NULL without a critic
-    is_unparsable INTEGER            -- the env could not read the reply; NULL: written before version 7
+    is_unparsable INTEGER,           -- the env could not read the reply; NULL: written before version 7
+    token_versions TEXT              -- JSON [S]: the weights that drew each id; NULL: policy_version drew them all
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -144,6 +145,7 @@ MIGRATIONS = {
         "ALTER TABLE turns ADD COLUMN is_unparsable INTEGER",
     ),
     7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
+    8: ("ALTER TABLE turns ADD COLUMN token_versions TEXT",),
 }
 """The statements that turn a version into the next one."""
 

@@ -33,11 +33,13 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.pretrain import make_warmup, pretrain, warm_up_step
+from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
+from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
 from turnwise.training.steer import Steering
 from turnwise.training.supply import Batch, Supply
+from turnwise.trajectory import EndReason
 from turnwise.watch.alarms import AlarmError, Alarms
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.observer import ObserverError
@@ -130,6 +132,7 @@ class Loop:
     async def _run(self) -> None:
         train, evaluation = self._config.train, self._config.eval
         await self.supply.check()
+        self._look_ahead()
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
@@ -232,8 +235,31 @@ class Loop:
             self._recorder.alarm(self.done_step, alarm)
         if not learned and not self._has_told_why:
             self._tell_why()
+        if self.done_step == 1 and self._config.train.stop_if_all_fail:
+            check_any_left(batch.played, "the first step", self._failures)
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
+
+    def _look_ahead(self) -> None:
+        """Say what is wrong with the world's demonstrations, before anything is spent."""
+        parts = self._parts
+        if not self.done_step and self.supply.is_played:
+            finding = check_demonstrations(parts.world, self._renderer, parts.rollout, self._config.train.seed)
+            if finding is not None:
+                self._recorder.finding(finding)
+
+    async def _look_at_first(self, evaluation: Evaluation) -> None:
+        """Say what the evaluation before the first step shows; stop if every attempt of it failed."""
+        if self._config.train.stop_if_all_fail:
+            check_any_left(evaluation.played, "the first evaluation", self._failures)
+        has_more = self._config.warmup.steps and evaluation.row.label == "start"
+        if has_more or not self.supply.is_played or check_earnings(evaluation.played) is None:
+            return
+        played = await play_demonstrations(self._parts, self._renderer)
+        shown = [one.total_reward for one in played if one.end_reason is EndReason.TERMINATED and not one.is_cut]
+        finding = check_earnings(evaluation.played, shown or None)
+        assert finding is not None, "nothing was earned a moment ago either"
+        self._recorder.finding(finding)
 
     def _tell_why(self) -> None:
         """Say in words why nothing is learned, and what to change."""
@@ -335,6 +361,8 @@ class Loop:
         await self._judge_critic(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
+        if label in ("start", "warm-up"):
+            await self._look_at_first(evaluation)
         if self._config.eval.keep_best and self._checkpoints.is_best(evaluation.row):
             if not self._checkpoints.has(step):
                 await self._save()

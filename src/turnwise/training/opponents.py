@@ -32,6 +32,7 @@ from turnwise.engine.budget import format_bytes
 from turnwise.engine.device_info import find_device
 from turnwise.envs.base import Task, World
 from turnwise.envs.seats import Opponent, ScriptedOpponent, TwoSidedWorld
+from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from turnwise.judges.models import AddressModel
 from turnwise.models import store as model_store
@@ -131,7 +132,7 @@ def check_opponents(config: Config, world: World) -> None:
         raise ConfigError("opponent.panel=pool changes from step to step; expected opponents that stay as they are")
     _check_unread(config.opponent, changed, {source.kind for source in sources}, sided)
     if config.opponent.train == "both":
-        _check_both(config, sided)
+        _check_both(config, world, sided)
     if sided.opponent == POOL and not config.opponent.base_weight + config.opponent.scripted_weight:
         raise ConfigError("opponent.base_weight and scripted_weight are 0: nobody is there before the first snapshot")
     if config.opponent.deadline_s >= config.rollout.step_deadline_s and {s.kind for s in sources} != {"script"}:
@@ -167,7 +168,9 @@ def _check_unread(config: OpponentConfig, changed: Sequence[str], kinds: set[Kin
         raise ConfigError("opponent.model is empty; an address needs the name of the model that is asked there")
 
 
-def _check_both(config: Config, sided: TwoSidedWorld) -> None:
+def _check_both(config: Config, world: World, sided: TwoSidedWorld) -> None:
+    if isinstance(world, WorldWrapper):
+        raise ConfigError("opponent.train=both: a reward function or a judge scores one seat only; leave it out")
     if sided.opponent != SELF:
         raise ConfigError(f"opponent.train=both with opponent={sided.opponent}; expected env.options.opponent=self")
     if config.method.branches or config.reads_stored:
@@ -261,7 +264,7 @@ class Opponents:
                     rewards.setdefault(one.labels["opponent"], []).append(one.total_reward)
         if self.pool is not None:
             self.pool.record(rewards)
-        found: dict[str, float] = {}
+        found = _collapse_metrics(groups, rewards)
         for name, own in rewards.items():
             found[f"opponent/reward_{metric_word(name)}_mean"] = sum(own) / len(own)
             found[f"opponent/attempts_{metric_word(name)}"] = float(len(own))
@@ -369,6 +372,17 @@ class Opponents:
             max_tokens=self._max_tokens,
             context_length=rollout.max_trajectory_tokens,
         )
+
+
+def _collapse_metrics(groups: Sequence[TrajectoryGroup], rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """What shows that play between models goes wrong: one opening for all games, or a policy that only beats itself."""
+    openings = [one.turns[0].reply.content for group in groups for one in group.trajectories]
+    found = {"opponent/opening_diversity": len(set(openings)) / len(openings)} if openings else {}
+    own = [value for name, values in rewards.items() if name.startswith("snapshot_") for value in values]
+    others = [value for name, values in rewards.items() if not name.startswith("snapshot_") for value in values]
+    if own and others:
+        found["opponent/exploitation"] = sum(own) / len(own) - sum(others) / len(others)
+    return found
 
 
 def needs_opponents(config: Config, world: World) -> bool:

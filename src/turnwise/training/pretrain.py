@@ -39,6 +39,9 @@ from turnwise.types import AdamParams, Datum
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.watchdog import Watchdog
 
+NUM_PLAYED = 8
+"""Scripted dialogues that are played to see whether they earn anything."""
+
 
 def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> ShuffledItems[list[Datum]]:
     """The world's dialogues as datums, in batches."""
@@ -145,27 +148,35 @@ class Batches:
 
     async def _demonstrations(self) -> list[Trajectory]:
         """The world's scripted dialogues with the rewards that its envs give them."""
-        parts, config = self._parts, self._parts.config
-        seed, count = derive_seed(config.train.seed, "demonstrations"), config.warmup.demonstrations
-        dialogues, tasks = parts.world.demonstrations(count, seed), parts.world.tasks("train", count, seed)
-        if not dialogues:
+        parts = self._parts
+        if not parts.world.demonstrations(1, 0):
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
-        found: list[Trajectory] = []
-        for index, (task, dialogue) in enumerate(zip(tasks, dialogues, strict=False)):
-            replies = [turn.reply_ids for turn in dialogue_to_turns(self._renderer, dialogue)]
-            attempt = Attempt(
-                task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
+        found = await play_demonstrations(parts, self._renderer, parts.config.warmup.demonstrations)
+        if not found:
+            raise ConfigError(
+                f"a dialogue of {parts.world.name} does not belong to its task, so its rewards are unknown; set "
+                "critic.pretrain_from=rollouts"
             )
-            rollout = parts.rollout.model_copy(update={"max_turns": len(replies)})
-            one = await play(attempt, ScriptedSampler(replies), self._renderer, rollout, RolloutStats())
-            if list(one.start) != list(dialogue[: len(one.start)]):
-                raise ConfigError(
-                    f"dialogue {index} of {parts.world.name} does not belong to its task {task.id}, so its rewards are "
-                    "unknown; set critic.pretrain_from=rollouts"
-                )
-            found.append(one)
         played = [one for one in found if one.failure is None]
         if not played:
             raise ConfigError(f"no scripted dialogue of {parts.world.name} can be played: {found[0].failure}")
         group = TrajectoryGroup(task_id="demonstrations", trajectories=tuple(played))
         return list(shape_group(group, parts.shaping).trajectories)
+
+
+async def play_demonstrations(parts: Parts, renderer: Renderer, count: int = NUM_PLAYED) -> list[Trajectory]:
+    """The world's scripted dialogues, played for their rewards; none if one of them does not belong to its task."""
+    seed = derive_seed(parts.config.train.seed, "demonstrations")
+    dialogues, tasks = parts.world.demonstrations(count, seed), parts.world.tasks("train", count, seed)
+    found: list[Trajectory] = []
+    for index, (task, dialogue) in enumerate(zip(tasks, dialogues, strict=False)):
+        replies = [turn.reply_ids for turn in dialogue_to_turns(renderer, dialogue)]
+        attempt = Attempt(
+            task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
+        )
+        rollout = parts.rollout.model_copy(update={"max_turns": len(replies)})
+        one = await play(attempt, ScriptedSampler(replies), renderer, rollout, RolloutStats())
+        if list(one.start) != list(dialogue[: len(one.start)]):
+            return []
+        found.append(one)
+    return found

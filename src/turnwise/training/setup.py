@@ -21,7 +21,7 @@ from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.runlog.reader import RunReader, is_run
@@ -260,7 +260,7 @@ def read_config(name: str, overrides: Sequence[str]) -> Config:
     try:
         return load_config(name, overrides)
     except NotImplementedError as cause:
-        raise ConfigError(f"NotImplementedError: {cause}") from cause
+        raise NotSupportedError(f"NotImplementedError: {cause}") from cause
 
 
 def find_model(config: Config, report: Report = report_nothing) -> Path:
@@ -283,4 +283,4 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, aliases=aliases)
+    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, cluster=config.cluster, aliases=aliases)

@@ -3,15 +3,15 @@
 `Supply` is what the loop asks for batches. Where the policy plays, its `Stream` plays the pool's groups in the
 background and hands out batches of them: groups go on while the trainer learns, and over its updates. Each turn of a
 dialogue is drawn with the newest weights that exist when the turn begins (`kv_across_updates: recompute`), or all
-turns with the weights that drew the first one (`keep`). Either way the logprobs are those of the weights that drew the
-turn, and the turn says which these were. Which task and seed a group gets depends on its number and the run's seed
-alone.
+turns with the weights that drew the first one (`keep`), and with `end` a dialogue ends after the turn in which newer
+weights came. The logprobs are always those of the weights that drew the turn, and the turn says which these were.
+Which task and seed a group gets depends on its number and the run's seed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
@@ -26,8 +26,9 @@ from turnwise.methods.sft import Dialogue
 from turnwise.opponents.seating import scripted_twin
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.branch import BranchRollout, check_can_branch
-from turnwise.rollout.group import Quarantine, Rollout, RolloutResult, cancel_all
+from turnwise.rollout.group import DroppedGroup, Quarantine, Rollout, RolloutResult, cancel_all
 from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.self_play import SelfPlayRollout, split_seats
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.training.assemble import Parts, ShuffledItems
@@ -64,7 +65,11 @@ class Taken:
     def result(self) -> RolloutResult:
         """As if it had been played in one go, in the order of their numbers."""
         stats = [*(entry.stats for entry in self.entries), *(_as_stale(entry) for entry in self.stale)]
-        return RolloutResult.of([entry.outcome for entry in self.entries], RolloutStats.merged(stats))
+        outcomes: list[TrajectoryGroup | DroppedGroup | None] = []
+        for entry in self.entries:
+            outcome = entry.outcome
+            outcomes += split_seats(outcome) if isinstance(outcome, TrajectoryGroup) else [outcome]
+        return RolloutResult.of(outcomes, RolloutStats.merged(stats))
 
 
 class Stream:
@@ -189,11 +194,15 @@ class Stream:
             )
         else:
             assert isinstance(source, PlayGroups)
-            rollout = Rollout(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
+            kind = SelfPlayRollout if parts.config.opponent.train == "both" else Rollout
+            rollout = kind(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
         rollout.stats.failures = self.failures
-        if parts.config.rollout.kv_across_updates == "keep":
-            pick: Callable[[], VersionedSampler] = self._newest.pinned
-            rollout.pick_sampler = pick
+        picks: Mapping[str, Callable[[], VersionedSampler]] = {
+            "recompute": lambda: self._newest,
+            "keep": self._newest.pinned,
+            "end": self._newest.until_update,
+        }
+        rollout.pick_sampler = picks[parts.config.rollout.kv_across_updates]
         return rollout
 
     def _waits_for(self) -> str:

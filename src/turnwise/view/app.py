@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from turnwise.errors import TurnwiseError
 from turnwise.view.orders import resume_run, steer_run, stop_run
 from turnwise.view.pages import Pages
-from turnwise.view.runs import UNREADABLE
+from turnwise.view.runs import UNREADABLE, json_ready
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -69,7 +69,7 @@ def create_view_app(pages: Pages, token: str, hosts: frozenset[str] | None) -> F
         if question not in pages.answers:
             return _refused(404, f"no question {question!r}")
         try:
-            return JSONResponse(pages.answers[question](dict(request.query_params)))
+            return JSONResponse(json_ready(pages.answers[question](dict(request.query_params))))
         except UNREADABLE as error:
             return _refused(400, str(error))
 

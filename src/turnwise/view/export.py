@@ -17,7 +17,7 @@ from turnwise.errors import ConfigError
 from turnwise.view.app import STATIC
 from turnwise.view.attempts import MAX_PAGE, AttemptFilter
 from turnwise.view.pages import Pages
-from turnwise.view.runs import UNREADABLE, Json
+from turnwise.view.runs import UNREADABLE, Json, json_ready
 from turnwise.view.serve import open_pages
 
 EXPORTED_METRICS = ("eval/success", "eval/reward", "rollout/reward_mean", "rollout/success_mean")
@@ -124,7 +124,7 @@ def one_file(answers: Mapping[str, Any]) -> str:
     )
     page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
     # "</script>" or "<!--" inside the data would end the element early.
-    data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(json_ready(answers), allow_nan=False).replace("<", "\\u003c")
     block = f'<script type="application/json" id="answers">{data}</script>'
     return page.replace("</body>", "\n".join([block, *tags, "</body>"]), 1)
 

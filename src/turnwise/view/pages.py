@@ -46,11 +46,11 @@ class Pages:
     def directory(self, name: str) -> Path:
         places = self.folder.directories()
         if name not in places:
-            raise ConfigError(f"no run {name!r} below {self.folder.place}{did_you_mean(name, list(places))}")
+            raise ConfigError(f"no run {name!r} below {self.folder.shown_place}{did_you_mean(name, list(places))}")
         return places[name]
 
     def runs(self, _query: Query) -> Json:
-        return {"place": str(self.folder.place), "runs": self.folder.summaries()}
+        return {"place": self.folder.shown_place, "runs": self.folder.summaries()}
 
     def pulse(self, _query: Query) -> Json:
         return {"revisions": self.folder.revisions()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -39,8 +40,12 @@ class RunFolder:
     """The runs below a directory, by the names under which the page shows them."""
 
     def __init__(self, place: Path) -> None:
+        self.shown_place = str(place)
+        """As the user wrote it."""
         self.place = place.expanduser().absolute()
         self._configs: dict[str, Json] = {}
+        self._over: dict[Path, Json] = {}
+        """Summaries of runs that no process trains; good for as long as their revision is the same."""
 
     def directories(self) -> dict[str, Path]:
         """Name to directory of every run that is there now."""
@@ -53,7 +58,7 @@ class RunFolder:
     def summaries(self) -> list[Json]:
         """How each run stands, and its held-out curve. A run that cannot be read says why."""
         found = [self._summary(name, place) for name, place in sorted(self.directories().items())]
-        groups = _group_names([one for one in found if one["state"] != "damaged"])
+        groups = _group_names(found)
         return [{**one, "group": groups.get(one["name"], one["name"])} for one in found]
 
     def revisions(self) -> dict[str, str]:
@@ -99,9 +104,14 @@ class RunFolder:
 
     def _summary(self, name: str, place: Path) -> Json:
         known = {"name": name, "directory": str(place), "revision": revision(place)}
+        if place in self._over and self._over[place]["revision"] == known["revision"]:
+            return self._over[place]
         try:
             with RunReader(place) as run:
-                return {**known, **self._standing(run)}
+                summary = {**known, **self._standing(run)}
+            if not summary["is_alive"]:
+                self._over[place] = summary
+            return summary
         except (*UNREADABLE, yaml.YAMLError) as error:
             return {**known, "state": "damaged", "error": str(error), "evaluations": []}
 
@@ -125,7 +135,9 @@ class RunFolder:
             "left_s": _mean(step_s[-10:]) * max(0, num_steps - done) if is_alive and step_s else None,
             "reward": finite(rewards[-1][1]) if rewards else None,
             "evaluations": [evaluation_json(row) for row in evaluations],
-            "key": _cell({key: value for key, value in flat.items() if key not in SEED_OF_ITS_OWN}),
+            "key": hashlib.blake2b(
+                repr({key: value for key, value in flat.items() if key not in SEED_OF_ITS_OWN}).encode(), digest_size=8
+            ).hexdigest(),
         }
 
 
@@ -169,6 +181,15 @@ def evaluation_json(row: EvaluationRow) -> Json:
 def finite(value: float | None) -> float | None:
     """JSON has no nan; what was not measured is null."""
     return None if value is None or not math.isfinite(value) else value
+
+
+def json_ready(value: Any) -> Any:
+    """An answer without nan and infinities, which a world may give as rewards or metrics, and which JSON lacks."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {key: json_ready(one) for key, one in value.items()}
+    return [json_ready(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def curve(run: RunReader, metric: str) -> Json:
@@ -240,7 +261,8 @@ def _group_names(runs: Sequence[Json]) -> dict[str, str]:
     """Run name to the name of its group: runs whose configs differ in their seed only."""
     members: dict[str, list[str]] = {}
     for one in runs:
-        members.setdefault(one.pop("key"), []).append(one["name"])
+        if one["state"] != "damaged":
+            members.setdefault(one["key"], []).append(one["name"])
     names: dict[str, str] = {}
     for group in members.values():
         shared = os.path.commonprefix(group)  # noqa: RUF071 - letters are meant, not folders

@@ -85,7 +85,7 @@ def open_pages(place: Path) -> Pages:
 
 def _announce(url: str, pages: Pages, *, is_local: bool, opens_browser: bool) -> None:
     count = len(pages.folder.directories())
-    print(f"{count} run{'s' if count != 1 else ''} below {pages.folder.place}", file=sys.stderr)
+    print(f"{count} run{'s' if count != 1 else ''} below {pages.folder.shown_place}", file=sys.stderr)
     if not is_local:
         print("other machines can reach this; whoever has the address can stop and steer runs", file=sys.stderr)
     print(f"open {url}", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Alarms: which metric left its band, why it matters and what to change.
 
-Six things are watched: the gap between the weights that sampled and those that learn (KL), the gap between sampler and
+These are watched: the gap between the weights that sampled and those that learn (KL), the gap between sampler and
 trainer on the same weights (drift), the share of a batch that still counts (ESS), the share of groups that were too old
-to use, the policy's entropy, and gradients that are exactly 0 step after step. An alarm is reported when a number
-leaves its band and again when it returns, not at every step between.
+to use, the policy's entropy, gradients that are exactly 0 step after step, and play between two sides that
+collapses. An alarm is reported when a number leaves its band and again when it returns, not at every step between.
 
 Drift has two bands: a bound, and a multiple of what it was in the run's own first steps. A sampler that rounds more
 than the trainer drifts from the start, and keeps drifting by the same amount; drift that grows means that something
@@ -80,6 +80,20 @@ class AlarmConfig(Section):
         gt=1,
         description="Highest entropy, as a multiple of the entropy in the first steps, of all replies, a turn "
         "or a kind of reply; checked only if the reward has fallen.",
+    )
+    min_agreement: float = Field(
+        default=0.05, ge=0, lt=1, description="In `negotiate`: smallest share of a step's games with a deal."
+    )
+    min_openings: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Against models: fewest different first replies, as a share of a step's attempts.",
+    )
+    max_exploitation: float = Field(
+        default=0.4,
+        gt=0,
+        description="With a pool: how much more reward the policy may get from its own snapshots than from the others.",
     )
     stop_after: int = Field(
         default=0, ge=0, description="End the run after this many steps in a row with the same alarm; 0 never ends it."
@@ -160,6 +174,21 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
         "the entropy per token{place}, as a share of what it was,",
         "the reward has fallen too: the policy's replies become random",
         "Lower train.learning_rate, add method.kl_coef, or look at the rewards",
+    ),
+    "agreement": (
+        "the share of games with a deal",
+        "the sides do not agree any more, and without a deal there is little to learn from",
+        "Lower train.learning_rate, play a mixed pool of opponents, or start from a longer warm-up",
+    ),
+    "openings": (
+        "the share of different first replies",
+        "all games begin in the same way, so the attempts of a group hardly differ",
+        "Lower train.learning_rate, set method.entropy_coef=0.001, or play a pool of opponents",
+    ),
+    "exploitation": (
+        "the extra reward against own snapshots",
+        "the policy learns to beat itself and not others",
+        "Raise opponent.base_weight and opponent.scripted_weight, or opponent.keep_last",
     ),
     "zero_gradient": (
         "the number of steps in a row with a gradient of exactly 0",
@@ -276,6 +305,7 @@ class Alarms:
         stale = metrics.get("pool/stale_share")
         if stale is not None:
             readings.append(_Reading("stale", stale, config.max_stale_share, stale > config.max_stale_share))
+        readings += self._opponent_readings(metrics)
         norm = metrics.get("train/grad_norm")
         if norm is not None:  # a step that learned from nothing has none
             self._num_zero_gradients = self._num_zero_gradients + 1 if norm == 0 else 0
@@ -300,6 +330,20 @@ class Alarms:
         has_grown = len(self._last_drifts) == DRIFT_STEPS and last > config.drift_growth * usual
         place = worst_token if has_grown else ""
         return [*readings, _Reading("drift_growth", last / usual, config.drift_growth, has_grown, place)]
+
+    def _opponent_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
+        """Whether play between two sides collapses."""
+        config = self.config
+        watched = (
+            ("agreement", "rollout/env_agreement_mean", config.min_agreement, True),
+            ("openings", "opponent/opening_diversity", config.min_openings, True),
+            ("exploitation", "opponent/exploitation", config.max_exploitation, False),
+        )
+        return [
+            _Reading(name, metrics[key], bound, metrics[key] < bound if is_floor else metrics[key] > bound)
+            for name, key, bound, is_floor in watched
+            if key in metrics
+        ]
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
         """Whether the whole entropy is low, and whether the place where it rose most is high."""

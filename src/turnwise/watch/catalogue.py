@@ -207,6 +207,12 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *_rows(
         "training/opponents.py",
+        ("opponent/opening_diversity", "share", "Different first replies, as a share of the step's attempts."),
+        (
+            "opponent/exploitation",
+            "reward",
+            "Reward against own snapshots minus reward against the pool's other members.",
+        ),
         ("opponent/attempts_{opponent}", "attempts", "Attempts of the step against this opponent."),
         (
             "opponent/reward_{opponent}_mean",

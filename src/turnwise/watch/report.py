@@ -42,6 +42,7 @@ def report_lines(
     lines += [f"{'' if index else 'drift':<{LABEL_WIDTH}}{line}" for index, line in enumerate(drift_lines(run))]
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
     lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")
+    lines.append(f"{'look at it':<{LABEL_WIDTH}}turnwise view {run.directory}")
     for row in _chosen(run, evaluations, num_dialogues):
         lines += ["", *dialogue_lines(run, row)]
     return lines

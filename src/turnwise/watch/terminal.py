@@ -223,11 +223,15 @@ class NotebookView(Observer):
         self._rewards: list[float] = []
         self._kept: list[str] = []
         self._now = "starting"
+        self._last_step = ""
         self._handle = display(self, display_id=True)
 
-    def _repr_html_(self) -> str:
+    def __repr__(self) -> str:
         lines = [*self._kept, self._now, f"reward {sparkline(self._rewards)}" if self._rewards else ""]
-        return "<pre>" + "\n".join(html.escape(line) for line in lines if line) + "</pre>"
+        return "\n".join(line for line in lines if line)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def message(self, text: str) -> None:
         self._kept.append(text)
@@ -244,10 +248,14 @@ class NotebookView(Observer):
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self._rewards.append(metrics.get("rollout/reward_mean", math.nan))
-        self._show(f"step {step}/{num_steps}  {_summary(metrics)}")
+        self._last_step = f"step {step}/{num_steps}  {_summary(metrics)}"
+        self._show(self._last_step)
 
     def evaluation(self, row: EvaluationRow) -> None:
         self.message(evaluation_line(row))
+
+    def close(self) -> None:
+        self._show(self._last_step)  # a run that is over is not "evaluating ..."
 
     def _show(self, text: str) -> None:
         self._now = text

@@ -246,13 +246,19 @@ async def test_new_weights_reach_a_request_under_way_which_is_retracted_or_goes_
     request = SampleRequest([5, 6, 7, 8], SamplingParams(max_tokens=40, stop=[]))
     stub.chunk = 4
     try:
-        for choice, mode in (("recompute", "retract"), ("keep", "in_place")):
+        for version, (choice, mode) in enumerate(
+            [("recompute", "retract"), ("keep", "in_place"), ("end", "abort")], start=1
+        ):
             async with talking(stub.url, kv_across_updates=choice) as dialect:
+                await dialect.replace_weights([tiny_dir / "model.safetensors"], 2 * version)
                 task = asyncio.create_task(dialect.generate(request, OWN))
                 await asyncio.sleep(0.05)
-                await dialect.replace_weights([tiny_dir / "model.safetensors"], 3)
+                await dialect.replace_weights([tiny_dir / "model.safetensors"], 2 * version + 1)
                 assert stub.pause_mode == mode
                 (sequence,) = (await task).sequences
-                assert len(sequence.tokens) == 40
+                assert len(sequence.tokens) == 40, "the reply is whole in any case"
+                assert sequence.versions is not None
+                assert list(sequence.versions) == sorted(sequence.versions)
+                assert set(sequence.versions) == {2 * version, 2 * version + 1}
     finally:
         stub.chunk = 0

@@ -20,7 +20,7 @@ import pytest
 from turnwise.client import base, engines
 from turnwise.client.engines import EnginePool
 from turnwise.client.local import LocalSamplingClient, LocalTrainingClient, ServiceClient
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.errors import CheckpointError, ConfigError, DataError, EngineStoppedError
 from turnwise.types import (
     AdamParams,
@@ -167,7 +167,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[RememberingEngine]:
     """Every engine that was loaded in this test."""
     loaded: list[RememberingEngine] = []
 
-    def load(directory: Path, config: EngineConfig, name: str) -> Any:
+    def load(directory: Path, config: EngineConfig, cluster: ClusterConfig, name: str) -> Any:  # noqa: ARG001
         loaded.append(RememberingEngine(directory, config, name))
         return loaded[-1]
 

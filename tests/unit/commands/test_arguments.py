@@ -73,7 +73,7 @@ def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "expected"),
     [
         (["train"], "nothing to train; expected turnwise train NAME|FILE"),
-        (["train", "guess_number", "rollout.backend=vllm"], "rollout.backend=vllm is not there yet"),
+        (["train", "guess_number", "rollout.backend=sglang"], "cannot import sglang"),
         (
             ["train", "guess_number", "rollout.backend=sglang", "rollout.use_conversation_multi_turn=false"],
             "NotImplementedError: `use_conversation_multi_turn=False` is not supported for SGLang backend",

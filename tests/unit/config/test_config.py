@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+import turnwise
 from turnwise.config.config import Config
 from turnwise.config.files import (
     config_from_yaml,
@@ -98,6 +99,16 @@ def test_sglang_without_multi_turn_raises_the_error_that_the_guide_quotes() -> N
         load_config("guess_number", ["generator.backend=sglang", "generator.use_conversation_multi_turn=false"])
     assert type(caught.value) is NotImplementedError
     assert str(caught.value) == "`use_conversation_multi_turn=False` is not supported for SGLang backend"
+    for backend in ("vllm", "local"):
+        load_config("guess_number", [f"generator.backend={backend}", "generator.use_conversation_multi_turn=false"])
+    with pytest.raises(NotImplementedError, match="SGLang backend"):
+        turnwise.train("guess_number", rollout={"backend": "sglang", "use_conversation_multi_turn": False})
+
+
+def test_what_a_server_cannot_promise_is_refused() -> None:
+    for backend in ("sglang", "vllm"):
+        with pytest.raises(ConfigError, match=f"deterministic is not read with backend={backend}"):
+            load_config("guess_number", [f"rollout.backend={backend}", "rollout.deterministic=true"])
 
 
 @pytest.mark.parametrize("name", preset_names())

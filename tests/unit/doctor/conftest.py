@@ -66,7 +66,9 @@ class WrittenRun:
         self.evaluations: list[EvaluationRow] = []
 
     def set(self, **values: float | Sequence[float]) -> None:
-        """Give a metric, with __ for the slash, one value in all steps, or a value for each."""
+        """Give a metric, with __ for the slash, one value in all steps, or a value for each; success earns reward."""
+        if "rollout__success_mean" in values:
+            values.setdefault("rollout__reward_mean", values["rollout__success_mean"])
         for name, value in values.items():
             for index, step in enumerate(self.steps):
                 step[name.replace("__", "/")] = value if isinstance(value, int | float) else value[index]

@@ -89,7 +89,7 @@ async def test_a_group_is_one_seat_of_all_games_of_a_task(renderer: Renderer, fi
     assert [group.task_id for group in result.groups] == ["start/seat-0", "start/seat-1"] * 2
     assert [[t.attempt for t in group.trajectories] for group in result.groups] == [[0, 1, 2]] * 4
     assert result.stats.metrics()["rollout/attempts_kept"] == 12
-    seeds = [t.seed for group in result.groups for t in group.trajectories]
+    seeds = [t.branch.seed for group in result.groups for t in group.trajectories if t.branch is not None]
     assert len(set(seeds)) == len(seeds)
 
 

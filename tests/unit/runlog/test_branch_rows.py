@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import DATABASE, SCHEMA_VERSION, AttemptRecord
 from turnwise.runlog.writer import RunWriter
-from turnwise.trajectory import Branch, Trajectory
+from turnwise.trajectory import Branch, Trajectory, trajectory_from_json, trajectory_to_json
 
 MakeTrajectory = Callable[..., Trajectory]
 
@@ -44,6 +45,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         ("trajectories", "labels"),
         *(("turns", name) for name in ("potential", "next_potential", "credited_parts", "critic_values")),
         ("turns", "is_unparsable"),
+        ("turns", "token_versions"),
     ):
         database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     database.execute("ALTER TABLE checkpoints DROP COLUMN state")
@@ -79,3 +81,23 @@ def test_a_critics_values_come_back_token_by_token(tmp_path: Path, make_trajecto
         for stored, given in zip(run.attempt(1).critic_values, values, strict=True):
             assert stored is not None
             assert stored == pytest.approx(given, abs=1e-6)
+
+
+def test_the_versions_of_a_turn_that_was_drawn_across_an_update_come_back_token_by_token(
+    tmp_path: Path, make_trajectory: MakeTrajectory
+) -> None:
+    played = make_trajectory()
+    across = tuple([4] + [5] * (len(played.turns[0].sampled_ids) - 1))
+    mixed = replace(played.turns[0], policy_version=4, token_versions=across)
+    trajectory = replace(played, turns=(mixed, *played.turns[1:]))
+    assert trajectory_from_json(json.loads(json.dumps(trajectory_to_json(trajectory)))) == trajectory
+    writer = RunWriter.create(tmp_path, "", max_size_mb=8)
+    writer.attempts(1, "train", [AttemptRecord(trajectory=trajectory, outcome="trained")])
+    writer.commit(1)
+    writer.close()
+    with RunReader(tmp_path) as run:
+        stored = run.attempt(1).trajectory
+    assert stored == trajectory
+    second = stored.turns[1]
+    assert stored.turns[0].versions == across
+    assert second.versions == (second.policy_version,) * len(second.sampled_ids)

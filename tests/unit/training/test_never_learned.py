@@ -32,7 +32,7 @@ async def test_a_run_whose_attempts_all_fail_ends_with_an_error_that_names_the_f
 ) -> None:
     rig = make_rig({"train": {"steps": 1}, "eval": {"tasks": 0}}, is_broken=True)
     with pytest.raises(
-        NothingToLearnError, match=r"all 24 attempts of the run failed.*by env: step: ValueError"
+        NothingToLearnError, match=r"all 24 attempts of the first step failed.*by env: step: ValueError"
     ) as told:
         await rig.loop().run()
     assert ENV_LINE in str(told.value)

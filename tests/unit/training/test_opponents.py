@@ -15,7 +15,9 @@ from local_server import serving, unused_address
 from turnwise.client.fake import ScriptedSampler
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import VersionedSampler
+from turnwise.commands.inspect import run_certify, run_replay
 from turnwise.config.config import Config
+from turnwise.credit.advantages import center_by_group
 from turnwise.envs.base import assistant
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
@@ -23,8 +25,10 @@ from turnwise.models.store import fetch_model
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import play_groups
+from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
 from turnwise.training.opponents import Opponents, check_opponents, find_source
+from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -170,6 +174,58 @@ async def test_self_is_the_newest_policy_and_the_base_stays_the_base() -> None:
             opponents.follow(VersionedSampler(trained, 1))
             assert await heard("self") != base
             assert await heard("base") == base
+
+
+def test_both_seats_are_trained_certified_and_replayed_each_with_its_own_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = {"options": {"opponent": "self", "max_turns": 2}}
+    panel = {"train": "both", "panel": ["random"]}
+    run = tw.train("negotiate", steps=2, directory=tmp_path / "run", env=env, opponent=panel, **QUICK)
+    with RunReader(run.directory) as reader:
+        rows = [row for row in reader.attempts() if row.phase == "train"]
+        played = {row.id: reader.attempt(row.id).trajectory for row in rows}
+        seats = Counter((row.step, played[row.id].task_id, played[row.id].labels["seat"]) for row in rows)
+        assert set(seats.values()) == {2}, "two games of each task, and both seats of each game"
+        assert len(seats) == 2 * 2 * 2
+        assert len({(row.step, row.task_id, row.attempt) for row in rows}) == len(rows), "nothing is stored twice"
+        assert reader.metric("rollout/groups_kept")[0][1] == 4, "a seat is a group of its own"
+        assert [certificate.is_exact for certificate in reader.certificates()] == [True, True]
+    assert run_certify(str(run.directory), with_turns=False) == 0
+    first = next(iter(played))
+    for number in (first, first + 2):
+        assert run_replay(str(run.directory), number) == 0
+    assert "replayed exactly" in capsys.readouterr().out
+    run.close()
+
+
+def test_a_seat_is_compared_with_itself_only() -> None:
+    both = _group([(0, 0.9), (0, 0.7), (1, 0.1), (1, 0.3)])
+    first, second = split_seats(both)
+    assert (first.rewards, second.rewards) == ([0.9, 0.7], [0.1, 0.3])
+    assert [list(center_by_group(list(group.rewards))) for group in (first, second)] == [
+        pytest.approx([0.1, -0.1]),
+        pytest.approx([-0.1, 0.1]),
+    ]
+    assert split_seats(_group([(None, 0.5), (None, 0.1)]))[0].rewards == [0.5, 0.1]
+
+
+def _group(results: list[tuple[int | None, float]]) -> TrajectoryGroup:
+    def attempt(index: int, seat: int | None, reward: float) -> Trajectory:
+        turn = Turn(
+            prompt_ids=(1,),
+            sampled_ids=(2,),
+            sampler_logprobs=(-1.0,),
+            policy_version=0,
+            reply=assistant("Hi"),
+            reward_parts={"outcome": reward},
+        )
+        labels = {} if seat is None else {"seat": str(seat)}
+        end = EndReason.TERMINATED
+        return Trajectory(task_id="t", attempt=index, seed=0, turns=(turn,), end_reason=end, labels=labels)
+
+    attempts = tuple(attempt(index, *result) for index, result in enumerate(results))
+    return TrajectoryGroup(task_id="t", trajectories=attempts)
 
 
 def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None:

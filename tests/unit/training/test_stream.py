@@ -88,9 +88,9 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize(("kv", "expected"), [("recompute", {(0, 1)}), ("keep", {(0, 0)})])
-async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_old(
-    make_supply: Any, kv: str, expected: set[tuple[int, int]]
+@pytest.mark.parametrize(("kv", "expected"), [("recompute", {(0, 1)}), ("keep", {(0, 0)}), ("end", {(0,)})])
+async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_old_or_ends(
+    make_supply: Any, kv: str, expected: set[tuple[int, ...]]
 ) -> None:
     world = GateWorld()
     supply, sampler = make_supply(world, tasks_per_step=1, rollout={"kv_across_updates": kv})
@@ -106,6 +106,7 @@ async def test_a_dialogue_goes_on_over_an_update_with_new_weights_or_keeps_the_o
     assert [task.id for task in batch.tasks] == [first]
     versions = {tuple(turn.policy_version for turn in t.turns) for t in batch.played.groups[0].trajectories}
     assert versions == expected
+    assert all((t.end_reason == "updated") == (kv == "end") for t in batch.played.groups[0].trajectories)
     assert batch.taken is not None
     assert batch.taken.staleness == [1]
     await supply.close()

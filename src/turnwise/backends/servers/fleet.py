@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import ServerGoneError
-from turnwise.backends.servers.routing import PrefixRoutes, Route
+from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.types import SampleRequest, SampleResponse, SamplingParams
 
@@ -193,7 +193,7 @@ class Fleet:
         self.stats.num_requests += 1
         while True:
             server = await self._choose(request, weights, failed)
-            self._routes.remember(weights.name, request.prompt, Route(server.url, is_reply=False))
+            self._routes.remember(weights.name, request.prompt, KnownPrefix(server.url, is_reply=False))
             try:
                 response = await self._try(server, request, weights)
                 _check(response, request, server.url)
@@ -206,7 +206,7 @@ class Fleet:
                 continue
             self.stats.num_prompt_tokens += len(request.prompt)
             self.stats.num_cached_tokens += min(response.num_cached_prompt_tokens, len(request.prompt))
-            route = Route(server.url, is_reply=True)
+            route = KnownPrefix(server.url, is_reply=True)
             for sequence in response.sequences:
                 self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import shutil
 import time
 import uuid
@@ -25,6 +26,7 @@ from typing import Any
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
+from turnwise.backends.servers.launch import OwnServer, ServerCommand
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -85,6 +87,8 @@ class ServerPublisher(Publisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
+        self._own: OwnServer | None = None
+        self._start_s = 0.0
         self._loop: BackgroundLoop | None = None
         self._fleet: Fleet | None = None
         self._served = setup.run_directory / SERVED
@@ -101,24 +105,9 @@ class ServerPublisher(Publisher):
     def make_dialect(self, url: str) -> ServerDialect:
         """How the server at this address is spoken to. Called in the event loop that will use it."""
 
-    async def start_servers(self) -> Sequence[str]:
-        """Return the servers' addresses; a backend that can start a server does so where `rollout.url` is empty."""
-        if not self.setup.rollout.url:
-            raise ConfigError(
-                f"rollout.backend={self.setup.rollout.backend} needs rollout.url, the address of a server that runs"
-            )
-        return self.setup.rollout.url
-
-    def fleet_times(self) -> FleetTimes:
-        """Deadlines; a backend that starts its own server waits for it as long as it takes to start."""
-        rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
-
-    async def restart_server(self, url: str) -> None:
-        """Start a server of our own again that does not answer. Called again and again until it answers."""
-
-    async def stop_servers(self) -> None:
-        """Stop the servers that `start_servers` started."""
+    @abstractmethod
+    def server_command(self) -> ServerCommand:
+        """How a server of the run's own is started, where `rollout.url` is empty."""
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's."""
@@ -182,7 +171,8 @@ class ServerPublisher(Publisher):
         finally:
             if loop is not None:
                 await asyncio.to_thread(loop.close)
-            await self.stop_servers()
+            if self._own is not None:
+                await self._own.stop()
             with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
                 self._served.rmdir()
 
@@ -190,13 +180,35 @@ class ServerPublisher(Publisher):
         """Start everything, at the first publication."""
         if self._fleet is not None:
             return
-        addresses = await self.start_servers()
+        addresses = self.setup.rollout.url or (await self._start_own(),)
         self._loop = BackgroundLoop("turnwise fleet")
         self._fleet = await self._loop.run(self._start_fleet(addresses))
 
+    async def _start_own(self) -> str:
+        command = self.server_command()
+        log = self.setup.run_directory / f"{command.name.lower()}.log"
+        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+        started_s = time.monotonic()
+        await self._own.start()
+        self._start_s = time.monotonic() - started_s
+        return self._own.url
+
+    async def _revive_own(self, _url: str) -> None:
+        assert self._own is not None
+        await self._own.revive()
+
+    def _fleet_times(self) -> FleetTimes:
+        rollout = self.setup.rollout
+        times = FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+        if self._own is None:
+            return times
+        # A server of our own that died takes as long as before to start again.
+        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
+
     async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
         dialects = [self.make_dialect(url) for url in addresses]
-        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.restart_server)
+        revive = None if self._own is None else self._revive_own
+        fleet = Fleet(dialects, times=self._fleet_times(), check_facts=self.check_facts, revive=revive)
         try:
             await fleet.start()
         except BaseException:
@@ -289,6 +301,14 @@ class ServerPublisher(Publisher):
             pass  # a run that goes on with these servers unloads what is left
         finally:
             await fleet.close()
+
+
+def read_rank(adapter: Path) -> int:
+    """The rank of an adapter's files."""
+    try:
+        return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise CheckpointError(f"{adapter} holds no adapter in PEFT's format: {cause!r}") from cause
 
 
 def _copy_files(source: Path, target: Path) -> None:

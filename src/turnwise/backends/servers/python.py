@@ -28,7 +28,14 @@ parser = make_arg_parser(FlexibleArgumentParser())
 print("ARGUMENTS " + json.dumps(sorted(name for action in parser._actions for name in action.option_strings)))
 """
 """Prints the arguments of a server; run by the server's own Python."""
-LISTS = {"vllm": LIST_VLLM}
+LIST_SGLANG = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("ARGUMENTS " + json.dumps(sorted(name for action in parser._actions for name in action.option_strings)))
+"""
+LISTS = {"vllm": LIST_VLLM, "sglang": LIST_SGLANG}
 FIND_S, LIST_S = 60.0, 300.0
 
 
@@ -51,9 +58,12 @@ def check_module(python: str, module: str) -> str:
     return place
 
 
-def check_arguments(python: str, module: str, given: Sequence[str]) -> None:
-    """Refuse arguments that the server does not take, by name."""
+def check_arguments(python: str, module: str, given: Sequence[str], own: Sequence[str]) -> None:
+    """Refuse arguments that the server does not take, and those that are the run's own, by name."""
     names = [one.partition("=")[0] for one in given if one.startswith("--")]
+    for name in names:
+        if name in own:
+            raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
     if not names:
         if given:
             raise ConfigError(f"rollout.server_args={given[0]!r}; expected arguments such as --max-logprobs 5")

@@ -19,7 +19,7 @@ MAX_KNOWN = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class KnownPrefix:
     """Where a known beginning of a prompt was read."""
 
     server: str
@@ -33,10 +33,10 @@ class PrefixRoutes:
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
         self._max_known = max_known
-        self._known: OrderedDict[tuple[str | None, int, int], Route] = OrderedDict()
+        self._known: OrderedDict[tuple[str | None, int, int], KnownPrefix] = OrderedDict()
         self._factors = np.zeros(0, dtype=np.uint64)
 
-    def find(self, weights: str | None, prompt: Sequence[int]) -> Route | None:
+    def find(self, weights: str | None, prompt: Sequence[int]) -> KnownPrefix | None:
         """Where the longest known beginning of this prompt was read, if anywhere."""
         hashes = self._hashes(prompt).tolist()
         for length in range(len(hashes), 0, -1):
@@ -46,7 +46,7 @@ class PrefixRoutes:
                 return self._known[key]
         return None
 
-    def remember(self, weights: str | None, tokens: Sequence[int], route: Route) -> None:
+    def remember(self, weights: str | None, tokens: Sequence[int], route: KnownPrefix) -> None:
         """These tokens were read there, or drawn."""
         if not tokens:
             return

@@ -180,7 +180,7 @@ def check_pairs(datums: Sequence[DatumColumns]) -> None:
     if not has_numbers and len(datums) % 2:
         raise DataError(f"{len(datums)} datums; expected pairs, chosen and rejected in turn, or a `pair` column")
     for index, datum in enumerate(datums):
-        number = _pair_number(index, datum)
+        number = pair_number(index, datum)
         sides.setdefault(abs(number), set()).add(number > 0)
         for weight in datum.weights[datum.mask].tolist():
             if not math.isclose(weights.setdefault(abs(number), weight), weight, rel_tol=1e-5):
@@ -193,7 +193,8 @@ def check_pairs(datums: Sequence[DatumColumns]) -> None:
             raise DataError(f"pair {number} has no {'rejected' if True in found else 'chosen'} side; send both at once")
 
 
-def _pair_number(index: int, datum: DatumColumns) -> int:
+def pair_number(index: int, datum: DatumColumns) -> int:
+    """The pair of the datum at `index`, from 1; negative on the rejected side."""
     if datum.pair is None:
         return index // 2 + 1 if index % 2 == 0 else -(index // 2 + 1)
     numbers = datum.pair[datum.target_start :]

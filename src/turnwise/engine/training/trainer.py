@@ -65,6 +65,20 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job whose passes have run."""
+
+    job: TrainingJob
+    result: JobResult
+    loss: PassLoss
+
+    def output(self) -> ForwardBackwardOutput:
+        """What the client gets."""
+        metrics = self.loss.metrics(self.result.outputs, self.result.entropies, self.result.columns)
+        return ForwardBackwardOutput("ArrayRecord", outputs_by_datum(self.job, self.result), metrics)
+
+
+@dataclass(frozen=True, slots=True)
 class _Share:
     """One job's part of one pass."""
 
@@ -102,7 +116,7 @@ class Trainer:
         self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
     ) -> Generator[None, None, JobResult]:
         """Compute the objective's numbers with `job.weights`, without a gradient."""
-        result = self._start(job, with_entropy)
+        result = self.start_result(job, with_entropy)
         for members in self._passes(job, only_trained=only_trained):
             with torch.no_grad():
                 work = self._pack([_Share(job, result, members)], only_trained=only_trained)
@@ -121,7 +135,7 @@ class Trainer:
         self, jobs: Sequence[TrainingJob], loss: PassLoss, reference: Policy | None
     ) -> Generator[None, None, list[JobResult]]:
         """Add each job's gradient to its trainable. Jobs share passes, so all must have the same objective."""
-        results = [self._start(job, loss.needs_entropy) for job in jobs]
+        results = [self.start_result(job, loss.needs_entropy) for job in jobs]
         if reference is not None:
             for job, result in zip(jobs, results, strict=True):
                 yield from self.add_reference(job, result, reference)
@@ -143,7 +157,7 @@ class Trainer:
 
     def backward_from(self, job: TrainingJob, grad_T: Tensor) -> Generator[None, None, None]:
         """Add the gradient of sum(grad_T * outputs_T): a loss that was differentiated elsewhere."""
-        result = self._start(job, False)
+        result = self.start_result(job, False)
         for members in self._passes(job, only_trained=True):
             share = _Share(job, result, members)
             self._run_backward([share], lambda _share, _outputs, _entropies, columns: (grad_T[columns], None))
@@ -157,7 +171,8 @@ class Trainer:
         grad_T, _ = position_gradients(loss, result.outputs, None, result.columns)
         yield from self.backward_from(job, grad_T)
 
-    def _start(self, job: TrainingJob, with_entropy: bool) -> JobResult:
+    def start_result(self, job: TrainingJob, with_entropy: bool) -> JobResult:
+        """A result in which nothing is known yet."""
         device = self.model.device
         columns = job.objective.collate(job.datums).to(device)
         offsets = np.cumsum([0, *(len(d.input_ids) for d in job.datums)])
@@ -307,9 +322,3 @@ def outputs_by_datum(job: TrainingJob, result: JobResult) -> list[dict[str, Tens
             }
         )
     return found
-
-
-def make_output(job: TrainingJob, result: JobResult, loss: PassLoss) -> ForwardBackwardOutput:
-    """Convert a finished job into the client's output."""
-    metrics = loss.metrics(result.outputs, result.entropies, result.columns)
-    return ForwardBackwardOutput("ArrayRecord", outputs_by_datum(job, result), metrics)

@@ -62,7 +62,8 @@ tw.message = (message, more) => h("article", { class: `message ${message.role}`,
   h("header", {}, h("b", {}, ICONS[message.role]), message.name ? h("code", {}, message.name) : null, more ? more.head : null),
   more && more.body ? more.body : message.content ? h("div", { class: "text" }, message.content) : null,
   message.tool_calls.map((call) => h("div", { class: "call" }, h("b", {}, call.name), h("code", {}, arguments_(call)))),
-  (message.images || []).map((image) => h("img", { src: image, alt: "screenshot of the world" })),
+  (message.images || []).map( // data: addresses, for worlds that store what they show; those of today store none
+    (image) => h("img", { src: image, alt: "screenshot of the world" })),
   more ? more.foot : null);
 
 const sum = (parts) => Object.values(parts).reduce((total, value) => total + value, 0);
@@ -77,11 +78,11 @@ const advantageChip = (turn) => {
   const mean = known.reduce((total, value) => total + value, 0) / known.length;
   return h("span", { class: `chip ${mean > 0 ? "good" : mean < 0 ? "bad" : ""}`, title: "mean over the turn's trained tokens" }, `advantage ${tw.signed(mean)}`);
 };
-tw.turnBlock = (turn, index, view, attempt, partsAt = null) => {
+tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
   const isShared = attempt.branch && index < attempt.branch.turn;
   const most = view ? tw.largest(attempt.turns, view) : 1;
   const isText = !view || !turn.tokens;
-  const head = [h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
+  const head = [name ? h("span", { class: "chip" }, name) : null, h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
     turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_unparsable ? h("span", { class: "chip bad" }, "the env could not read it") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), advantageChip(turn),
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },

@@ -3,6 +3,7 @@
 "use strict";
 const { h } = tw;
 const SIZE = 50;
+const SEARCHING_MS = 500;
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "most tokens"], ["turns", "most turns"]];
 const FIELDS = ["run", "world", "view", "phase", "outcome", "stop_reason", "success", "step_from", "step_to", "reward_from", "reward_to", "task", "text", "order", "first"];
 const END_REASONS = ["terminated", "truncated", "max_turns", "max_tokens", "time_limit", "unparsable", "failed"];
@@ -33,6 +34,7 @@ tw.pages.attempts = async (root, { values }) => {
       found.note ? ` · ${found.note}` : "");
     list.replaceChildren(isGroups ? groupList(found.groups, !run) : attemptTable(found.rows, !run));
     pager.replaceChildren(...pages(found, change));
+    if (pending) setTimeout(() => { if (list.isConnected) tw.guarded(refresh)(); }, SEARCHING_MS);
   };
   await refresh(early);
   const facets = async () => {
@@ -41,7 +43,7 @@ tw.pages.attempts = async (root, { values }) => {
     if (counts.is_complete) form.count(counts);
   };
   facets().catch(() => {});
-  return { refresh: async () => { await refresh(); await facets(); }, runs: () => (run ? [run] : readable.map((one) => one.name)), isPending: () => pending };
+  return { refresh: async () => { await refresh(); await facets(); }, runs: () => (run ? [run] : readable.map((one) => one.name)) };
 };
 
 const filterForm = (chosen, runs, change, isGroups) => {
@@ -97,7 +99,7 @@ const attemptTable = (rows, withRun) => {
 
 const groupList = (groups, withRun) => {
   if (!groups.length) return h("p", { class: "empty" }, "No group matches these filters.");
-  return h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["task", withRun ? "run" : null, "step", "phase", "mean", "attempts, by reward"].filter(Boolean).map((head) => h("th", { scope: "col" }, head)))),
+  return h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["task", withRun ? "run" : null, "step", "phase", "mean", "attempts, by reward"].filter(Boolean).map((head) => h("th", { scope: "col", class: /^(step|mean)$/.test(head) ? "n" : null }, head)))),
     h("tbody", {}, groups.map((group) => {
       const rewards = group.attempts.map((one) => one.reward), low = Math.min(...rewards), high = Math.max(...rewards);
       const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;

@@ -29,7 +29,7 @@ tw.chart = (lines, { title, unit = "", height = 220, range = null, stacked = fal
     place.append(h("p", { class: "empty" }, "No values yet."));
     return box;
   }
-  if (legend && (drawn.length > 1 || stacked)) box.prepend(makeLegend(drawn));
+  if (legend) box.prepend(makeLegend(drawn));
   const { steps, column } = merge(drawn);
   const { data, series, bands } = stacked ? stackedColumns(drawn, column) : columns(drawn, column);
   const options = {

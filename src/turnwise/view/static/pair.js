@@ -42,7 +42,7 @@ tw.pages.pair = async (root, { parts }) => {
       if (at && turn === at.turn) rows.push(h("p", { class: "parting", role: "note" }, words(at)));
       rows.push(isSame ? h("div", { class: "pair-row one" }, h("div", { class: "same-turn" }, tw.turnBlock(left.turns[turn], turn, "", left)))
         : h("div", { class: "pair-row" }, ...[left, right].map((attempt) => (attempt.turns[turn]
-            ? tw.turnBlock(attempt.turns[turn], turn, state.view || "sampler", attempt, turn === at.turn ? at.token : null) : h("p", { class: "empty" }, "over")))));
+            ? tw.turnBlock(attempt.turns[turn], turn, state.view || "sampler", attempt, turn === at.turn ? at.token : null, `#${attempt.row.id}`) : h("p", { class: "empty" }, `#${attempt.row.id} is over.`)))));
     }
     body.replaceChildren(...rows);
   };

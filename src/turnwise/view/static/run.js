@@ -38,7 +38,8 @@ tw.pages.run = async (root, { parts }) => {
   const refresh = async () => {
     run = await tw.ask("run", { run: name });
     const summary = run.summary;
-    head.replaceChildren(heading(name, summary), summary.state === "damaged" ? h("p", { class: "error" }, summary.error, " Other runs are not touched by this.") : toolbar(name, run));
+    if (head.contains(document.activeElement) && document.activeElement.tagName === "INPUT") head.querySelector(".progress").replaceWith(tw.progress(summary));
+    else head.replaceChildren(heading(name, summary), summary.state === "damaged" ? h("p", { class: "error" }, summary.error, " Other runs are not touched by this.") : toolbar(name, run));
     if (summary.state === "damaged") return;
     tiles.replaceChildren(...makeTiles(run));
     lookForFindings();
@@ -70,10 +71,13 @@ const toolbar = (name, run) => {
 const buttons = (name, run) => {
   const give = (order, body) => tw.guarded(async () => tw.say((await tw.order(order, { run: name, ...body })).said))();
   if (!run.summary.is_alive) {
-    return h("div", { class: "buttons" }, h("button", { type: "button", onclick: (event) => {
-      event.target.disabled = true;
-      give("resume", {}).finally(() => { event.target.disabled = false; });
-    }, title: "What `turnwise train --resume` does, in a process of its own" }, "Resume"));
+    const more = h("input", { "aria-label": "Changed options of the resumed run", size: 16, placeholder: `train.steps=${2 * run.summary.num_steps}` });
+    const button = h("button", { type: "submit", title: "What `turnwise train --resume` does, in a process of its own" }, "Resume");
+    return h("form", { class: "buttons", onsubmit: (event) => {
+      event.preventDefault();
+      button.disabled = true;
+      give("resume", { overrides: more.value.split(/\s+/).filter(Boolean) }).finally(() => { button.disabled = false; });
+    } }, more, button);
   }
   const select = h("select", { "aria-label": "Setting" }, Object.keys(run.settings).map((one) => h("option", { value: one }, one)));
   const value = h("input", { "aria-label": "New value", size: 8, required: true, placeholder: String(Object.values(run.settings)[0]) });

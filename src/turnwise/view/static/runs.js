@@ -6,12 +6,14 @@ const METRICS = [["eval/success", "held-out success"], ["eval/reward", "held-out
 
 tw.pages.runs = async (root, { values }) => {
   tw.crumbs(["Runs"]);
-  const state = { metric: values.metric || "eval/success", grouped: values.grouped !== "no", hidden: new Set() };
+  const state = { world: values.world || "", metric: values.metric || "eval/success", grouped: values.grouped !== "no", hidden: new Set() };
   const plot = h("div"), table = h("div", { class: "scroll" }), differences = h("div", { class: "scroll" }), where = h("p", { class: "sub" });
   const metric = h("select", { id: "metric", onchange: tw.guarded(async () => { state.metric = metric.value; await curves(); }) });
   const grouped = h("input", { type: "checkbox", id: "grouped", checked: state.grouped, onchange: tw.guarded(async () => { state.grouped = grouped.checked; await curves(); }) });
+  const world = h("select", { id: "world", onchange: tw.guarded(async () => { state.world = world.value; await refresh(); await differ(); }) });
+  const worldLabel = h("label", { for: "world" }, "world ", world);
   root.append(h("h1", { tabindex: -1 }, "Runs"), where,
-    tw.card("Curves", null, h("div", { class: "tools" }, h("label", { for: "metric" }, "metric "), metric, h("label", { class: "check" }, grouped, " group seeds")), plot),
+    tw.card("Curves", null, h("div", { class: "tools" }, worldLabel, h("label", { for: "metric" }, "metric "), metric, h("label", { class: "check" }, grouped, " group seeds")), plot),
     tw.card("All runs", null, table),
     tw.card("Config differences", null, differences));
   let runs = [];
@@ -52,9 +54,12 @@ tw.pages.runs = async (root, { values }) => {
 
   const refresh = async () => {
     const found = await tw.ask("runs");
-    runs = found.runs;
+    const worlds = [...new Set(found.runs.map((run) => run.world).filter(Boolean))];
+    worldLabel.hidden = worlds.length < 2;
+    tw.options(world, [["", "any"], ...worlds.map((name) => [name, name])], state.world);
+    runs = found.runs.filter((run) => !state.world || run.world === state.world);
     const live = runs.filter((run) => run.is_alive).length;
-    where.replaceChildren(`${tw.plural(runs.length, "run")} below `, h("code", {}, found.place), live ? `, ${live} training now` : "",
+    where.replaceChildren(`${tw.plural(found.runs.length, "run")} below `, h("code", {}, found.place), live ? `, ${live} training now` : "",
       " · ", h("a", { href: tw.go(["attempts"]) }, "attempts of all runs"));
     table.replaceChildren(runTable(runs, state, tw.guarded(curves)));
     await curves();

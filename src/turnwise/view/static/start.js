@@ -42,7 +42,7 @@ const pulse = async () => {
     if (known && current && current.refresh) {
       const mine = turn, names = current.runs ? current.runs() : Object.keys(revisions);
       const isNew = names.some((name) => known[name] !== revisions[name]) || (current.isFolder && Object.keys(known).length !== Object.keys(revisions).length);
-      if (isNew || (current.isPending && current.isPending())) { if (mine === turn) await current.refresh(); }
+      if (isNew && mine === turn) await current.refresh();
     }
     known = revisions;
   } catch (error) {

@@ -1,0 +1,60 @@
+"""Sums and copies of flat tensors between learner processes.
+
+A group is an object of its own, not torch's global one, so that a process may have several and may use torch's
+distributed functions for other things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+dist: Any = torch.distributed  # stores and groups have no type stubs
+
+MAX_ELEMENTS = 1 << 26
+"""Numbers in one message, so that no backend needs a second copy of a large tensor."""
+
+
+class LearnerCollective:
+    """The ranks of one group of learners. Every call has a deadline and raises `RuntimeError` after it."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, *, deadline_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._deadline = timedelta(seconds=deadline_s)
+        # Several learners on one GPU cannot use NCCL; gloo copies through the host.
+        uses_nccl = device.type == "cuda" and torch.cuda.device_count() >= size and dist.is_nccl_available()
+        self.backend = "nccl" if uses_nccl else "gloo"
+        prefixed = dist.PrefixStore(self.backend, store)
+        make = dist.ProcessGroupNCCL if uses_nccl else dist.ProcessGroupGloo
+        self._group: Any = make(prefixed, rank, size, self._deadline)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace the tensor on every rank by the sum of all ranks'; every rank gets the same bits."""
+        for part in tensor.split(MAX_ELEMENTS):
+            self._wait(self._group.allreduce([part]))
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Replace the tensors on every rank by those of rank 0."""
+        for tensor in tensors:
+            for part in tensor.split(MAX_ELEMENTS):
+                self._wait(self._group.broadcast(part, 0))
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._deadline)
+
+
+def lead_store(size: int, *, deadline_s: float) -> Any:
+    """The place where the ranks of a group find each other; rank 0 makes it, on a port that is free."""
+    return dist.TCPStore(
+        "127.0.0.1", 0, size, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+    )
+
+
+def join_store(port: int, size: int, *, deadline_s: float) -> Any:
+    """The place that rank 0 has made."""
+    return dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=deadline_s))

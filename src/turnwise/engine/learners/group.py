@@ -1,0 +1,213 @@
+"""The other learner processes, seen from rank 0: it starts them, calls them, and notices when one is gone.
+
+A cluster manager that starts processes elsewhere needs the same four things: `call`, `answers`, `lead` and `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pickle import PicklingError
+from typing import IO, Any, NoReturn
+
+from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
+from turnwise.errors import ConfigError, LearnerError
+
+START_DEADLINE_S = 300.0
+"""Seconds for a process to load its model."""
+POLL_S = 0.002
+END_S = 5.0
+"""Seconds for a process to end by itself."""
+TAIL_BYTES = 2000
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    rank: int
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    """What it wrote to standard error."""
+    connection: Connection
+
+    def why(self) -> str:
+        """How it ended, with the last of what it said."""
+        code = self.process.poll()
+        state = f"ended with exit code {code}" if code is not None else "does not answer"
+        self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, self.errors.tell() - TAIL_BYTES))
+        said = self.errors.read().decode(errors="replace").strip().splitlines()
+        return f"{state}{f'; its last words: {said[-1]}' if said else ''}"
+
+
+class LearnerGroup:
+    """Learners 1 to N - 1, one process each on this machine."""
+
+    def __init__(
+        self,
+        make_setup: Callable[[int], LearnerSetup],
+        size: int,
+        *,
+        deadline_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start the processes and wait until each has loaded its model.
+
+        Args:
+            make_setup: what a rank starts with.
+            size: learners, rank 0 among them.
+            environment: variables that a learner gets beside those of this process.
+        """
+        self._deadline_s = deadline_s
+        self._broken: LearnerError | None = None
+        self._peers: list[_Peer] = []
+        try:
+            for rank in range(1, size):
+                self._peers.append(_start(rank, environment))
+                self._send(self._peers[-1], make_setup(rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_until_ready(self) -> None:
+        """Wait for every learner's model; call it after rank 0 has joined the collective's store."""
+        for _ in self.answers("load the model", deadline_s=START_DEADLINE_S):
+            time.sleep(POLL_S)
+
+    def call(self, rank: int, call: LearnerCall) -> None:
+        """Send a call to one learner; `answers` collects what all learners answer."""
+        if self._broken is not None:
+            raise self._broken
+        self._send(self._peers[rank - 1], call)
+
+    def _send(self, peer: _Peer, message: object) -> None:
+        try:
+            peer.connection.send(message)
+        except OSError:
+            self._fail(peer, "take a call")
+        except (AttributeError, TypeError, ImportError, PicklingError) as cause:
+            raise ConfigError(
+                f"a call cannot be sent to learner {peer.rank}: {cause}; a loss of your own has to be in a module that "
+                "every process can import"
+            ) from cause
+
+    def answers(
+        self,
+        what: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        deadline_s: float | None = None,
+        allowed: tuple[type[Exception], ...] = (),
+    ) -> Generator[None, None, dict[int, Any]]:
+        """Yield until every called learner has answered; the answers by rank.
+
+        An error of one ends the group, because its copies may now differ from the others'. `allowed` errors are
+        answers.
+        """
+        ends_s = time.monotonic() + (deadline_s or self._deadline_s)
+        waiting = [peer for peer in self._peers if ranks is None or peer.rank in ranks]
+        found: dict[int, Any] = {}
+        while waiting:
+            for peer in list(waiting):
+                if self._has_answer(peer, what):
+                    waiting.remove(peer)
+                    kind, found[peer.rank] = self._receive(peer, what)
+                    if kind == "error" and not isinstance(found[peer.rank], allowed):
+                        self._break(LearnerError(f"learner {peer.rank} failed to {what}: {found[peer.rank]!r}"))
+            if waiting and time.monotonic() > ends_s:
+                self._fail(waiting[0], what)
+            if waiting:
+                yield
+                time.sleep(POLL_S)
+        return found
+
+    def check_alive(self, what: str) -> None:
+        """Raise the error of a learner that has ended."""
+        for peer in self._peers:
+            if peer.process.poll() is not None:
+                self._fail(peer, what)
+
+    def fail_all(self, what: str, cause: BaseException) -> NoReturn:
+        """Give up after a collective failed: blame a learner that is gone, or all that did not come."""
+        time.sleep(0.2)  # a process that was killed needs a moment to be seen as dead
+        self.check_alive(what)
+        self._break(LearnerError(f"learners could not {what} together within {self._deadline_s:g} s: {cause}"))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a learner has failed, so that none of them works any more."""
+        return self._broken is not None
+
+    def give_up(self, message: str, cause: BaseException) -> NoReturn:
+        """End all learners after an error of rank 0."""
+        try:
+            self._break(LearnerError(message))
+        except LearnerError as error:
+            raise error from cause
+
+    def close(self) -> None:
+        """End the processes: ask first, then kill."""
+        for peer in self._peers:
+            peer.connection.close()
+            if peer.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    peer.process.stdin.close()
+        for peer in self._peers:
+            try:
+                peer.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                peer.process.kill()
+                peer.process.wait()
+            peer.errors.close()
+        self._peers = []
+
+    def _has_answer(self, peer: _Peer, what: str) -> bool:
+        try:
+            return peer.connection.poll(0)
+        except (OSError, EOFError):
+            self._fail(peer, what)
+
+    def _receive(self, peer: _Peer, what: str) -> tuple[str, Any]:
+        try:
+            return peer.connection.recv()
+        except (OSError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                peer.process.wait(1.0)
+            self._fail(peer, what)
+
+    def _fail(self, peer: _Peer, what: str) -> NoReturn:
+        self._break(
+            LearnerError(
+                f"learner {peer.rank} (process {peer.process.pid}) was asked to {what} and {peer.why()}. The last "
+                "checkpoint is kept; resume the run"
+            )
+        )
+
+    def _break(self, error: LearnerError) -> NoReturn:
+        self._broken = error
+        for peer in self._peers:
+            peer.process.kill()
+        raise error
+
+
+def _start(rank: int, environment: Mapping[str, str]) -> _Peer:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the group
+    own, other = multiprocessing.Pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnwise.engine.learners.process", str(other.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=errors,
+        stderr=errors,
+        env={**os.environ, **environment},
+        pass_fds=[other.fileno()],
+        start_new_session=True,  # Ctrl-C is for rank 0, which tells the others
+    )
+    other.close()  # a connection ends when the process that holds its other end does
+    return _Peer(rank, process, errors, own)

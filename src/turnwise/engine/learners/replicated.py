@@ -1,0 +1,279 @@
+"""The engine of rank 0 when several learners train: every operation on a trainable runs on all of them.
+
+Each learner holds the model and a copy of every trainable. A batch is shared out, gradients are summed once per
+optimizer step, and every learner takes the same step, so the copies stay equal bit for bit. Losses are sums whose
+normalisers are part of the datums' weights, so the sum over learners is the gradient of the whole batch. Metrics are
+computed here from the numbers of all shares, as one process would. Sampling, publishing and saving are rank 0's alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from turnwise.engine.config import ClusterConfig, EngineConfig
+from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device
+from turnwise.engine.engine import CustomLoss, Engine
+from turnwise.engine.learners.calls import (
+    CreateCall,
+    DropCall,
+    LearnerCall,
+    LearnerSetup,
+    RunCall,
+    RunReply,
+    StepCall,
+    TakeStateCall,
+)
+from turnwise.engine.learners.collective import LearnerCollective, lead_store
+from turnwise.engine.learners.group import LearnerGroup
+from turnwise.engine.learners.process import reply_of, take_state
+from turnwise.engine.learners.shares import share_datums
+from turnwise.engine.threads import USERS_CHOICES, find_threads
+from turnwise.engine.training.critic import CriticAdapter
+from turnwise.engine.training.full_weights import FullWeights
+from turnwise.engine.training.objective import LossSettings
+from turnwise.engine.training.preference_losses import PreferenceLoss, pair_number
+from turnwise.engine.training.trainable import LoraAdapter, Trainable
+from turnwise.engine.training.trainer import FinishedJob
+from turnwise.errors import ConfigError, DataError
+from turnwise.losses.outside import LossFunction
+from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
+
+PEER_CACHE_GIB = 0.05
+"""KV cache of a learner that does not sample."""
+
+
+class ReplicatedEngine(Engine):
+    """Leads `cluster.learners` processes. They start with the first trainable."""
+
+    def __init__(self, model_dir: Path, config: EngineConfig, cluster: ClusterConfig, *, name: str) -> None:
+        self._cluster = cluster
+        self._peer_config, self._environment = _prepare(config, cluster.learners)
+        super().__init__(model_dir, config, name=name)
+        self._group: LearnerGroup | None = None
+        self._collective: LearnerCollective | None = None
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._next_number = itertools.count()
+
+    def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
+        return self._mirror(super().create_adapter(lora), CreateCall(next(self._next_number), "adapter", lora))
+
+    def create_critic(self, lora: LoraConfig) -> CriticAdapter:
+        return self._mirror(super().create_critic(lora), CreateCall(next(self._next_number), "critic", lora))
+
+    def create_full(self) -> FullWeights:
+        return self._mirror(super().create_full(), CreateCall(next(self._next_number), "full"))
+
+    def drop_adapter(self, adapter: Trainable) -> None:
+        number = self._numbers.pop(adapter)
+        super().drop_adapter(adapter)
+        if self._group is not None and not self._group.is_broken:
+            self._all_do(DropCall(number), "drop a trainable")
+
+    def load_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
+        super().load_adapter(adapter, directory, with_optimizer=with_optimizer)
+        self._spread(adapter)
+
+    def optim_step(self, adapter: Trainable, params: AdamParams) -> dict[str, float]:
+        """Sum the gradients of all learners; each then takes the same step."""
+        what = "sum gradients"
+        group, collective = self._learners()
+        group.check_alive(what)
+        self._tell_all(StepCall(self._numbers[adapter], params))
+        try:
+            collective.sum(adapter.grad)
+        except RuntimeError as cause:
+            group.fail_all(what, cause)
+        try:
+            metrics = super().optim_step(adapter, params)
+        except DataError:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
+            _finish(group.answers(what, allowed=(DataError,)))
+            raise
+        _finish(group.answers(what))
+        return metrics
+
+    def read_job(
+        self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
+    ) -> Generator[None, None, FinishedJob]:
+        loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=False)
+        whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
+        return (yield from self._run_shares(whole, run, adapter))
+
+    def learn_jobs(
+        self,
+        batches: Sequence[tuple[Trainable, Sequence[Datum]]],
+        loss_fn: str | LossFunction,
+        loss_fn_config: LossSettings,
+    ) -> Generator[None, None, list[FinishedJob]]:
+        loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
+        finished: list[FinishedJob] = []
+        for (adapter, datums), job in zip(batches, jobs, strict=True):
+            run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=True)
+            whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
+            finished.append((yield from self._run_shares(whole, run, adapter)))
+        return finished
+
+    def forward_backward_custom(
+        self,
+        adapter: Trainable,  # noqa: ARG002
+        datums: Sequence[Datum],  # noqa: ARG002
+        loss_fn: CustomLoss,  # noqa: ARG002
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        raise ConfigError(
+            f"forward_backward_custom with cluster.learners={self._cluster.learners}: a loss over the whole batch "
+            "cannot be shared out; use one learner, or forward_backward with a loss by name"
+        )
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = self._collective = None
+        super().close()
+
+    def _run_shares(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
+        """Run every learner's share, this one's here, and put the numbers of all together."""
+        what = "run its share of a batch"
+        group, _ = self._learners()
+        shares = self._shares(whole)
+        busy = [rank for rank, members in enumerate(shares) if rank and members]
+        for rank in busy:
+            group.call(rank, _part(run, shares[rank]))
+        own: dict[int, RunReply] = {}
+        if shares[0]:
+            try:
+                own[0] = yield from self._run_own(_part(run, shares[0]), adapter)
+            except Exception as cause:  # noqa: BLE001 - the others have added their gradients, so none can go on
+                group.give_up(f"learner 0 failed to {what}: {cause!r}", cause)
+        if run.is_learning:
+            adapter.has_gradient = True
+        replies = own | (yield from group.answers(what, busy))
+        return _put_together(whole, {rank: (shares[rank], reply) for rank, reply in replies.items()})
+
+    def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply]:
+        if part.is_learning:
+            (finished,) = yield from super().learn_jobs([(adapter, part.datums)], part.loss_fn, part.settings)
+        else:
+            finished = yield from super().read_job(adapter, part.datums, part.loss_fn, part.settings)
+        return reply_of(finished)
+
+    def _shares(self, whole: FinishedJob) -> list[list[int]]:
+        datums: Sequence[Any] = whole.job.datums
+        units = None
+        if isinstance(whole.loss, PreferenceLoss):
+            units = [abs(pair_number(index, datum)) for index, datum in enumerate(datums)]
+        return share_datums([datum.input_ids for datum in datums], self._cluster.learners, units)
+
+    def _mirror(self, trainable: Any, create: CreateCall) -> Any:
+        """Make the same trainable on every other learner, with this one's values."""
+        self._learners()
+        self._numbers[trainable] = create.number
+        self._all_do(create, "create a trainable")
+        self._spread(trainable)
+        return trainable
+
+    def _spread(self, trainable: Trainable) -> None:
+        what = "take over weights"
+        group, collective = self._learners()
+        self._tell_all(TakeStateCall(self._numbers[trainable]))
+        try:
+            take_state(collective, trainable)
+        except RuntimeError as cause:
+            group.fail_all(what, cause)
+        _finish(group.answers(what))
+
+    def _tell_all(self, call: LearnerCall) -> None:
+        group, _ = self._learners()
+        for rank in range(1, self._cluster.learners):
+            group.call(rank, call)
+
+    def _all_do(self, call: LearnerCall, what: str) -> None:
+        group, _ = self._learners()
+        self._tell_all(call)
+        _finish(group.answers(what))
+
+    def _learners(self) -> tuple[LearnerGroup, LearnerCollective]:
+        if self._group is None or self._collective is None:
+            self._start_learners()
+        assert self._group is not None, "started above"
+        assert self._collective is not None, "started above"
+        return self._group, self._collective
+
+    def _start_learners(self) -> None:
+        size, deadline_s = self._cluster.learners, self._cluster.deadline_s
+        store = lead_store(size, deadline_s=deadline_s)
+
+        def make_setup(rank: int) -> LearnerSetup:
+            return LearnerSetup(
+                model_dir=self.model_dir,
+                engine=_config_of(self._peer_config, rank, size),
+                name=self.name,
+                rank=rank,
+                size=size,
+                store_port=store.port,
+                deadline_s=deadline_s,
+            )
+
+        self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, environment=self._environment)
+        try:
+            self._collective = LearnerCollective(store, 0, size, self.device, deadline_s=deadline_s)
+        except RuntimeError as cause:
+            self._group.fail_all("meet", cause)
+        self._group.wait_until_ready()
+
+
+def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, str]]:
+    """The config and the environment of the other learners; this process takes its share of cores or of the GPU."""
+    device, _ = choose_device(config)
+    peer = config.model_copy(update={"kv_cache_gib": PEER_CACHE_GIB})
+    if device.type != "cuda":
+        count = max(1, find_threads().count // size)
+        torch.set_num_threads(min(count, torch.get_num_threads()))
+        return peer, dict.fromkeys(USERS_CHOICES, str(count))
+    if torch.cuda.device_count() >= size:
+        return peer, {}
+    os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
+    return peer, {}
+
+
+def _config_of(config: EngineConfig, rank: int, size: int) -> EngineConfig:
+    device, _ = choose_device(config)
+    if device.type != "cuda" or torch.cuda.device_count() < size:
+        return config
+    return config.model_copy(update={"device": f"cuda:{((device.index or 0) + rank) % torch.cuda.device_count()}"})
+
+
+def _part(run: RunCall, members: Sequence[int]) -> RunCall:
+    return replace(run, datums=[run.datums[index] for index in members])
+
+
+def _put_together(whole: FinishedJob, parts: Mapping[int, tuple[Sequence[int], RunReply]]) -> FinishedJob:
+    """Write the numbers of the shares to their places in the whole batch."""
+    result = whole.result
+    columns = {"outputs": result.outputs, "is_known": result.is_known}
+    if result.entropies is not None:
+        columns["entropies"] = result.entropies
+    if any(reply.references is not None for _, reply in parts.values()):
+        columns["references"] = torch.zeros_like(result.outputs)
+    for members, reply in parts.values():
+        places = np.concatenate([np.arange(*result.offsets[index : index + 2]) for index in members])
+        for name, column in columns.items():
+            column[torch.from_numpy(places).to(column.device)] = torch.from_numpy(getattr(reply, name)).to(
+                column.device
+            )
+    if "references" in columns:
+        result.columns = replace(result.columns, ref_logprobs_T=columns["references"])
+    return whole
+
+
+def _finish(work: Generator[None, None, Any]) -> None:
+    for _ in work:
+        pass

