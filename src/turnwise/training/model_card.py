@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.policy import PolicySampler
@@ -54,7 +55,10 @@ def _world(config: Config) -> str:
 
 def _run_lines(run: RunReader, policy: PolicySampler, directory: Path) -> list[str]:
     config, method = policy.config, policy.config.method_in_use
-    (directory / CONFIG_COPY).write_text(run.config_yaml, encoding="utf-8")
+    anywhere = config.run.model_copy(
+        update={"dir": "", "name": ""}
+    )  # whoever trains it again has a directory of theirs
+    (directory / CONFIG_COPY).write_text(config_to_yaml(config.model_copy(update={"run": anywhere})), encoding="utf-8")
     best = best_evaluation(run)
     trained = "all weights" if config.model.train == "full" else f"LoRA of rank {config.model.rank}"
     rows = {
