@@ -130,7 +130,6 @@ class Loop:
             await self.supply.close()
 
     async def _run(self) -> None:
-        train, evaluation = self._config.train, self._config.eval
         await self.supply.check()
         self._look_ahead()
         self._sampler = await self._publish()
@@ -139,17 +138,18 @@ class Loop:
         await self._pretrain_critic()
         await self._publish_unread()
         self._phase("training")
-        self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
+        num_done = self.done_step * self._config.train.accumulate
+        self.supply.open(self._sampler, num_done, self._state, self._num_batches)
         while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
             if self._is_spent():
                 break
-            if evaluation.every and step and step % evaluation.every == 0:
+            if _is_due(step, self._config.eval.every):
                 await self._evaluate_once("step", step)
                 await self._publish_unread()
             await self._step(step)
             self._take_orders()
-            if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
+            if _is_due(self.done_step, self._config.train.save_every) and self.done_step < self.num_steps:
                 await self._save()
         await self.supply.close()
         if self.num_steps:
@@ -431,3 +431,8 @@ class Loop:
             self._phase("evaluating the critic")
             await self._judge_critic(await self._play_held_out("critic", 0))
         await self._save()
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps, or never if that is 0, happens after `step` of them."""
+    return bool(every and step and step % every == 0)
