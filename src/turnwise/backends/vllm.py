@@ -40,6 +40,8 @@ OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable
 class VllmPublisher(ServerPublisher):
     """Publishes to vLLM servers."""
 
+    takes_full_weights = True
+
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
         self._rank = setup.lora_rank
@@ -51,6 +53,11 @@ class VllmPublisher(ServerPublisher):
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+        if rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: vLLM's memory is not given back while the trainer learns; use "
+                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
+            )
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
@@ -80,18 +87,19 @@ class VllmPublisher(ServerPublisher):
     def _arguments(self, port: int) -> list[str]:
         setup, rollout = self.setup, self.setup.rollout
         fixed = {
-            "--model": str(setup.model_directory.resolve()),
+            "--model": str(self.start_directory.resolve()),
             "--served-model-name": setup.model_directory.name,
             "--host": "127.0.0.1",
             "--port": str(port),
             "--logprobs-mode": "processed_logprobs",
             "--dtype": self._dtype(),
             "--max-model-len": str(rollout.max_trajectory_tokens),
-            "--max-lora-rank": str(_lora_rank(self._rank)),
-            "--max-loras": str(MAX_LORAS),
-            "--max-cpu-loras": str(MAX_CPU_LORAS),
         }
-        switches = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
+        switches = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        if rollout.publish == "adapter":
+            fixed["--max-lora-rank"] = str(_lora_rank(self._rank))
+            fixed |= {"--max-loras": str(MAX_LORAS), "--max-cpu-loras": str(MAX_CPU_LORAS)}
+            switches.append("--enable-lora")
         if self._is_on_cpu():
             # Part of a prompt in a batch sets a seeded generator back, and one on a CPU cannot be: the server ends.
             batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)

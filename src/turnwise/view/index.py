@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,10 @@ class AttemptIndex:
     def add_rows(self) -> bool:
         """Take over the next attempts; False if there are none left."""
         with self.opened() as database:
-            _forget_replaced(database)
-            first = _last(database, "main.attempts")[0]
             with database:
+                database.execute("BEGIN IMMEDIATE")  # another viewer may fill the same index
+                _forget_replaced(database)
+                first = _last(database, "main.attempts")[0]
                 database.execute(
                     f"INSERT INTO main.attempts ({COLUMNS}) SELECT {COLUMNS} FROM run.trajectories WHERE id > ? "
                     "ORDER BY id LIMIT ?",
@@ -97,18 +98,17 @@ class AttemptIndex:
 
     def add_texts(self) -> bool:
         """Take over the words of the next attempts; False if there are none left."""
-        with self.opened() as database:
+        with self.opened() as database, database:
+            database.execute("BEGIN IMMEDIATE")
             (done,) = database.execute("SELECT key FROM progress WHERE name = 'texts'").fetchone()
             rows = database.execute(
                 "SELECT key, id FROM main.attempts WHERE key > ? ORDER BY key LIMIT ?", (done, TEXTS_AT_ONCE)
             ).fetchall()
-            if not rows:
-                return False
-            texts = [(row["key"], _text(database, row["id"])) for row in rows]
-            with database:
+            if rows:
+                texts = [(row["key"], _text(database, row["id"])) for row in rows]
                 database.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", texts)
                 database.execute("UPDATE progress SET key = ? WHERE name = 'texts'", (rows[-1]["key"],))
-            return True
+            return bool(rows)
 
 
 class IndexWorker:
@@ -163,26 +163,33 @@ def _cache_file(directory: Path) -> Path:
 
 
 def _make(file: Path) -> Path:
-    """The file with its tables; in a temporary folder if the model store cannot be written."""
+    """The file with its tables. A damaged one is made anew; a folder that cannot be written is replaced by another."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(file, timeout=10.0)
-        database.execute("PRAGMA journal_mode = WAL")
+        try:
+            _make_tables(file)
+        except sqlite3.DatabaseError:
+            for name in (file.name, f"{file.name}-wal", f"{file.name}-shm"):
+                file.with_name(name).unlink(missing_ok=True)
+            _make_tables(file)
     except (OSError, sqlite3.Error):
         file = Path(tempfile.mkdtemp(prefix="turnwise-view-")) / file.name
-        database = sqlite3.connect(file, timeout=10.0)
+        _make_tables(file)
+    return file
+
+
+def _make_tables(file: Path) -> None:
+    with closing(sqlite3.connect(file, timeout=10.0)) as database:
         database.execute("PRAGMA journal_mode = WAL")
-    (layout,) = database.execute("PRAGMA user_version").fetchone()
-    if layout != LAYOUT:
-        names = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT NULL").fetchall()
-        for (name,) in names:
-            if name in ("attempts", "progress", "words"):
-                database.execute(f"DROP TABLE {name}")
+        (layout,) = database.execute("PRAGMA user_version").fetchone()
+        if layout == LAYOUT:
+            database.execute("SELECT count(*) FROM progress").fetchone()
+            return
+        for name in ("attempts", "progress", "words"):
+            database.execute(f"DROP TABLE IF EXISTS {name}")
         database.executescript(_TABLES)
         database.execute(f"PRAGMA user_version = {LAYOUT}")
         database.commit()
-    database.close()
-    return file
 
 
 def _last(database: sqlite3.Connection, table: str) -> tuple[int, float]:
@@ -206,8 +213,7 @@ def _forget_replaced(database: sqlite3.Connection) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_same(middle) else (low, middle)
-    with database:
-        database.execute("DELETE FROM main.attempts WHERE id > ?", (low,))
+    database.execute("DELETE FROM main.attempts WHERE id > ?", (low,))
 
 
 def _text(database: sqlite3.Connection, attempt_id: int) -> str:

@@ -22,6 +22,9 @@ from turnwise.runtime.pending_calls import PendingCall
 
 STATUS_FILE = "status.json"
 LOCK_FILE = "run.lock"
+LOOK_S, LOOKS = 0.05, 6
+"""Whoever looks whether a run is alive holds its lock for a moment (`is_training`); so a lock that is taken is tried
+again a few times."""
 SHOWN_CALLS = 20
 """How many of the longest pending calls the file holds."""
 
@@ -90,6 +93,15 @@ def read_status(directory: Path) -> Status | None:
         return None
 
 
+def check_can_hold(directory: Path) -> None:
+    """Refuse a directory in which nothing can be written, without writing anything."""
+    place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{directory} cannot hold a run: {place} is a file; choose another run.dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{directory} cannot hold a run: {place} is not writable; choose another run.dir")
+
+
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold the lock that allows only one process to train in a directory."""
@@ -100,7 +112,7 @@ def run_lock(directory: Path) -> Iterator[None]:
         reason = "it is a file" if directory.is_file() else cause.strerror
         raise ConfigError(f"{directory} cannot hold a run: {reason}; choose another run.dir") from cause
     with opened as file:
-        if not _lock(file):
+        if not _lock_soon(file):
             raise ConfigError(
                 f"a process is training in {directory} already: turnwise status {directory} shows it, turnwise stop "
                 f"{directory} ends it"
@@ -128,6 +140,14 @@ def memory_mb() -> float:
 
 def seconds_ago(status: Status) -> float:
     return max(0.0, time.time() - status.time)
+
+
+def _lock_soon(file: IO[str]) -> bool:
+    for _ in range(LOOKS):
+        if _lock(file):
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 def _lock(file: IO[str]) -> bool:

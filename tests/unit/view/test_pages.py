@@ -181,3 +181,13 @@ def test_findings_are_the_doctors_and_how_the_run_ended(pages: Pages) -> None:
     new = {title: one for title, one in found.items() if one not in before}
     assert new["the run failed at step 4"]["text"] == "the disk is full"
     assert any("KL(sampler || trainer)" in one["text"] and one["fixes"] for one in new.values())
+
+
+def test_an_index_that_is_damaged_is_made_anew(pages: Pages, turnwise_home: Path) -> None:
+    eventually(pages.facets, {"run": "grpo-s0"}, lambda found: found["is_complete"])
+    for file in (turnwise_home / "view").iterdir():
+        file.write_bytes(b"this is no database" * 500)
+    again = Pages(pages.folder.place)
+    assert [row["id"] for row in again.attempts({"run": "grpo-s0"})["rows"]] == [4, 3, 2, 1]
+    eventually(again.facets, {"run": "grpo-s0"}, lambda found: found["is_complete"])
+    again.close()

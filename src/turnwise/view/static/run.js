@@ -65,8 +65,13 @@ const toolbar = (name, run) => {
   return h("div", { class: "run-head" },
     h("p", { class: "sub" }, facts, " · ", h("a", { href: tw.go(["attempts"], { run: name }) }, "attempts"), " · ", h("a", { href: tw.go(["attempts"], { run: name, view: "groups" }) }, "groups")),
     tw.progress(summary), summary.is_alive && summary.left_s ? h("span", { class: "note" }, `about ${tw.duration(summary.left_s)} left`) : null,
-    h("span", { class: "grow" }), tw.exported ? null : buttons(name, run));
+    h("span", { class: "grow" }), tw.exported ? null : buttons(name, run), summary.is_alive ? liveLine(summary) : null);
 };
+
+const liveLine = (summary) => h("p", { class: "note live-line" }, [
+  summary.silent_s > 5 ? `no sign of life for ${tw.duration(summary.silent_s)}` : null, summary.reason ? `waits for ${summary.reason}` : null,
+  ...Object.entries(summary.pool || {}).map(([state, count]) => `${count} ${state}`), summary.memory_mb ? `${Math.round(summary.memory_mb).toLocaleString("en")} MB` : null,
+].filter(Boolean).join(" · "));
 
 const buttons = (name, run) => {
   const give = (order, body) => tw.guarded(async () => tw.say((await tw.order(order, { run: name, ...body })).said))();
