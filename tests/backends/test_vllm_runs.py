@@ -115,10 +115,10 @@ def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path:
     file = tmp_path / "multi_turn.yaml"
     file.write_text(SEED_YAML, encoding="utf-8")
     directory = tmp_path / "run"
-    small = [one for one in SMALL if not one.startswith("rollout.max_turns")]
-    alias = (f"model={vllm.model}", "generator.sampling_params.max_generate_length=32", f"generator.url={vllm.url}")
+    small = [one for one in SMALL if not one.startswith(("rollout.max_turns", "train.steps", "rollout.group_size"))]
+    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=1", "rollout.group_size=4")
     assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
-    check_whole(directory, 3)
+    check_whole(directory, 1)
     assert not list((directory / "served").glob("*")), "what nobody uses any more is unloaded and deleted"
 
 
