@@ -20,6 +20,8 @@ from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 from vllm_server import RANK, Served, make_model
 
+pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
+
 SMALL = (
     "train.steps=3",
     "train.tasks_per_step=2",
@@ -77,7 +79,7 @@ def test_a_run_starts_its_own_server_goes_on_when_it_is_killed_and_leaves_nothin
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
 
-    end_s = time.monotonic() + 240
+    end_s = time.monotonic() + 600
     killer = threading.Thread(target=kill_engine)
     killer.start()
     options = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")

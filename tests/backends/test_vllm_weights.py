@@ -21,6 +21,8 @@ from turnwise.runlog.reader import RunReader
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 from vllm_server import RANK, Served
 
+pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
+
 PROMPT = (1, *range(40, 90))
 NUM_DRAWN = 600
 """Tokens of a reply that takes a second or more, so that weights change in the middle of it."""
