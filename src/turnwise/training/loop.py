@@ -33,7 +33,7 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
+from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
 from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
@@ -122,7 +122,7 @@ class Loop:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
-            if isinstance(error, NothingToLearnError):
+            if isinstance(error, NothingToLearnError) and not isinstance(error, AllFailedError):
                 self._tell_why()
             raise
         finally:
@@ -233,10 +233,10 @@ class Loop:
         self._recorder.worst_token(self.done_step, worst)
         for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
-        if not learned and not self._has_told_why:
-            self._tell_why()
         if self.done_step == 1 and self._config.train.stop_if_all_fail:
             check_any_left(batch.played, "the first step", self._failures)
+        if not learned and not self._has_told_why:
+            self._tell_why()
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
 
