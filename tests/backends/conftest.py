@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.backends import BackendSetup
+from turnwise.backends.servers.launch import OwnServer
 from turnwise.backends.vllm import VllmPublisher
 from turnwise.engine.config import EngineConfig
 from turnwise.rollout.config import RolloutConfig
@@ -33,7 +34,7 @@ def vllm(server_python: Path, model: Path, tmp_path_factory: pytest.TempPathFact
     rollout = RolloutConfig(backend="vllm", server_python=str(server_python), max_trajectory_tokens=1024)
     engine = EngineConfig(device="cpu", dtype="float32")
     setup = BackendSetup(rollout=rollout, model_directory=model, run_directory=directory, engine=engine, lora_rank=RANK)
-    publisher = VllmPublisher(setup)
-    (url,) = asyncio.run(publisher.start_servers())
-    yield Served(url=url, model=model, log=directory / "vllm.log")
-    asyncio.run(publisher.stop_servers())
+    server = OwnServer(VllmPublisher(setup).server_command(), directory / "vllm.log", start_s=240)
+    asyncio.run(server.start())
+    yield Served(url=server.url, model=model, log=server.log)
+    asyncio.run(server.stop())

@@ -56,7 +56,7 @@ def trained(service: tw.ServiceClient, model: Path, data: Path, num_steps: int =
     for _ in range(num_steps):
         trainer.forward_backward([datum], "cross_entropy").result()
         trainer.optim_step(tw.types.AdamParams(learning_rate=3e-2)).result()
-    path = trainer.save_weights_for_sampler("moved").result().path
+    path = trainer.save_weights_for_sampler(f"after-{num_steps}").result().path
     return trainer, CheckpointStore(data).directory(path)
 
 
@@ -77,14 +77,14 @@ async def test_logprobs_are_the_trainers_for_the_base_and_for_an_adapter_at_ever
     vllm: Served, service: tw.ServiceClient, data: Path
 ) -> None:
     trainer, adapter = trained(service, vllm.model, data)
-    fresh = service.create_lora_training_client(str(vllm.model), rank=RANK, seed=1)
-    moved = ServedWeights(version=1, adapter=adapter)
+    fresh, untrained = trained(service, vllm.model, data, num_steps=0)
+    first, moved = ServedWeights(version=0, adapter=untrained), ServedWeights(version=1, adapter=adapter)
     async with talking(vllm, temperature=0.7) as dialect:
-        await dialect.load(moved)
+        await asyncio.gather(dialect.load(first), dialect.load(moved))
         drawn = {}
         for temperature in (1.0, 0.7, 0.0):
             request = SampleRequest(PROMPT, SamplingParams(max_tokens=24, temperature=temperature, seed=5))
-            for weights, ours in ((ServedWeights(version=0), fresh), (moved, trainer)):
+            for weights, ours in ((first, fresh), (moved, trainer)):
                 (sequence,) = (await dialect.generate(request, weights)).sequences
                 expected = trainer_logprobs(ours, sequence, temperature or 1.0)
                 assert sequence.logprobs == pytest.approx(expected, abs=CLOSE)
@@ -92,7 +92,7 @@ async def test_logprobs_are_the_trainers_for_the_base_and_for_an_adapter_at_ever
         assert drawn[0.0, 0].tokens != drawn[0.0, 1].tokens, "the adapter changes what is drawn"
         again = await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=24, seed=5)), moved)
         assert again.sequences[0].tokens == drawn[1.0, 1].tokens, "the same seed draws the same tokens"
-        await dialect.unload(moved)
+        await asyncio.gather(dialect.unload(first), dialect.unload(moved))
         await dialect.unload(moved)  # nobody minds
 
 
@@ -151,14 +151,18 @@ def num_hits(served: Served) -> int:
     return int(sum(map(float, found)))
 
 
-async def test_prompts_are_scored_beside_other_requests(vllm: Served, service: tw.ServiceClient) -> None:
-    local = service.create_sampling_client(base_model=str(vllm.model))
+async def test_prompts_are_scored_beside_other_requests(vllm: Served, service: tw.ServiceClient, data: Path) -> None:
+    trainer, adapter = trained(service, vllm.model, data)
+    local = trainer.save_weights_and_get_sampling_client()
     prompts = [PROMPT, tuple(reversed(PROMPT)), PROMPT[:20]]
-    base = ServedWeights(version=0)
+    base = ServedWeights(version=3, adapter=adapter)
     async with talking(vllm) as dialect:
-        plain = [dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=60, stop=[])), base) for _ in "123"]
+        await dialect.load(base)
+        long = SampleRequest(PROMPT, SamplingParams(max_tokens=60, stop=[]))
+        plain = [dialect.generate(long, base) for _ in range(3)]
         scoring = [SampleRequest(one, SamplingParams(max_tokens=1), 2, True, 3) for one in prompts]
         answers = await asyncio.gather(*plain, *(dialect.generate(one, base) for one in scoring))
+        await dialect.unload(base)
     for request, answer in zip(scoring, answers[3:], strict=True):
         expected = local.submit(request).result()
         assert answer.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=CLOSE)

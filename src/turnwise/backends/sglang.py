@@ -103,19 +103,19 @@ class SglangDialect(ServerDialect):
         )
 
     async def load(self, weights: ServedWeights) -> None:
-        assert weights.name is not None
-        body = {"lora_name": weights.name, "lora_path": str(weights.adapter)}
+        assert weights.adapter_name is not None
+        body = {"lora_name": weights.adapter_name, "lora_path": str(weights.adapter)}
         try:
             said = await self._server.post("/load_lora_adapter", body, deadline_s=LOAD_S)
         except ServerRefusedError as error:
             if "already" in str(error):
                 return
             raise
-        self._check_success(said, f"load {weights.name}")
+        self._check_success(said, f"load {weights.adapter_name}")
 
     async def unload(self, weights: ServedWeights) -> None:
         with contextlib.suppress(ServerRefusedError):  # it does not have it
-            await self._server.post("/unload_lora_adapter", {"lora_name": weights.name}, deadline_s=LOAD_S)
+            await self._server.post("/unload_lora_adapter", {"lora_name": weights.adapter_name}, deadline_s=LOAD_S)
 
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:
         """Read the weights of a model directory; requests under way wait, and go on with the new weights."""
@@ -154,12 +154,12 @@ class SglangDialect(ServerDialect):
 
     async def _ask(self, request: SampleRequest, weights: ServedWeights, so_far: _Reply) -> dict[str, Any]:
         name = f"turnwise-{uuid.uuid4().hex}"
-        body = _to_body(request, so_far, name) | ({} if weights.name is None else {"lora_path": weights.name})
+        body = _to_body(request, so_far, name) | ({} if weights.adapter_name is None else {"lora_path": weights.name})
         try:
             said = await self._server.post("/generate", body, deadline_s=GENERATE_S)
         except ServerRefusedError as error:
-            if weights.name is not None and weights.name in str(error):
-                raise ServerGoneError(f"{self.url} has lost the adapter {weights.name}: {error}") from error
+            if weights.adapter_name is not None and weights.name in str(error):
+                raise ServerGoneError(f"{self.url} has lost the adapter {weights.adapter_name}: {error}") from error
             raise
         except asyncio.CancelledError:
             self._abort(name)

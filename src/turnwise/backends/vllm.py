@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,12 @@ OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable
 class VllmPublisher(ServerPublisher):
     """Publishes to vLLM servers."""
 
+    takes_full_weights = True
+
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
         self._rank = setup.lora_rank
+        self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
     @classmethod
     def check_options(cls, rollout: RolloutConfig) -> None:
@@ -51,6 +56,11 @@ class VllmPublisher(ServerPublisher):
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+        if rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: vLLM's memory is not given back while the trainer learns; use "
+                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
+            )
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
@@ -80,18 +90,19 @@ class VllmPublisher(ServerPublisher):
     def _arguments(self, port: int) -> list[str]:
         setup, rollout = self.setup, self.setup.rollout
         fixed = {
-            "--model": str(setup.model_directory.resolve()),
+            "--model": str(self.start_directory.resolve()),
             "--served-model-name": setup.model_directory.name,
             "--host": "127.0.0.1",
             "--port": str(port),
             "--logprobs-mode": "processed_logprobs",
             "--dtype": self._dtype(),
             "--max-model-len": str(rollout.max_trajectory_tokens),
-            "--max-lora-rank": str(_lora_rank(self._rank)),
-            "--max-loras": str(MAX_LORAS),
-            "--max-cpu-loras": str(MAX_CPU_LORAS),
         }
-        switches = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
+        switches = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        if rollout.publish == "adapter":
+            fixed["--max-lora-rank"] = str(_lora_rank(self._rank))
+            fixed |= {"--max-loras": str(MAX_LORAS), "--max-cpu-loras": str(MAX_CPU_LORAS)}
+            switches.append("--enable-lora")
         if self._is_on_cpu():
             # Part of a prompt in a batch sets a seeded generator back, and one on a CPU cannot be: the server ends.
             batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)
@@ -123,6 +134,16 @@ class VllmPublisher(ServerPublisher):
         from turnwise.engine.engine import choose_device
 
         return str(choose_device(self.setup.engine)[1]).removeprefix("torch.")
+
+
+def given_value(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an argument that the user gave the server, as `--name value` or `--name=value`."""
+    for given, following in zip_longest(arguments, arguments[1:]):
+        if given == name:
+            return following
+        if given.startswith(f"{name}="):
+            return given.partition("=")[2]
+    return None
 
 
 def end_ids(model_directory: Path) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +26,10 @@ Sdk = Any
 """The SDK's module or one of its objects; untyped, because the SDK is optional."""
 
 PROBE_S = 10.0
+KEY_ADVICE = (
+    ". The service does not know the key: set TINKER_API_KEY (for MinT: MINT_API_KEY) to one of its keys; "
+    "`turnwise keys create` makes one for a turnwise service"
+)
 LOCAL_KEY = "tml-no-key-needed"
 """The key for a service on this machine that needs none; the SDK requires one."""
 
@@ -147,6 +152,8 @@ def _to_error(error: BaseException, what: str) -> BaseException:
     if isinstance(error, TurnwiseError | KeyboardInterrupt | SystemExit):
         return error
     said = str(error).partition(" for self.request_id")[0]  # after this, the SDK lists its internal variables
+    if getattr(error, "status_code", None) == HTTPStatus.UNAUTHORIZED:
+        said += KEY_ADVICE
     failed = ServiceError(f"{what}: {said or type(error).__name__}")
     failed.__cause__ = error
     return failed

@@ -18,6 +18,7 @@ COMMANDS = (
     "doctor",
     "curve",
     "pairs",
+    "tournament",
     "compare",
 )
 
@@ -38,6 +39,7 @@ def add_commands(commands: Any) -> None:
     _add_sample(commands)
     _add_export(commands)
     _add_pairs(commands)
+    _add_tournament(commands)
     _add_compare(commands)
     certify = commands.add_parser(
         "certify",
@@ -99,11 +101,14 @@ def run_command(options: argparse.Namespace) -> int:
         )
         return run_sample(options.target, options.step, options.overrides, chat)
     if options.command == "export":
-        from turnwise.commands.export import run_export
+        from turnwise.commands.export import ExportPlaces, run_export
 
-        return run_export(options.target, options.out, step=options.step, is_merged=options.merged)
+        places = ExportPlaces(peft=options.peft, merged=options.merged, gguf=options.gguf)
+        return run_export(options.target, places, step=options.step)
     if options.command == "pairs":
         return _run_pairs(options)
+    if options.command == "tournament":
+        return _run_tournament(options)
     if options.command == "compare":
         from turnwise.compare.compare import run_compare
 
@@ -170,11 +175,12 @@ def _add_steering(commands: Any) -> None:
     steer = commands.add_parser(
         "steer",
         help="change a setting of a run while it trains",
-        description="Change train.learning_rate or train.steps of a run while it trains, from its next step on.",
+        description="Change settings of a run while it trains, from its next step on: eval.every, and of train: "
+        "learning_rate, steps, max_sampled_tokens, grad_clip_norm, weight_decay, save_every.",
     )
     steer.add_argument("run", metavar="RUN", help="a run directory")
     steer.add_argument(
-        "overrides", nargs="+", metavar="train.key=value", help="the new value, such as train.learning_rate=1e-5"
+        "overrides", nargs="+", metavar="section.key=value", help="the new value, such as train.learning_rate=1e-5"
     )
 
 
@@ -238,11 +244,12 @@ def _add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="write the trained weights as files for other programs",
-        description="Write a checkpoint as a PEFT adapter, or with --merged as a complete Hugging Face model.",
+        description="Write a checkpoint as a PEFT adapter, a complete Hugging Face model or a GGUF file.",
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT", help="a run directory or a checkpoint")
-    parser.add_argument("out", metavar="DIR", help="a new directory to write")
-    parser.add_argument("--merged", action="store_true", help="add the adapter to the base model's weights")
+    parser.add_argument("--peft", metavar="DIR", help="write the adapter to a new directory, in PEFT's format")
+    parser.add_argument("--merged", metavar="DIR", help="write a whole Hugging Face model to a new directory")
+    parser.add_argument("--gguf", metavar="FILE", help="write a whole model to a new GGUF file, for llama.cpp")
     _add_step(parser)
 
 
@@ -314,6 +321,7 @@ def _add_pairs(commands: Any) -> None:
     parser.add_argument(
         "--turn", choices=("uniform", "geometric"), default="uniform", help="refuel: how to draw the turn to branch at"
     )
+    parser.add_argument("--hf-repo", metavar="NAME", help="also push the file to this data set repository of the hub")
     parser.add_argument("--stored", action="store_true", help="play nothing; pair the stored attempts of runs")
     parser.add_argument(
         "--across-seeds",
@@ -354,5 +362,40 @@ def _run_pairs(options: argparse.Namespace) -> int:
             is_stored=options.stored,
             across_seeds=options.across_seeds,
             step=options.step,
+            hf_repo=options.hf_repo,
         ),
+    )
+
+
+def _add_tournament(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tournament",
+        help="let runs, checkpoints, models and scripts play each other, and rate them",
+        description="Let players play each other at held-out tasks of a world with two sides, each in both seats. It "
+        "prints Elo ratings, rewards, agreement and joint surplus with intervals, and the cross-play matrix.",
+    )
+    parser.add_argument(
+        "players",
+        nargs="+",
+        metavar="PLAYER",
+        help="a run, a checkpoint, base, a script of the world, a model, an address; or an option, section.key=value",
+    )
+    parser.add_argument("--env", metavar="NAME", help="the world (default: the world of the first run)")
+    parser.add_argument("--tasks", type=int, default=32, metavar="N", help="held-out tasks (default 32)")
+    parser.add_argument("--out", metavar="FILE", help="write the matrix as an SVG picture")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(overrides=[])
+
+
+def _run_tournament(options: argparse.Namespace) -> int:
+    from turnwise.commands.tournament import TournamentOptions, run_tournament
+    from turnwise.errors import ConfigError
+
+    if options.tasks < 2:
+        raise ConfigError(f"--tasks {options.tasks}; expected at least 2: intervals are over tasks")
+    is_option = [("=" in text and "://" not in text.partition("=")[0]) for text in options.players]
+    return run_tournament(
+        [text for text, is_one in zip(options.players, is_option, strict=True) if not is_one],
+        [*(text for text, is_one in zip(options.players, is_option, strict=True) if is_one), *options.overrides],
+        TournamentOptions(env=options.env, num_tasks=options.tasks, out=options.out, as_json=options.json),
     )

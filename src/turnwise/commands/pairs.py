@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
+from turnwise.opponents.seating import scripted_twin
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import RolloutResult, play_groups
 from turnwise.rollout.seeds import derive_seed
@@ -35,7 +36,7 @@ from turnwise.rollout.sources import PlayBranches
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
-from turnwise.training.pairs import PairKind, StoredPair, check_can_write, write_pairs
+from turnwise.training.pairs import PairKind, StoredPair, check_can_write, push_pairs, write_pairs
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import find_facts
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
@@ -65,6 +66,8 @@ class PairOptions:
     is_stored: bool = False
     across_seeds: bool = False
     step: str | None = None
+    hf_repo: str | None = None
+    """A data set repository of the hub that the file is pushed to."""
 
 
 @dataclass(slots=True)
@@ -133,6 +136,9 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
     if lost:
         print(f"left out: {lost}")
     print(f"wrote {options.out} ({options.out.stat().st_size / 1000:,.0f} kB)")
+    if options.hf_repo is not None:
+        push_pairs(options.out, options.hf_repo)
+        print(f"pushed to {options.hf_repo}")
     print(f"learn from it: turnwise train {found.pairs[0].world} method={options.kind} data.pairs={options.out}")
     return 0
 
@@ -147,7 +153,9 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
     with policy:
         attach_judge(parts.world, policy.service)
-        played = asyncio.run(_play_tasks(policy, policy.sampler, parts, tasks, options))
+        with policy.opposed(parts.world, parts.rollout) as world:
+            seated = replace(parts, world=world)
+            played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))
     origin = origin_of(policy.config)
     found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())
     found.dropped.update(group.why.replace("_", " ") for group in played.dropped)
@@ -171,7 +179,7 @@ async def _play_tasks(
     if options.kind == "dpo":
         rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2, "same_start": True})
         return await play_groups(parts.world, tasks, sampler, renderer, rollout, seed=seed)
-    await check_can_branch(parts.world, parts.rollout)
+    await check_can_branch(scripted_twin(parts.world), parts.rollout)
     rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
     return await BranchRollout(parts.world, sampler, renderer, rollout, plan=plan).play(tasks, seed=seed)

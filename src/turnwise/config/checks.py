@@ -102,6 +102,11 @@ def check_play(config: Config) -> None:
             f"engine.max_num_seqs={engine.max_num_seqs} is not read with rollout.deterministic: one sequence is "
             "decoded at a time; leave one of them out"
         )
+    if config.model.train == "full" and rollout.backend in ("vllm", "sglang") and rollout.publish == "adapter":
+        raise ValueError(
+            "rollout.publish=adapter brings an adapter to the servers, and model.train=full trains all weights; set "
+            "rollout.publish=weights"
+        )
     for name in SHARED_OPTIONS if rollout.backend == "local" else ():
         here, there = getattr(rollout, name), getattr(engine, name)
         if here and name in engine.changed_options() and here != there:

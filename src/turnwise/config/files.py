@@ -19,7 +19,14 @@ from pydantic import BaseModel, ValidationError
 
 from turnwise.config.config import Config, options_of
 from turnwise.config.critic import CriticConfig
-from turnwise.config.spellings import SPELLINGS, canonical_option, check_agreement, check_only_off, to_canonical
+from turnwise.config.spellings import (
+    OTHER_WORDS,
+    SPELLINGS,
+    canonical_option,
+    check_agreement,
+    check_only_off,
+    to_canonical,
+)
 from turnwise.config.training import EvalConfig
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import is_outside
@@ -310,7 +317,10 @@ def _explain(error: Mapping[str, Any]) -> str:
 def _nearest(path: str) -> str:
     """The end of a sentence about an unknown option: the nearest valid one."""
     known = list(option_paths())
-    leaf = path.rpartition(".")[2]
+    section, _, leaf = path.rpartition(".")
+    leaf = OTHER_WORDS.get(leaf, leaf)
+    if f"{section}.{leaf}" in known:
+        return f"; did you mean {section}.{leaf}?"
     by_leaf = {option.rpartition(".")[2]: option for option in known}
     by_leaf |= {spelling.rpartition(".")[2]: option for spelling, option in SPELLINGS.items()}
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf] or [by_leaf.get(leaf)]

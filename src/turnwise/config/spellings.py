@@ -22,6 +22,18 @@ SPELLINGS: Mapping[str, str] = {
     "train.micro_batch_tokens": "engine.micro_batch_tokens",
 }
 """The option of each spelling. SkyRL's section `generator` means `rollout` for every option that is not listed."""
+OTHER_WORDS: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "epochs": "steps",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "num_generations": "group_size",
+    "max_new_tokens": "max_tokens_per_turn",
+    "max_tokens": "max_tokens_per_turn",
+    "beta": "kl_coef",
+    "max_grad_norm": "grad_clip_norm",
+}
+"""What other tools call an option: not accepted, but a message names the option that is meant."""
 ONLY_OFF: Mapping[str, tuple[float, ...]] = {
     "generator.sampling_params.top_p": (1,),
     "generator.sampling_params.top_k": (-1, 0),

@@ -88,7 +88,7 @@ class Certificate:
     num_trajectories: int
     num_turns: int
     num_tokens: int
-    """Trained tokens that were compared."""
+    """Tokens that were compared: all that the step trained first, or those of one group where it trained none."""
     num_splits: int
     max_gap: float
     mean_k2: float
@@ -97,6 +97,8 @@ class Certificate:
     turns: tuple[TurnCheck, ...]
     drifts: tuple[Drift, ...]
     """The first `MAX_DRIFTS` drifts."""
+    is_trained: bool = True
+    """False: the step trained nothing; the tokens of one group were compared and not learned from."""
     drift: DriftReport | None = None
     """How far sampler and trainer are apart over all that the step trained, by lag; None where nothing was trained."""
 
@@ -124,9 +126,11 @@ class Certificate:
         """For printing."""
         same = f"{sum(turn.has_same_ids for turn in self.turns)} of {self.num_turns} turns"
         gaps = f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e} (at most {self.k2_tolerance:.0e})"
+        tokens = f"{self.num_tokens} {'trained' if self.is_trained else 'compared'} tokens"
+        none = "" if self.is_trained else "; the step trained none"
         lines = [
             f"token exactness: {'EXACT' if self.is_exact else 'NOT EXACT'}",
-            f"  {self.num_trajectories} trajectories, {self.num_turns} turns, {self.num_tokens} trained tokens",
+            f"  {self.num_trajectories} trajectories, {self.num_turns} turns, {tokens}{none}",
             f"  trained ids = sampled ids in {same}; {self.num_splits} turns start a datum of their own",
             f"  trainer against sampler logprobs: {gaps}",
             *(() if self.drift is None else (f"  {line}" for line in self.drift.lines())),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from turnwise.service.config import ServeConfig
 from turnwise.service.store.store import Store
 
 CLOSE_S = 5
+LOCK_FILE = "serve.lock"
 
 
 def serve(config: ServeConfig) -> int:
@@ -29,6 +34,34 @@ def serve(config: ServeConfig) -> int:
         raise ConfigError(
             f"{cause.name} is missing; install what the service needs: pip install 'turnwise[service]'"
         ) from cause
+    with data_lock(config.data_dir):
+        return _serve(config, uvicorn)
+
+
+@contextlib.contextmanager
+def data_lock(data_dir: Path) -> Iterator[None]:
+    """Hold a data directory for one server; the lock ends with the process, however it ends."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        opened = (data_dir / LOCK_FILE).open("a+")
+    except OSError as cause:
+        raise ConfigError(f"{data_dir} cannot hold the data: {cause.strerror}; choose another --data-dir") from cause
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            file.seek(0)
+            raise ConfigError(
+                f"another server (process {file.read(20).strip() or 'unknown'}) works on {data_dir}, and two would "
+                "overwrite each other's data; stop it, or choose another --data-dir"
+            ) from cause
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _serve(config: ServeConfig, uvicorn: Any) -> int:
     from turnwise.service.app import create_app
     from turnwise.service.engines import load_models
 

@@ -70,13 +70,14 @@ class Learner:
         else:
             return None
         answers = [] if output is None else [one["logprobs"].tolist() for one in output.loss_fn_outputs]
-        return certify(
+        certificate = certify(
             [lesson.trajectory for lesson in lessons if lesson.trajectory is not None],
             lambda _: answers,
             datums=[lesson.datums for lesson in lessons],
             only_version=version,
             k2_tolerance=self._k2_tolerance,
         )
+        return replace(certificate, is_trained=bool(learned))
 
     async def _prepare(self, items: Sequence[Any], version: int) -> list[Lesson]:
         method, config = self._parts.method, self._parts.config.method_in_use

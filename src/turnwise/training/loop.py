@@ -33,7 +33,7 @@ from turnwise.training.critic import Critic
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.preflight import check_any_left, check_demonstrations, check_earnings
+from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
 from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
@@ -122,7 +122,7 @@ class Loop:
             await self.supply.close()
             if not isinstance(error, StalledError) or error.party == "attempts":
                 await self._save()
-            if isinstance(error, NothingToLearnError):
+            if isinstance(error, NothingToLearnError) and not isinstance(error, AllFailedError):
                 self._tell_why()
             raise
         finally:
@@ -130,7 +130,6 @@ class Loop:
             await self.supply.close()
 
     async def _run(self) -> None:
-        train, evaluation = self._config.train, self._config.eval
         await self.supply.check()
         self._look_ahead()
         self._sampler = await self._publish()
@@ -139,17 +138,18 @@ class Loop:
         await self._pretrain_critic()
         await self._publish_unread()
         self._phase("training")
-        self.supply.open(self._sampler, self.done_step * train.accumulate, self._state, self._num_batches)
+        num_done = self.done_step * self._config.train.accumulate
+        self.supply.open(self._sampler, num_done, self._state, self._num_batches)
         while self.done_step < self.num_steps and not self._progress.is_solved:
             step = self.done_step
             if self._is_spent():
                 break
-            if evaluation.every and step and step % evaluation.every == 0:
+            if _is_due(step, self._config.eval.every):
                 await self._evaluate_once("step", step)
                 await self._publish_unread()
             await self._step(step)
             self._take_orders()
-            if train.save_every and self.done_step % train.save_every == 0 and self.done_step < self.num_steps:
+            if _is_due(self.done_step, self._config.train.save_every) and self.done_step < self.num_steps:
                 await self._save()
         await self.supply.close()
         if self.num_steps:
@@ -233,10 +233,10 @@ class Loop:
         self._recorder.worst_token(self.done_step, worst)
         for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
             self._recorder.alarm(self.done_step, alarm)
-        if not learned and not self._has_told_why:
-            self._tell_why()
         if self.done_step == 1 and self._config.train.stop_if_all_fail:
             check_any_left(batch.played, "the first step", self._failures)
+        if not learned and not self._has_told_why:
+            self._tell_why()
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
 
@@ -431,3 +431,8 @@ class Loop:
             self._phase("evaluating the critic")
             await self._judge_critic(await self._play_held_out("critic", 0))
         await self._save()
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps, or never if that is 0, happens after `step` of them."""
+    return bool(every and step and step % every == 0)

@@ -219,6 +219,15 @@ class Opponents:
                 make_script=lambda name, task: ScriptedOpponent(self._sided, name, task),
             )
 
+    def player(self, words: str) -> Opponent | None:
+        """Whoever these words name, loaded; None if it is a script of the world."""
+        source = find_source(words, self._sided)
+        if source.kind == "script":
+            return None
+        if words not in self._made:
+            self._made[words] = self._make(source)
+        return self._made[words]
+
     @property
     def panel(self) -> tuple[str, ...]:
         """The opponents of an evaluation."""

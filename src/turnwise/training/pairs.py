@@ -74,6 +74,27 @@ def write_pairs(path: Path, pairs: Sequence[StoredPair]) -> None:
         raise ConfigError(f"{path} cannot be written: {cause.strerror or cause}") from cause
 
 
+def push_pairs(path: Path, repository: str) -> None:
+    """Push a file to a data set repository of the Hugging Face hub, which is made if it is not there.
+
+    The file stays where it is, whatever happens. The hub's own variables (HF_TOKEN, HF_ENDPOINT) say who and where.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, repo_type="dataset", exist_ok=True)
+        hub.upload_file(
+            path_or_fileobj=str(path), path_in_repo=f"data/{path.name}", repo_id=repository, repo_type="dataset"
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as cause:
+        raise ConfigError(
+            f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {cause}; expected a hub "
+            "that can be reached (HF_ENDPOINT) and a token that may write there (HF_TOKEN)"
+        ) from cause
+
+
 def read_pairs(path: Path) -> list[StoredPair]:
     """Read every pair of a file, in the order of the file."""
     pa, parquet = _pyarrow()

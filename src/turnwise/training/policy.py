@@ -207,14 +207,25 @@ class PolicySampler(ClosedOnExit):
     @contextlib.contextmanager
     def seated(self, world: World, rollout: RolloutConfig) -> Iterator[dict[str, World]]:
         """The world with each opponent of the config's panel, whose models are loaded; one world if it has none."""
+        with self._opponents(world, rollout) as opponents:
+            yield {"": world} if opponents is None else opponents.panel_worlds()
+
+    @contextlib.contextmanager
+    def opposed(self, world: World, rollout: RolloutConfig) -> Iterator[World]:
+        """The world with the opponent that the config names for training, whose model is loaded."""
+        with self._opponents(world, rollout) as opponents:
+            yield world if opponents is None else opponents.world
+
+    @contextlib.contextmanager
+    def _opponents(self, world: World, rollout: RolloutConfig) -> Iterator[Opponents | None]:
         check_opponents(self.config, world)
         if not needs_opponents(self.config, world):
-            yield {"": world}
+            yield None
             return
         with Opponents(self.config, world, self.service, rollout) as opponents:
             opponents.open()
             opponents.follow(VersionedSampler(self.sampler, self.step))
-            yield opponents.panel_worlds()
+            yield opponents
 
     def check_world(self) -> None:
         """Refuse to play where the world or the reward was an object that a run directory cannot hold."""

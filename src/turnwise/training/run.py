@@ -330,7 +330,7 @@ class Run(ClosedOnExit):
             self._session.interrupt.ask()
 
     def steer(self, setting: str, value: float) -> None:
-        """Change a setting from the next step on: `train.learning_rate` or `train.steps`."""
+        """Change a setting from the next step on, such as `train.learning_rate` (`training.steer.SETTINGS`)."""
         config = self._session.setup.config if self._session is not None else self.config
         settings = read_settings([f"{setting}={value!r}"], config)
         if self._session is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from turnwise.backends import find_publisher
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
+from turnwise.client.remote_connection import probe
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device
@@ -41,7 +42,7 @@ from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.stored import check_stored_data
 from turnwise.watch.loggers import check_loggers
-from turnwise.watch.status import is_training, run_lock
+from turnwise.watch.status import check_can_hold, is_training, run_lock
 
 AnyService = ServiceClient | RemoteServiceClient
 Report = Callable[[str], None]
@@ -95,7 +96,7 @@ class Setup:
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
-            lines.insert(-1, f"sampler      {find_publisher(rollout.backend).describe(rollout)}")
+            lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
         lines += opponent_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
@@ -160,6 +161,10 @@ def set_up_resume(
 def _set_up(
     config: Config, directory: Path, start: Start, objects: PythonObjects, notes: Sequence[str], report: Report
 ) -> Setup:
+    if start.is_new:
+        check_can_hold(directory)
+    if config.model.base_url:
+        probe(config.model.base_url)
     publisher = find_publisher(config.rollout.backend)
     if config.model.train == "full" and not publisher.takes_full_weights:
         raise ConfigError(

@@ -20,7 +20,15 @@ from turnwise.config.config import Config
 from turnwise.config.files import override_config
 from turnwise.errors import ConfigError
 
-SETTINGS = ("train.learning_rate", "train.steps")
+SETTINGS = (
+    "train.learning_rate",
+    "train.steps",
+    "train.max_sampled_tokens",
+    "train.grad_clip_norm",
+    "train.weight_decay",
+    "train.save_every",
+    "eval.every",
+)
 """Settings that can be changed while a run goes on."""
 ORDERS = "orders"
 Stop = Literal["graceful", "hard"]
@@ -67,7 +75,8 @@ def read_settings(texts: list[str], config: Config) -> dict[str, float]:
         if not sign or name not in SETTINGS:
             raise ConfigError(f"{text}: a run that is going on takes {', '.join(SETTINGS)} only, as {SETTINGS[0]}=1e-5")
         changed = override_config(config, [text])
-        settings[name] = getattr(changed.train, name.partition(".")[2])
+        section, _, option = name.partition(".")
+        settings[name] = getattr(getattr(changed, section), option)
     return settings
 
 

@@ -93,6 +93,15 @@ def read_status(directory: Path) -> Status | None:
         return None
 
 
+def check_can_hold(directory: Path) -> None:
+    """Refuse a directory in which nothing can be written, without writing anything."""
+    place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{directory} cannot hold a run: {place} is a file; choose another run.dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{directory} cannot hold a run: {place} is not writable; choose another run.dir")
+
+
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold the lock that allows only one process to train in a directory."""

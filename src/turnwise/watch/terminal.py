@@ -116,7 +116,9 @@ class LineView(Observer):
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         took = self._clock.tick()
-        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s", flush=True)
+        left = self._clock.left(num_steps - step)
+        ahead = f", about {format_duration(left)} left" if step < num_steps else ""
+        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s{ahead}", flush=True)
 
     def evaluation(self, row: EvaluationRow) -> None:
         self._clock.restart()
@@ -201,7 +203,8 @@ class LiveView(Observer):
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
         bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar does not end its line
-        lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in (self._summary, self._waiting) if line]
+        lines = [Text(self._summary, overflow="ellipsis", no_wrap=True)] if self._summary else []
+        lines += [Text(self._waiting, overflow="fold")] if self._waiting else []  # whole: it says who is slow
         return Panel(Group(title, bar, rows, *lines), expand=False)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.rollout.certify import Certificate
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.checkpoint import Start, read_state
 from turnwise.training.progress import NothingToLearnError
@@ -127,7 +128,9 @@ async def test_when_attempts_fail_step_after_step_the_error_says_who_failed_and_
 async def test_a_first_step_that_trains_on_nothing_has_a_certificate_too(make_rig: MakeRig) -> None:
     rig = make_rig({"eval": {"tasks": 0}}, is_constant=True)
     await rig.loop().run()
-    assert [row.step for row in rig.run().certificates()] == [1, 2]
+    rows = rig.run().certificates()
+    assert [row.step for row in rows] == [1, 2]
+    assert "compared tokens; the step trained none" in "\n".join(Certificate.from_json(rows[0].content).lines())
 
 
 async def test_checkpoints_come_every_so_often_and_the_oldest_go(make_rig: MakeRig) -> None:

@@ -44,7 +44,9 @@ async def test_a_run_whose_attempts_all_fail_ends_with_an_error_that_names_the_f
     with rig.run() as run:
         assert [event.detail["party"] for event in run.events("first_failure")] == ["env"]
         row = run.attempts()[0]
-        assert f"failed  by env: step: ValueError('no such coin') at {ENV_LINE}" in dialogue_lines(run, row)[-1]
+        lines = dialogue_lines(run, row)
+        assert any(f"failed  by env: step: ValueError('no such coin') at {ENV_LINE}" in line for line in lines)
+        assert lines[-1].strip() == "ValueError: no such coin", "the traceback follows"
 
 
 async def test_an_evaluation_whose_attempts_all_fail_has_no_result(make_rig: MakeRig) -> None:

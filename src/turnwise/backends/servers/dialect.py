@@ -24,11 +24,18 @@ class ServedWeights:
     adapter: Path | None = None
     """PEFT files, in a directory of this publication alone, whose name no other run or process uses. None: the weights
     that the server itself holds."""
+    is_whole: bool = False
+    """The directory holds a whole model in Hugging Face's layout, whose weights replace the server's own."""
 
     @property
     def name(self) -> str | None:
-        """The adapter's name on the server, which is its directory's; None means the server's own weights."""
+        """The publication's name, which is its directory's; None means the weights that the server was started with."""
         return None if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter's name on the server; None means the server's own weights."""
+        return None if self.is_whole else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -342,7 +342,12 @@ class Fleet:
         assert weights.name is not None
         try:
             async with asyncio.timeout(self.times.load_s):
-                await server.dialect.load(weights)
+                if weights.is_whole:
+                    assert weights.adapter is not None
+                    files = sorted(weights.adapter.glob("*.safetensors"))
+                    await server.dialect.replace_weights(files, weights.version)
+                else:
+                    await server.dialect.load(weights)
         except TimeoutError as cause:
             gone = ServerGoneError(f"{server.url} did not load {weights.name} within {self.times.load_s:g} s")
             self._take_out(server, str(gone))
@@ -362,6 +367,8 @@ class Fleet:
     async def _unload(self, server: _Server, weights: ServedWeights) -> None:
         assert weights.name is not None
         server.loaded.discard(weights.name)
+        if weights.is_whole:  # newer weights have replaced them
+            return
         with contextlib.suppress(ServiceError, TimeoutError):
             async with asyncio.timeout(self.times.check_s):
                 await server.dialect.unload(weights)

@@ -57,14 +57,19 @@ class JsonServer:
         except (httpx.HTTPError, httpx.InvalidURL) as cause:
             raise ServerGoneError(f"{address}: {type(cause).__name__} ({str(cause)[:MAX_WORDS]})") from cause
         if response.status_code >= 500 or response.status_code in (408, 429):
-            raise ServerGoneError(f"{address}: status {response.status_code}: {response.text[:MAX_WORDS]}")
+            raise ServerGoneError(f"{address}: status {response.status_code}: {_words(response.text)}")
         if response.status_code >= 300:
-            words = response.text[:MAX_WORDS]
+            words = _words(response.text)
             raise ServerRefusedError(f"{address}: status {response.status_code}: {words}", response.status_code)
         try:
             return response.json()
         except ValueError:
             return response.text
+
+
+def _words(text: str) -> str:
+    """The start of an answer, in one line."""
+    return " ".join(text.split())[:MAX_WORDS]
 
 
 def _httpx() -> Any:

@@ -99,6 +99,7 @@ class ServerPublisher(Publisher):
         self._is_checked = False
         """The servers' model was compared with the trainer's."""
         self._publish_s = 0.0
+        self._newest_whole: Path | None = None
         self._stats_before = FleetStats()
 
     @abstractmethod
@@ -123,19 +124,31 @@ class ServerPublisher(Publisher):
                 "(rollout.max_trajectory_tokens); start it with a longer context, or lower the option"
             )
 
+    @property
+    def start_directory(self) -> Path:
+        """What a server of our own is started with: the base model, or the newest whole weights."""
+        return self._newest_whole or self.setup.model_directory
+
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
-        await self._open()
+        is_whole = self.setup.rollout.publish == "weights"
+        if not is_whole:
+            await self._open()
         name = self._new_name(version)
         try:
             saved = await trainer.save_weights_for_sampler(name)
             adapter = await asyncio.to_thread(self._take_files, saved.path, name)
+            if is_whole:
+                await asyncio.to_thread(self._merge, adapter)
         except (OSError, CheckpointError) as cause:
             raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
         except Exception as cause:
             if "I/O error" in str(cause):  # safetensors reports a full disk with an error of its own
                 raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
             raise
-        client = await self._publish(ServedWeights(version=version, adapter=adapter))
+        if is_whole:
+            self._newest_whole = adapter
+            await self._open()
+        client = await self._publish(ServedWeights(version=version, adapter=adapter, is_whole=is_whole))
         if not self._is_checked:
             await self._check_model(trainer, client.weights)
             self._is_checked = True
@@ -221,7 +234,8 @@ class ServerPublisher(Publisher):
 
     def _leftovers(self) -> list[Path]:
         """Publications of a process that died in this run; the servers may still hold them."""
-        return sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        found = sorted(self._served.glob(f"{PREFIX}-*")) if self._served.is_dir() else []
+        return [place for place in found if not place.name.startswith(f"{self._name}-")]
 
     def _new_name(self, version: int) -> str:
         return f"{self._name}-v{version}-{next(self._numbers)}"
@@ -237,6 +251,29 @@ class ServerPublisher(Publisher):
         place.parent.mkdir(parents=True, exist_ok=True)
         saved.rename(place)
         return place
+
+    def _merge(self, directory: Path) -> None:
+        """Turn an adapter's files into those of the whole model; what is a whole model already stays."""
+        from turnwise.engine.model.merge import write_merged
+        from turnwise.engine.training.full_files import is_full
+
+        if is_full(directory):
+            return
+        base, merged = self.setup.model_directory, directory.with_name(f".{directory.name}")
+        try:
+            write_merged(directory, base, merged)
+        except BaseException:
+            for left in (directory, merged):
+                remove_directory(left)
+            raise
+        if self.setup.rollout.url and _is_tied(base) and not _is_tied(merged):
+            raise ConfigError(
+                f"{base} shares its output head with its embedding, and the adapter changes the head alone; a server "
+                "that was started with that model cannot take it. Set model.train_unembed=false, or rollout.publish="
+                "adapter, or let the run start its server"
+            )
+        remove_directory(directory)
+        merged.rename(directory)
 
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
@@ -330,3 +367,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
     loader: Any = AutoTokenizer
     return loader.from_pretrained(str(directory))
+
+
+def _is_tied(model: Path) -> bool:
+    return bool(json.loads((model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))

@@ -35,8 +35,8 @@ REQUIRED_FOR_WEIGHTS: Mapping[str, str] = {
 ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
 """Deadlines: for facts and switches, for weights, and for a reply (the fleet has its own, shorter one)."""
 PROBE_IDS = (1, 2, 3, 4)
-MIN_GAP = 1e-4
-"""How far the best token's logprob must move between two temperatures for the server to heed them."""
+NUM_PROBED = 5
+"""Best tokens whose logprobs tell whether the server heeds the temperature."""
 
 
 class Turnstile:
@@ -112,6 +112,8 @@ class VllmDialect(ServerDialect):
         self._base_name = ""
         self._context_length = 0
         self._is_raw = False
+        self._version: int | None = None
+        """The version of the whole weights that the server has; None: those that it was started with."""
         self._turnstile = Turnstile()
 
     async def facts(self) -> ServerFacts:
@@ -150,16 +152,16 @@ class VllmDialect(ServerDialect):
 
     async def _sample(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         body = {
-            "model": weights.name or self._base_name,
+            "model": weights.adapter_name or self._base_name,
             "token_ids": list(map(int, request.prompt)),
             "sampling_params": self._params(request),
         }
-        if weights.name is None:  # whole weights: what older ones left in the prefix cache is not for this version
-            body["cache_salt"] = f"turnwise-{weights.version}"
+        if self._version is not None:  # what older weights left in the prefix cache is not for these
+            body["cache_salt"] = f"turnwise-{self._version}"
         try:
             answer = await self._server.post(GENERATE, body, deadline_s=GENERATE_S)
         except ServerRefusedError as error:
-            if error.status == 404 and weights.name is not None:  # it was started again, and lost what it had loaded
+            if error.status == 404 and weights.adapter_name is not None:  # it was started again, and lost its adapters
                 raise ServerGoneError(str(error)) from error
             raise
         try:
@@ -190,6 +192,7 @@ class VllmDialect(ServerDialect):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             await self._server.post(RPC, body, deadline_s=LOAD_S)
             await self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s=ASK_S)
+            self._version = version
             if self._across_updates == "recompute":
                 await self._server.post(f"{RESET}?reset_running_requests=true", deadline_s=ASK_S)
         finally:
@@ -210,16 +213,25 @@ class VllmDialect(ServerDialect):
                 raise ConfigError(f"the server at {self.url} has no route {path}; {advice} (docs/backends.md)")
 
     async def _has_raw_logprobs(self) -> bool:
-        """Whether the server's logprobs leave the temperature out: then two temperatures give the best token one."""
-        warm, cold = await asyncio.gather(*(self._best_logprob(temperature) for temperature in (1.0, 0.5)))
-        return abs(warm - cold) < MIN_GAP
+        """Whether the server's logprobs leave the temperature out: half the temperature then does not spread them
+        twice as far."""
+        warm, cold = await asyncio.gather(*(self._spread(temperature) for temperature in (1.0, 0.5)))
+        return cold < 1.5 * warm
 
-    async def _best_logprob(self, temperature: float) -> float:
-        params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "ignore_eos": True, "seed": 0}
+    async def _spread(self, temperature: float) -> float:
+        """How far the logprobs of the best tokens are apart."""
+        params = {
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": NUM_PROBED,
+            "ignore_eos": True,
+            "seed": 0,
+        }
         body = {"model": self._base_name, "token_ids": list(PROBE_IDS), "sampling_params": params}
         answer = await self._server.post(GENERATE, body, deadline_s=ASK_S)
         (drawn,) = answer["choices"][0]["logprobs"]["content"]
-        return max(float(one["logprob"]) for one in drawn["top_logprobs"])
+        best = sorted((float(one["logprob"]) for one in drawn["top_logprobs"]), reverse=True)[:NUM_PROBED]
+        return best[0] - best[-1]
 
     def _check_temperature(self, temperature: float) -> None:
         if self._is_raw and temperature not in (0.0, 1.0):
@@ -290,7 +302,7 @@ def _to_sequence(choice: Any, weights: ServedWeights) -> SampledSequence:
         stop_reason=reason,
         tokens=tokens,
         logprobs=[float(drawn["logprob"]) for drawn in content],
-        versions=None if weights.name is not None else _versions(choice.get("weight_versions"), len(tokens)),
+        versions=None if weights.adapter_name is not None else _versions(choice.get("weight_versions"), len(tokens)),
     )
 
 

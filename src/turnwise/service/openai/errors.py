@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from turnwise.errors import CheckpointError, TurnwiseError
@@ -44,7 +45,8 @@ class OpenAIRoute(APIRoute):
             try:
                 if self.body_field is not None:
                     service: Service = request.app.state.service
-                    await service.screen.check(self.body_field.field_info.annotation, await request.body())
+                    schema = cast(type[BaseModel], self.body_field.field_info.annotation)
+                    await service.screen.check(schema, await request.body())
                 return await handler(request)
             except InvalidBodyError as error:
                 return _invalid(error)

@@ -11,8 +11,12 @@ from turnwise.models.tiny import MAX_POSITIONS, build_tokenizer
 
 pytestmark = pytest.mark.model
 
+SHORTER: dict[str, dict[str, Any]] = {
+    "swe": {"hint": "line"},  # a whole function is long
+    "negotiate": {"max_turns": 2},  # four turns of free text on each side are long
+}
 WORLDS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"hint": "line"} if name == "swe" else {}) for name in world_names()),  # a whole function is long
+    *((name, SHORTER.get(name, {})) for name in world_names()),
     ("calculator", {"protocol": "tool_call"}),
 ]
 NUM_TEMPLATE_TOKENS = 8

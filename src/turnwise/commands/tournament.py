@@ -1,0 +1,141 @@
+"""`turnwise tournament`: everybody plays everybody, in both seats, on held-out tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from turnwise.commands.train import say
+from turnwise.config.files import config_from_yaml
+from turnwise.envs.seats import TwoSidedWorld
+from turnwise.errors import ConfigError
+from turnwise.opponents.matrix_figure import matrix_svg
+from turnwise.opponents.seating import two_sided
+from turnwise.opponents.tournament import Standings, TournamentGame, play_tournament, standings
+from turnwise.rollout.seeds import derive_seed
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runtime.exit_codes import ExitCode
+from turnwise.training.assemble import distinct_tasks, make_eval_rollout
+from turnwise.training.opponents import POOL, SELF, Opponents
+from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
+from turnwise.training.setup import find_facts, read_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TournamentOptions:
+    """The options of the command line."""
+
+    env: str | None = None
+    num_tasks: int = 32
+    out: str | None = None
+    """Where the picture goes."""
+    as_json: bool = False
+
+
+def run_tournament(players: Sequence[str], overrides: Sequence[str], options: TournamentOptions) -> ExitCode:
+    """Play the tournament, print the standings and write the picture."""
+    _check_names(players)
+    with _open(players, overrides, options.env) as policy:
+        config = policy.config
+        policy.check_world()
+        world = policy.objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        sided = two_sided(world)
+        if sided is None:
+            raise ConfigError(f"{config.env.name} has one side only; expected a world with two, such as negotiate")
+        rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
+        tasks = distinct_tasks(world, "test", options.num_tasks, derive_seed(config.train.seed, "tasks"))
+        with Opponents(config, world, policy.service, rollout) as opponents:
+            seated = {name: opponents.player(name) for name in players}
+            say(f"{len(tasks)} held-out tasks, {len(players) * (len(players) - 1) * len(tasks)} games ...")
+            work = play_tournament(sided, seated, tasks, seed=config.train.seed)
+            games = asyncio.run(work)
+    table = standings(games)
+    print(_to_json(table, games) if options.as_json else "\n".join(_lines(table, sided, games)))
+    if options.out is not None:
+        title = f"{config.env.name}: mean reward of the row against the column"
+        Path(options.out).write_text(matrix_svg(table, title), encoding="utf-8")
+        say(f"matrix  {options.out}")
+    return ExitCode.OK
+
+
+def _check_names(players: Sequence[str]) -> None:
+    if len(players) < 2:
+        raise ConfigError(f"{len(players)} player; a tournament needs two or more: runs, checkpoints, base, scripts")
+    twice = [name for name in players if players.count(name) > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is named twice; each player plays once")
+    for name in players:
+        if name in (SELF, POOL):
+            raise ConfigError(f"{name} is nobody in particular; name a run, a checkpoint, base, a script or a model")
+
+
+def _open(players: Sequence[str], overrides: Sequence[str], env: str | None) -> PolicySampler:
+    """The first run: its world is played, and its base model is `base`."""
+    runs = [name for name in players if is_run(Path(name).expanduser())]
+    if not runs:
+        if env is None:
+            raise ConfigError("no run among the players says which world to play; add --env NAME")
+        return PolicySampler(read_config(env, overrides))
+    worlds: dict[str, str] = {}
+    for name in runs:
+        with RunReader(Path(name).expanduser()) as run:
+            worlds[name] = config_from_yaml(run.config_yaml, name).env.name
+    other = next((name for name in runs if worlds[name] != worlds[runs[0]]), None)
+    if other is not None and env is None:
+        raise ConfigError(
+            f"{runs[0]} plays {worlds[runs[0]]}, and {other} plays {worlds[other]}; name the world: --env NAME"
+        )
+    return find_policy(runs[0], WorldChoice.of(env), overrides=overrides)
+
+
+def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGame]) -> list[str]:
+    names = sorted(table.names, key=lambda name: -table.ratings[name].value)
+    width = max(len(name) for name in names)
+    head = f"{'player':<{width}}  {'Elo':>22}  {'reward':>18}  seat 0  seat 1  agreement  joint"
+    lines = [head]
+    for name in names:
+        first, second = (_cell(value) for value in table.by_seat[name])
+        lines.append(
+            f"{name:<{width}}  {table.ratings[name].number(0):>22}  {table.payoffs[name].number():>18}  {first:>6}  "
+            f"{second:>6}  {_cell(table.agreement[name]):>9}  {_cell(table.joint[name]):>5}"
+        )
+    lines += [
+        "",
+        "reward of the row against the column:",
+        " " * width + "".join(f"  {name[-18:]:>18}" for name in names),
+    ]
+    for own in names:
+        cells = [table.matrix[own, other].number() if own != other else "" for other in names]
+        lines.append(f"{own:<{width}}" + "".join(f"  {cell:>18}" for cell in cells))
+    if table.num_failed:
+        first_failure = next(game.failure for game in games if game.failure)
+        lines.append(f"{table.num_failed} games failed and are not scored; the first: {first_failure}")
+    if sided.scripted_opponents and not any(name in sided.scripted_opponents for name in names):
+        lines.append(f"scripts may play too: {', '.join(sided.scripted_opponents)}")
+    return lines
+
+
+def _cell(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _to_json(table: Standings, games: Sequence[TournamentGame]) -> str:
+    def plain(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    players = {
+        name: {
+            "elo": asdict(table.ratings[name]),
+            "reward": asdict(table.payoffs[name]),
+            "by_seat": [plain(value) for value in table.by_seat[name]],
+            "agreement": plain(table.agreement[name]),
+            "joint": plain(table.joint[name]),
+            "against": {other: asdict(cell) for (own, other), cell in table.matrix.items() if own == name},
+        }
+        for name in table.names
+    }
+    return json.dumps({"players": players, "num_games": len(games), "num_failed": table.num_failed})

@@ -1,0 +1,202 @@
+"""Everybody plays everybody: games between any two players, the cross-play matrix, and ratings with uncertainty.
+
+    games = await play_tournament(world, players, tasks, seed=0)
+    standings(games).ratings["runs/a"].number()          # Elo with its 95 % interval
+
+For each pair of players and each task there are two games, so that each has both seats. A rating is Bradley-Terry's
+strength on the Elo scale: whoever has the larger reward wins a game, and equal rewards are half a win each. Intervals
+come from drawing tasks again, because the games at one task are not independent. Own payoff, agreement and joint
+surplus stand beside it: who wins by being unreasonable has a high rating and a low joint surplus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from turnwise.envs.base import Task, assistant
+from turnwise.envs.seats import OPPONENT_DEADLINE_S, Opponent, ScriptedOpponent, TwoSidedWorld
+from turnwise.envs.splits import random_for
+from turnwise.errors import AttemptFailed, DataError, Party
+from turnwise.trajectory import Message
+
+ELO_SCALE = 400 / math.log(10)
+NUM_RESAMPLES = 400
+PRIOR_GAMES = 1.0
+"""Half-won games against an average player that everybody is given, so that a player who won all has a rating."""
+_MAX_MOVES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TournamentGame:
+    """One game: who sat where, and how it ended for each. A game that a player failed has no rewards."""
+
+    task_id: str
+    names: tuple[str, str]
+    """The player of seat 0, and of seat 1."""
+    rewards: tuple[float, float] | None
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def number(self, digits: int = 2) -> str:
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standings:
+    """What a tournament says about its players."""
+
+    names: tuple[str, ...]
+    ratings: Mapping[str, Estimate]
+    """Elo; the players' mean is 0."""
+    payoffs: Mapping[str, Estimate]
+    by_seat: Mapping[str, tuple[float, float]]
+    """Mean reward in seat 0 and in seat 1; nan where a player never had the seat."""
+    agreement: Mapping[str, float]
+    """nan where the world does not say."""
+    joint: Mapping[str, float]
+    matrix: Mapping[tuple[str, str], Estimate]
+    """(player, opponent) to the player's reward."""
+    num_failed: int
+
+
+async def play_tournament(
+    world: TwoSidedWorld,
+    players: Mapping[str, Opponent | None],
+    tasks: Sequence[Task],
+    *,
+    seed: int,
+    max_concurrency: int = 64,
+) -> list[TournamentGame]:
+    """Play every pair at every task, with both seatings. A player that is None is the world's script of that name."""
+    room = asyncio.Semaphore(max_concurrency)
+    pairs = [seating for pair in combinations(players, 2) for seating in (pair, pair[::-1])]
+
+    async def one(names: tuple[str, str], task: Task) -> TournamentGame:
+        async with room:
+            seated = [players[name] or ScriptedOpponent(world, name, task) for name in names]
+            return await _play(world, names, seated, task, seed)
+
+    games = [one((first, second), task) for first, second in pairs for task in tasks]
+    return list(await asyncio.gather(*games))
+
+
+async def _play(
+    world: TwoSidedWorld, names: tuple[str, str], players: Sequence[Opponent], task: Task, seed: int
+) -> TournamentGame:
+    game = world.make_game(task, random_for("game", seed, task.id).getrandbits(31))
+    heard: tuple[list[Message], list[Message]] = ([], [])
+    for number in range(_MAX_MOVES):
+        seat = game.to_move
+        if seat is None:
+            first, second = game.outcome(0), game.outcome(1)
+            rewards = (first.reward, second.reward)
+            return TournamentGame(task_id=task.id, names=names, rewards=rewards, info=dict(first.info))
+        own = heard[seat]
+        own += [*(game.rules(seat) if not own else []), *game.view(seat)]
+        draw = random_for("move", seed, task.id, names[seat], number).getrandbits(31)
+        try:
+            async with asyncio.timeout(OPPONENT_DEADLINE_S):
+                text = await players[seat].reply(game, tuple(own), draw)
+        except Exception as cause:  # noqa: BLE001 - whatever it raises, this player failed
+            error = cause if isinstance(cause, AttemptFailed) else AttemptFailed(Party.OPPONENT, repr(cause))
+            return TournamentGame(task_id=task.id, names=names, rewards=None, failure=f"{names[seat]}: {error.detail}")
+        own.append(assistant(text))
+        game.move(own[-1])
+    return TournamentGame(task_id=task.id, names=names, rewards=None, failure=f"not over after {_MAX_MOVES} moves")
+
+
+def standings(games: Sequence[TournamentGame], *, seed: int = 0) -> Standings:
+    """Ratings, payoffs and the matrix, with intervals over tasks. Games that failed are counted and not scored."""
+    scored = [game for game in games if game.rewards is not None]
+    if not scored:
+        why = next((game.failure for game in games), "no game was played")
+        raise DataError(f"no game of the tournament was scored; the first failure: {why}")
+    names = tuple(dict.fromkeys(name for game in scored for name in game.names))
+    by_task: dict[str, list[TournamentGame]] = {}
+    for game in scored:
+        by_task.setdefault(game.task_id, []).append(game)
+    tasks, rng = list(by_task.values()), np.random.default_rng(seed)
+    draws = [rng.integers(len(tasks), size=len(tasks)) for _ in range(NUM_RESAMPLES)]
+    samples = [[game for index in draw for game in tasks[index]] for draw in draws]
+    ratings = bradley_terry(scored, names)
+    drawn = [bradley_terry(sample, names) for sample in samples]
+    return Standings(
+        names=names,
+        ratings={name: _estimate(ratings[name], [one[name] for one in drawn]) for name in names},
+        payoffs={name: _mean_over_tasks(by_task, name, None, rng) for name in names},
+        by_seat={name: (_seat_mean(scored, name, 0), _seat_mean(scored, name, 1)) for name in names},
+        agreement={name: _info_mean(scored, name, "agreement") for name in names},
+        joint={name: _info_mean(scored, name, "joint") for name in names},
+        matrix={(a, b): _mean_over_tasks(by_task, a, b, rng) for a in names for b in names if a != b},
+        num_failed=len(games) - len(scored),
+    )
+
+
+def bradley_terry(games: Sequence[TournamentGame], names: Sequence[str]) -> dict[str, float]:
+    """Elo ratings with mean 0: the strengths that make the won games most likely (Hunter 2004, the MM algorithm)."""
+    index = {name: number for number, name in enumerate(names)}
+    wins = np.zeros((len(names), len(names)))
+    for game in games:
+        assert game.rewards is not None, "only scored games are rated"
+        first, second = (index[name] for name in game.names)
+        difference = game.rewards[0] - game.rewards[1]
+        share = 0.5 if abs(difference) < 1e-9 else float(difference > 0)
+        wins[first, second] += share
+        wins[second, first] += 1 - share
+    strength = np.ones(len(names))
+    played, won = wins + wins.T, wins.sum(axis=1) + PRIOR_GAMES / 2
+    for _ in range(500):
+        against = (played / (strength[:, None] + strength[None, :])).sum(axis=1) + PRIOR_GAMES / (strength + 1.0)
+        new = won / against
+        if np.abs(np.log(new / strength)).max() < 1e-9:
+            break
+        strength = new
+    elo = ELO_SCALE * np.log(strength)
+    return {name: float(elo[index[name]] - elo.mean()) for name in names}
+
+
+def _rewards(game: TournamentGame, name: str, other: str | None) -> list[float]:
+    assert game.rewards is not None, "only scored games count"
+    pairs = zip(game.names, game.rewards, game.names[::-1], strict=True)
+    return [reward for own, reward, against in pairs if own == name and other in (None, against)]
+
+
+def _mean_over_tasks(
+    by_task: Mapping[str, Sequence[TournamentGame]], name: str, other: str | None, rng: np.random.Generator
+) -> Estimate:
+    found = [[r for game in games for r in _rewards(game, name, other)] for games in by_task.values()]
+    means = np.array([np.mean(own) for own in found if own])
+    if not len(means):
+        return Estimate(value=math.nan, low=math.nan, high=math.nan)
+    drawn = rng.choice(means, size=(NUM_RESAMPLES, len(means))).mean(axis=1)
+    return _estimate(float(means.mean()), drawn.tolist())
+
+
+def _estimate(value: float, drawn: Sequence[float]) -> Estimate:
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Estimate(value=value, low=float(low), high=float(high))
+
+
+def _seat_mean(games: Sequence[TournamentGame], name: str, seat: int) -> float:
+    own = [game.rewards[seat] for game in games if game.rewards is not None and game.names[seat] == name]
+    return float(np.mean(own)) if own else math.nan
+
+
+def _info_mean(games: Sequence[TournamentGame], name: str, key: str) -> float:
+    own = [game.info[key] for game in games if name in game.names and key in game.info]
+    return float(np.mean(own)) if own else math.nan

@@ -1,0 +1,219 @@
+"""Whole runs that sample on a real vLLM server: they train, certify, survive faults, and say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.runlog.reader import RunReader
+from vllm_server import RANK, Served, make_model
+
+SMALL = (
+    "train.steps=3",
+    "train.tasks_per_step=2",
+    "rollout.group_size=6",
+    "rollout.max_turns=3",
+    "warmup.steps=2",
+    "eval.tasks=0",
+    "run.dialogues=0",
+    "engine.dtype=float32",
+    f"model.rank={RANK}",
+    "train.max_empty_steps=1000",
+)
+ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
+SEED_YAML = """\
+generator:
+  backend: vllm
+  use_conversation_multi_turn: true
+  max_turns: 5                        # Maximum turns per episode
+
+  sampling_params:
+    max_generate_length: 1024
+    temperature: 1.0
+"""
+"""The first YAML of the seed, with vLLM for SGLang."""
+
+
+def train(model: Path, directory: Path, *options: str) -> int:
+    return main(["train", ECHO, f"model={model}", *SMALL, "rollout.backend=vllm", f"run.dir={directory}", *options])
+
+
+def check_whole(directory: Path, num_steps: int) -> None:
+    """Every step was trained on what was sampled, each with the weights of its own version."""
+    with RunReader(directory) as run:
+        attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
+        certificates = run.certificates()
+    assert {1, num_steps} <= {row.step for row in certificates}
+    assert all(row.is_exact for row in certificates)
+    drawn = {(one.row.step, version) for one in attempts for turn in one.trajectory.turns for version in turn.versions}
+    assert {step - version for step, version in drawn} == {1}, "a step learns from the version before it"
+    assert max(len(one.trajectory.turns) for one in attempts) > 1, "dialogues have several turns"
+
+
+def test_a_run_starts_its_own_server_goes_on_when_it_is_killed_and_leaves_nothing(
+    model: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    killed: list[int] = []
+
+    def kill_engine() -> None:
+        """Kill the server as soon as it samples for the second step."""
+        while not killed and time.monotonic() < end_s:
+            time.sleep(0.1)
+            if (directory / "run.db").exists() and num_steps_done(directory) >= 1:
+                killed.extend(pids_of(directory))
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+
+    end_s = time.monotonic() + 240
+    killer = threading.Thread(target=kill_engine)
+    killer.start()
+    options = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")
+    assert train(model, directory, *options, f"rollout.server_python={server_python}") == 0
+    killer.join()
+    assert killed, "the server was killed in the middle of the run"
+    check_whole(directory, 3)
+    log = (directory / "vllm.log").read_text()
+    assert log.count("\n$ ") == 2, "it was started again once"
+    assert "--gpu-memory-utilization 0.5 --max-num-seqs 32 --seed 3" in log
+    assert not pids_of(directory), "nothing is left of it"
+    assert main(["certify", str(directory)]) == 0
+    assert "EXACT" in capsys.readouterr().out
+
+
+def num_steps_done(directory: Path) -> int:
+    with RunReader(directory) as run:
+        return len(run.metric("train/grad_norm"))
+
+
+def pids_of(directory: Path) -> list[int]:
+    """Processes whose output goes to the log of a run's server: the server, its engine and its workers."""
+    log = directory / "vllm.log"
+    found = []
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            is_its = output.readlink() == log and "supervisor" not in (output.parents[1] / "cmdline").read_text()
+        except OSError:
+            continue
+        found += [int(output.parts[2])] if is_its else []
+    return found
+
+
+def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path: Path) -> None:
+    file = tmp_path / "multi_turn.yaml"
+    file.write_text(SEED_YAML, encoding="utf-8")
+    directory = tmp_path / "run"
+    small = [one for one in SMALL if not one.startswith("rollout.max_turns")]
+    alias = (f"model={vllm.model}", "generator.sampling_params.max_generate_length=32", f"generator.url={vllm.url}")
+    assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
+    check_whole(directory, 3)
+    assert not list((directory / "served").glob("*")), "what nobody uses any more is unloaded and deleted"
+
+
+def test_a_run_plays_ahead_and_every_turn_is_of_the_version_that_it_says(vllm: Served, tmp_path: Path) -> None:
+    options = (f"rollout.url={vllm.url}", "train.max_staleness=2", "train.steps=4", "rollout.temperature=0.7")
+    for kv in ("recompute", "keep"):
+        directory = tmp_path / kv
+        assert train(vllm.model, directory, *options, f"rollout.kv_across_updates={kv}") == 0
+        with RunReader(directory) as run:
+            assert run.certificates()
+            assert all(row.is_exact for row in run.certificates())
+            attempts = [run.attempt(row.id).trajectory for row in run.attempts(phase="train")]
+        versions = [[turn.policy_version for turn in one.turns] for one in attempts]
+        assert all(one == sorted(one) for one in versions)
+        assert any(one[-1] > 0 for one in versions)
+        if kv == "keep":
+            assert all(len(set(one)) == 1 for one in versions)
+
+
+def test_a_run_without_room_for_its_adapters_ends_with_that_and_goes_on_when_there_is(
+    vllm: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from turnwise.engine.training import adapter_files
+
+    directory, save = tmp_path / "run", adapter_files.save_tensors
+
+    def save_until_full(tensors: dict[str, Any], file: Path, metadata: dict[str, str] | None = None) -> None:
+        if "-v2-" in str(file):  # the adapter that is published after the second step
+            raise OSError(28, "No space left on device")
+        save(tensors, file, metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_files, "save_tensors", save_until_full)
+        assert train(vllm.model, directory, f"rollout.url={vllm.url}", "train.save_every=1") != 0
+    said = capsys.readouterr().err
+    assert re.search(r"adapter of version 2 could not be written.*No space left on device", said)
+    assert main(["train", "--resume", str(directory)]) == 0
+    check_whole(directory, 3)
+
+
+def test_another_model_behind_the_address_is_refused_before_anything_is_trained(
+    vllm: Served, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_model(tiny_dir, tmp_path / "other", is_tied=True)
+    assert train(other, tmp_path / "run", f"rollout.url={vllm.url}") != 0
+    assert "does not serve the run's model" in capsys.readouterr().err
+    with RunReader(tmp_path / "run") as run:
+        assert not run.metric("train/grad_norm")
+
+
+@contextmanager
+def a_server_that_never_answers() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held: list[socket.socket] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    held.append(listener.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for one in held:
+            one.close()
+
+
+def test_a_server_that_accepts_and_never_answers_is_named_alone_and_left_out_beside_one_that_does(
+    vllm: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with a_server_that_never_answers() as silent:
+        short = ("rollout.server_wait_s=3", "rollout.server_deadline_s=20")
+        assert train(vllm.model, tmp_path / "alone", f"rollout.url={silent}", *short) != 0
+        assert silent in capsys.readouterr().err
+        both = f"rollout.url={silent},{vllm.url}"
+        assert train(vllm.model, tmp_path / "both", both, "rollout.server_wait_s=3") == 0
+    check_whole(tmp_path / "both", 3)
+
+
+def test_what_cannot_be_started_is_refused_by_name_and_a_plan_starts_nothing(
+    model: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, directory = f"rollout.server_python={server_python}", tmp_path / "run"
+    for options, words in {
+        (f"rollout.server_python={sys.executable}",): "cannot import vllm; install it there, or name a Python",
+        ("rollout.server_python=/no/such/python",): "is no program",
+        (python, "rollout.server_args=--max-logprob 5"): "--max-logprob, which vllm does not take; did you mean",
+        (python, "rollout.server_args=--port=1"): "has --port, which the run sets itself",
+        (python, "rollout.placement=colocated"): "rollout.placement=colocated",
+    }.items():
+        assert train(model, directory, *options) != 0
+        assert words in capsys.readouterr().err
+        assert not directory.exists(), "nothing was begun"
+    assert train(model, directory, python, "rollout.max_num_seqs=7", "--plan") == 0
+    assert "vLLM, a server that the run starts" in (said := capsys.readouterr().out)
+    assert "--max-num-seqs 7" in said
+    assert not directory.exists()

@@ -1,0 +1,105 @@
+"""Whole weights on a real vLLM server: replaced while it samples, and every token says which ones drew it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import turnwise as tw
+from turnwise.backends.servers.dialect import ServedWeights
+from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.cli import main
+from turnwise.client.checkpoints import CheckpointStore
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.model.merge import write_merged
+from turnwise.runlog.reader import RunReader
+from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
+from vllm_server import RANK, Served
+
+PROMPT = (1, *range(40, 90))
+ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
+
+
+@asynccontextmanager
+async def talking(served: Served, across_updates: str = "recompute") -> AsyncIterator[VllmDialect]:
+    """A dialect that replaces whole weights, and puts back those that the server was started with."""
+    dialect = VllmDialect(served.url, end_ids=(2,), replaces_weights=True, across_updates=across_updates)
+    await dialect.facts()
+    try:
+        yield dialect
+    finally:
+        await dialect.replace_weights(sorted(served.model.glob("*.safetensors")), 0)
+        await dialect.close()
+
+
+def logprobs_by(trainer: Any, sequence: SampledSequence) -> list[float]:
+    ids = [*PROMPT, *sequence.tokens]
+    inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    output = trainer.forward([Datum(ModelInput.from_ints(ids[:-1]), inputs)], "cross_entropy").result()
+    return output.loss_fn_outputs[0]["logprobs"].tolist()[len(PROMPT) - 1 :]
+
+
+async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_token(
+    vllm: Served, tmp_path: Path
+) -> None:
+    with tw.ServiceClient(data_dir=tmp_path, engine=EngineConfig(device="cpu", dtype="float32")) as service:
+        old = service.create_lora_training_client(str(vllm.model), rank=RANK, seed=1)
+        new = service.create_lora_training_client(str(vllm.model), rank=RANK, seed=1)
+        inputs = {"target_tokens": PROMPT[1:], "weights": [1.0] * (len(PROMPT) - 1)}
+        for _ in range(2):
+            new.forward_backward([Datum(ModelInput.from_ints(PROMPT[:-1]), inputs)], "cross_entropy").result()
+            new.optim_step(tw.types.AdamParams(learning_rate=3e-2)).result()
+        saved = CheckpointStore(tmp_path).directory(new.save_weights_for_sampler("new").result().path)
+        write_merged(saved, vllm.model, tmp_path / "merged")
+        files, own = sorted((tmp_path / "merged").glob("*.safetensors")), ServedWeights(version=4)
+        for choice in ("recompute", "keep", "end"):
+            async with talking(vllm, choice) as dialect:
+                await dialect.replace_weights(sorted(vllm.model.glob("*.safetensors")), 4)
+                request = SampleRequest(PROMPT, SamplingParams(max_tokens=900, stop=[], seed=2))
+                reply = asyncio.create_task(dialect.generate(request, own))
+                await asyncio.sleep(0.7)
+                assert not reply.done()
+                await dialect.replace_weights(files, 5)
+                (sequence,) = (await reply).sequences
+                after = (await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=8)), own)).sequences[0]
+            assert after.versions is not None
+            assert set(after.versions) == {5}, "the next reply is of the new weights"
+            assert after.logprobs == pytest.approx(logprobs_by(new, after), abs=1e-3)
+            versions = list(sequence.versions or ())
+            assert len(versions) == len(sequence.tokens) == 900
+            if choice == "end":
+                assert set(versions) == {4}, "the reply under way is finished first"
+                continue
+            at = versions.index(5)
+            assert versions == [4] * at + [5] * (900 - at)
+            assert at > 1
+            assert sequence.logprobs is not None
+            assert sequence.logprobs[:at] == pytest.approx(logprobs_by(old, sequence)[:at], abs=1e-3)
+            if choice == "recompute":
+                assert sequence.logprobs[at + 1 :] == pytest.approx(logprobs_by(new, sequence)[at + 1 :], abs=1e-3)
+
+
+@pytest.mark.parametrize("trained", ["model.rank=8", "model.train=full"])
+def test_a_run_publishes_whole_weights(vllm: Served, tmp_path: Path, trained: str) -> None:
+    directory = tmp_path / "run"
+    small = ("train.steps=2", "train.tasks_per_step=2", "rollout.group_size=6", "warmup.steps=2", "eval.tasks=0")
+    options = (f"rollout.url={vllm.url}", "rollout.publish=weights", "engine.dtype=float32", "run.dialogues=0")
+    command = ["train", ECHO, f"model={vllm.model}", "rollout.backend=vllm", *small, *options, trained]
+    try:
+        assert main([*command, f"run.dir={directory}"]) == 0
+    finally:
+        asyncio.run(put_back(vllm))
+    with RunReader(directory) as run:
+        assert [row.is_exact for row in run.certificates()] == [True, True]
+        attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
+    assert {(one.row.step, turn.versions[0]) for one in attempts for turn in one.trajectory.turns} == {(1, 0), (2, 1)}
+
+
+async def put_back(served: Served) -> None:
+    async with talking(served):
+        pass

@@ -1,0 +1,96 @@
+"""Everybody plays everybody in both seats, ratings mean what Elo means, and a player that fails scores nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.envs.game import Game
+from turnwise.envs.library.negotiate import Negotiate
+from turnwise.errors import DataError
+from turnwise.opponents.matrix_figure import matrix_svg
+from turnwise.opponents.tournament import TournamentGame, bradley_terry, play_tournament, standings
+from turnwise.trajectory import Message
+
+
+class Silent:
+    """A player that never answers."""
+
+    name, is_scripted = "silent", False
+
+    async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002 - it fails at once
+        raise ConnectionError("gone")
+
+
+def won(first: str, second: str, share: float, count: int = 400) -> list[TournamentGame]:
+    """Games of which the first player wins this share."""
+    num_won = round(share * count)
+    results = [(1.0, 0.0)] * num_won + [(0.0, 1.0)] * (count - num_won)
+    return [TournamentGame(task_id=f"t{i}", names=(first, second), rewards=r) for i, r in enumerate(results)]
+
+
+def test_ratings_are_the_elo_differences_that_explain_the_wins() -> None:
+    for share in (0.5, 0.75, 0.9):
+        rated = bradley_terry(won("a", "b", share), ("a", "b"))
+        assert rated["a"] - rated["b"] == pytest.approx(400 * math.log10(share / (1 - share)), abs=4)
+    strengths = {"a": 200.0, "b": 0.0, "c": -200.0}
+
+    def chance(one: str, other: str) -> float:
+        return 1 / (1 + 10 ** ((strengths[other] - strengths[one]) / 400))
+
+    games = [
+        game for one, other in (("a", "b"), ("b", "c"), ("c", "a")) for game in won(one, other, chance(one, other))
+    ]
+    assert bradley_terry(games, tuple(strengths)) == pytest.approx(strengths, abs=5)
+    draws = [TournamentGame(task_id="t", names=("a", "b"), rewards=(0.4, 0.4))] * 9
+    assert bradley_terry(draws, ("a", "b")) == {"a": 0.0, "b": 0.0}
+
+
+async def test_every_pair_plays_every_task_in_both_seats_and_a_failed_game_is_not_scored() -> None:
+    world = Negotiate()
+    tasks = world.tasks("test", 6, 0)
+    games = await play_tournament(world, {"tough": None, "conceder": None, "silent": Silent()}, tasks, seed=0)
+    assert set(Counter(game.names for game in games).values()) == {6}
+    assert len({game.names for game in games}) == 6
+    table = standings(games)
+    assert table.num_failed == 24
+    assert table.names == ("tough", "conceder")
+    scored = [game for game in games if game.rewards is not None]
+    own = [game.rewards[game.names.index("tough")] for game in scored if game.rewards is not None]
+    assert table.matrix["tough", "conceder"].value == pytest.approx(sum(own) / len(own))
+    assert table.matrix["tough", "conceder"].low < table.matrix["tough", "conceder"].value
+    assert table.ratings["tough"].value > table.ratings["conceder"].value
+    assert table.agreement["tough"] == pytest.approx(sum(game.info["agreement"] for game in scored) / len(scored))
+    with pytest.raises(DataError, match="gone"):
+        standings([game for game in games if game.failure])
+    assert games == await play_tournament(world, {"tough": None, "conceder": None, "silent": Silent()}, tasks, seed=0)
+    assert ET.fromstring(matrix_svg(table, "a & b")).tag.endswith("svg")
+
+
+def test_the_command_rates_scripts_and_refuses_what_is_no_player(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "matrix.svg"
+    command = ["tournament", "--env", "negotiate", "--tasks", "12", "model=tiny"]
+    assert main([*command, "tough", "random", "--json", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_games"] == 24
+    assert found["players"]["tough"]["elo"]["value"] > found["players"]["random"]["elo"]["value"]
+    assert picture.read_text(encoding="utf-8").count("<rect") == 5
+    for players, words in (
+        (["tough"], "needs two"),
+        (["tough", "tough"], "named twice"),
+        (["tough", "pool"], "nobody in particular"),
+        (["tough", "no-such-player"], "expected a script"),
+    ):
+        assert main([*command, *players]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["tournament", "tough", "fair"]) == 2
+    assert "--env" in capsys.readouterr().err
