@@ -38,9 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "turnwise needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo 'setting up $(VENV) (about 1.3 GB; minutes on a slow line) ...'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -20,6 +20,8 @@ from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 from vllm_server import RANK, Served, make_model
 
+pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
+
 SMALL = (
     "train.steps=3",
     "train.tasks_per_step=2",
@@ -77,7 +79,7 @@ def test_a_run_starts_its_own_server_goes_on_when_it_is_killed_and_leaves_nothin
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
 
-    end_s = time.monotonic() + 240
+    end_s = time.monotonic() + 600
     killer = threading.Thread(target=kill_engine)
     killer.start()
     options = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")
@@ -115,10 +117,10 @@ def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path:
     file = tmp_path / "multi_turn.yaml"
     file.write_text(SEED_YAML, encoding="utf-8")
     directory = tmp_path / "run"
-    small = [one for one in SMALL if not one.startswith("rollout.max_turns")]
-    alias = (f"model={vllm.model}", "generator.sampling_params.max_generate_length=32", f"generator.url={vllm.url}")
+    small = [one for one in SMALL if not one.startswith(("rollout.max_turns", "train.steps", "rollout.group_size"))]
+    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=1", "rollout.group_size=4")
     assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
-    check_whole(directory, 3)
+    check_whole(directory, 1)
     assert not list((directory / "served").glob("*")), "what nobody uses any more is unloaded and deleted"
 
 

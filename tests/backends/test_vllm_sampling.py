@@ -22,6 +22,8 @@ from turnwise.errors import DataError
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 from vllm_server import RANK, Served
 
+pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
+
 PROMPT = (1, *range(40, 90))
 CLOSE = 1e-3
 

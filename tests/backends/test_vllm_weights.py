@@ -21,7 +21,11 @@ from turnwise.runlog.reader import RunReader
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 from vllm_server import RANK, Served
 
+pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
+
 PROMPT = (1, *range(40, 90))
+NUM_DRAWN = 600
+"""Tokens of a reply that takes a second or more, so that weights change in the middle of it."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
 
 
@@ -60,7 +64,7 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
         for choice in ("recompute", "keep", "end"):
             async with talking(vllm, choice) as dialect:
                 await dialect.replace_weights(sorted(vllm.model.glob("*.safetensors")), 4)
-                request = SampleRequest(PROMPT, SamplingParams(max_tokens=900, stop=[], seed=2))
+                request = SampleRequest(PROMPT, SamplingParams(max_tokens=NUM_DRAWN, stop=[], seed=2))
                 reply = asyncio.create_task(dialect.generate(request, own))
                 await asyncio.sleep(0.7)
                 assert not reply.done()
@@ -71,12 +75,12 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
             assert set(after.versions) == {5}, "the next reply is of the new weights"
             assert after.logprobs == pytest.approx(logprobs_by(new, after), abs=1e-3)
             versions = list(sequence.versions or ())
-            assert len(versions) == len(sequence.tokens) == 900
+            assert len(versions) == len(sequence.tokens) == NUM_DRAWN
             if choice == "end":
                 assert set(versions) == {4}, "the reply under way is finished first"
                 continue
             at = versions.index(5)
-            assert versions == [4] * at + [5] * (900 - at)
+            assert versions == [4] * at + [5] * (NUM_DRAWN - at)
             assert at > 1
             assert sequence.logprobs is not None
             assert sequence.logprobs[:at] == pytest.approx(logprobs_by(old, sequence)[:at], abs=1e-3)

@@ -53,9 +53,9 @@ def test_ppo_trains_all_weights_beside_a_critic_and_the_export_is_what_was_train
     directory, out = tmp_path / "run", tmp_path / "model"
     options = ("method=ppo", "rollout.group_size=4", "critic.pretrain_steps=2", "train.steps=2")
     assert main(["train", ECHO, *SMALL, *options, f"run.dir={directory}"]) == 0
-    assert main(["export", str(directory), str(out)]) == 2
+    assert main(["export", str(directory), "--peft", str(out)]) == 2
     assert "trained all weights, so there is no adapter; add --merged" in capsys.readouterr().err
-    assert main(["export", str(directory), str(out), "--merged"]) == 0
+    assert main(["export", str(directory), "--merged", str(out)]) == 0
     with RunReader(directory) as run:
         path = run.checkpoints()[-1].path
     ids = [5, 17, 40, 41, 9, 77, 300, 12]

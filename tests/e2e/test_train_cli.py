@@ -127,8 +127,8 @@ def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: P
 
     run, adapter, merged = tmp_path / "run", tmp_path / "adapter", tmp_path / "deep" / "merged"
     run_here("train", "guess_number", *SMALL, "warmup.steps=2", "train.steps=0", f"run.dir={run}")
-    assert "checkpoint: step 0, the best" in run_here("export", str(run), str(adapter))
-    run_here("export", str(run), str(merged), "--merged")
+    assert "checkpoint: step 0, the best" in run_here("export", str(run), "--peft", str(adapter))
+    run_here("export", str(run), "--merged", str(merged))
     load: Any = AutoModelForCausalLM.from_pretrained
     base_dir = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids = torch.arange(3, 40).reshape(1, -1)
@@ -141,7 +141,7 @@ def test_export_writes_an_adapter_and_a_whole_model_that_others_load(tmp_path: P
     assert AutoTokenizer.from_pretrained(str(merged)).encode("12") == AutoTokenizer.from_pretrained(base_dir).encode(
         "12"
     )
-    assert "exists; name a new directory" in run_here("export", str(run), str(adapter), code=2)
+    assert "exists; name a new directory" in run_here("export", str(run), "--peft", str(adapter), code=2)
 
 
 def test_sample_answers_every_line_of_a_pipe(finished: Path) -> None:

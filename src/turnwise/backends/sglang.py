@@ -154,11 +154,13 @@ class SglangDialect(ServerDialect):
 
     async def _ask(self, request: SampleRequest, weights: ServedWeights, so_far: _Reply) -> dict[str, Any]:
         name = f"turnwise-{uuid.uuid4().hex}"
-        body = _to_body(request, so_far, name) | ({} if weights.adapter_name is None else {"lora_path": weights.name})
+        body = _to_body(request, so_far, name) | (
+            {} if weights.adapter_name is None else {"lora_path": weights.adapter_name}
+        )
         try:
             said = await self._server.post("/generate", body, deadline_s=GENERATE_S)
         except ServerRefusedError as error:
-            if weights.adapter_name is not None and weights.name in str(error):
+            if weights.adapter_name is not None and weights.adapter_name in str(error):
                 raise ServerGoneError(f"{self.url} has lost the adapter {weights.adapter_name}: {error}") from error
             raise
         except asyncio.CancelledError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ class VllmPublisher(ServerPublisher):
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
         self._rank = setup.lora_rank
+        self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
     @classmethod
     def check_options(cls, rollout: RolloutConfig) -> None:
@@ -131,6 +134,16 @@ class VllmPublisher(ServerPublisher):
         from turnwise.engine.engine import choose_device
 
         return str(choose_device(self.setup.engine)[1]).removeprefix("torch.")
+
+
+def given_value(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an argument that the user gave the server, as `--name value` or `--name=value`."""
+    for given, following in zip_longest(arguments, arguments[1:]):
+        if given == name:
+            return following
+        if given.startswith(f"{name}="):
+            return given.partition("=")[2]
+    return None
 
 
 def end_ids(model_directory: Path) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from turnwise.bench import (
     both,
     branch,
     busy,
+    learners,
     report,
     rollout,
     sample,
@@ -34,6 +35,7 @@ BENCHES = {
     "service": service,
     "async": async_train,
     "busy": busy,
+    "learners": learners,
 }
 
 

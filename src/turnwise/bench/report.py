@@ -79,7 +79,8 @@ def timed(work: Callable[[], object], args: argparse.Namespace, device: torch.de
 
 def run_sides(bench: str, args: argparse.Namespace, sides: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Run the sides in turn, each in its own process: memory is measured per side, and noise affects all equally."""
-    passed = {k: v for k, v in vars(args).items() if k not in ("bench", "side", "json", "rounds", "peer")}
+    left_out = ("bench", "side", "json", "rounds", "peer")
+    passed = {k: v for k, v in vars(args).items() if k not in left_out and v not in (None, [])}
     options = [f"--{key.replace('_', '-')}={value}" for key, value in passed.items()]
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(args.rounds):

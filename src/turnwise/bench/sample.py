@@ -32,9 +32,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dialogue-prompt", type=int, default=128, help="tokens in the first prompt of a dialogue")
     parser.add_argument("--observed", type=int, default=32, help="tokens that the world adds after each turn")
     parser.add_argument("--sampled", type=int, default=32, help="tokens to sample in each turn")
+    parser.add_argument(
+        "--backend", default="", help="measure this sampler backend beside ours, as a run uses both (such as vllm)"
+    )
+    parser.add_argument("--publish", help="how --backend gets the weights: adapter or weights (rollout.publish)")
+    parser.add_argument(
+        "--merge", default="auto", choices=("auto", "always", "never"), help="for ours: engine.merge_adapter"
+    )
+    parser.add_argument(
+        "--server-arg", action="append", default=[], help="one more argument for the backend's server; may be repeated"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.backend:
+        return _beside_backend(args)
     if args.side != "both":
         return _run_ours(args) if args.side == "ours" else _run_transformers(args)
     runs = run_sides("sample", args, ["peer", "ours"] if args.peer == "transformers" else ["ours"])
@@ -60,6 +72,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 result[f"{figure}transformers_tokens_per_s"] = theirs
                 result[f"{figure}speedup"] = result[f"{figure}tokens_per_s"] / theirs
     result["peak_gib"] = max(r["peak_gib"] for r in ours)
+    return result
+
+
+def _beside_backend(args: argparse.Namespace) -> dict[str, Any]:
+    """Both sides through their publishers, one after the other; only one of them runs at a time."""
+    from turnwise.bench.backend import run_backend
+
+    theirs = run_backend(args)
+    ours = run_backend(argparse.Namespace(**{**vars(args), "backend": "local", "publish": None, "server_arg": []}))
+    result: dict[str, Any] = {"bench": "sample", "model": args.model, "machine": ours.pop("machine")}
+    result |= {"dtype": ours.pop("dtype"), "rank": args.rank, "backend": args.backend}
+    result["load"] = f"{args.prompts} prompts x {args.prompt_tokens} tokens, {args.new_tokens} sampled each"
+    for name, value in ours.items():
+        result[f"local_{name}"] = value
+        result[f"{args.backend}_{name}"] = theirs[name]
+        if name.endswith("tokens_per_s"):
+            result[f"{name.removesuffix('tokens_per_s')}ratio"] = value / theirs[name]
     return result
 
 

@@ -101,9 +101,10 @@ def run_command(options: argparse.Namespace) -> int:
         )
         return run_sample(options.target, options.step, options.overrides, chat)
     if options.command == "export":
-        from turnwise.commands.export import run_export
+        from turnwise.commands.export import ExportPlaces, run_export
 
-        return run_export(options.target, options.out, step=options.step, is_merged=options.merged)
+        places = ExportPlaces(peft=options.peft, merged=options.merged, gguf=options.gguf)
+        return run_export(options.target, places, step=options.step)
     if options.command == "pairs":
         return _run_pairs(options)
     if options.command == "tournament":
@@ -243,11 +244,12 @@ def _add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="write the trained weights as files for other programs",
-        description="Write a checkpoint as a PEFT adapter, or with --merged as a complete Hugging Face model.",
+        description="Write a checkpoint as a PEFT adapter, a complete Hugging Face model or a GGUF file.",
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT", help="a run directory or a checkpoint")
-    parser.add_argument("out", metavar="DIR", help="a new directory to write")
-    parser.add_argument("--merged", action="store_true", help="add the adapter to the base model's weights")
+    parser.add_argument("--peft", metavar="DIR", help="write the adapter to a new directory, in PEFT's format")
+    parser.add_argument("--merged", metavar="DIR", help="write a whole Hugging Face model to a new directory")
+    parser.add_argument("--gguf", metavar="FILE", help="write a whole model to a new GGUF file, for llama.cpp")
     _add_step(parser)
 
 

@@ -133,7 +133,7 @@ def _waits(status: Status) -> dict[str, str]:
     for index, wait in enumerate(status.waits[:5]):
         who = f" ({wait.who})" if wait.who else ""
         name = "waits" if index == 0 else " " * (index + 1)  # one key per line
-        rows[name] = f"{wait.party}: {wait.what}{who}, {wait.waited_s:.1f} s of at most {wait.deadline_s:.3g} s"
+        rows[name] = f"{wait.party}: {wait.what}{who}, {wait.waited_s:.1f} s of at most {wait.deadline_s:g} s"
     if status.num_waits > len(rows) and status.num_waits > 5:
         rows["  more"] = f"{status.num_waits - 5} others"
     return rows

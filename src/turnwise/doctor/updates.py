@@ -16,6 +16,8 @@ from turnwise.watch.trends import STRETCH_STEPS, best_stretch, has_fallen, has_r
 
 ALARM_NAMES = {
     "kl": "drift",
+    "drift": "sampler_drift",
+    "drift_growth": "sampler_drift_grows",
     "ess": "few_tokens_count",
     "stale": "stale",
     "entropy_low": "entropy_collapsed",
@@ -208,6 +210,8 @@ def _alarm_fixes(run: RunHistory, alarm: Alarm) -> tuple[Fix, ...]:
     match alarm.name:
         case "kl" | "ess":
             fixes = [fresher if train.max_staleness else slower, *fixes]
+        case "drift" | "drift_growth":
+            fixes = [*fixes, Fix(option="rollout.backend=local", text="sample with the engine that trains")]
         case "stale":
             fixes = [Fix(option=f"train.max_wait={train.max_staleness}", text="wait for long dialogues"), *fixes]
         case "entropy_low" | "entropy_high":

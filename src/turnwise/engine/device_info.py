@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from turnwise.engine.config import EngineConfig
@@ -67,6 +67,22 @@ def find_device(config: EngineConfig) -> DeviceInfo:
         free, total = own_share(free, total, torch.cuda.memory_reserved(device))
     name = str(dtype).removeprefix("torch.")
     return DeviceInfo(kind=device.type, dtype=name, free_bytes=free, total_bytes=total)
+
+
+def num_gpus(kind: str) -> int:
+    """GPUs that this process sees, for an engine on that kind of device; 0 if it runs on a CPU."""
+    if not facts_of(kind).has_own_memory:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def share_among_learners(device: DeviceInfo, learners: int) -> DeviceInfo:
+    """The device as one of several learners on this machine sees it: GPUs that are too few are shared."""
+    if not device.facts.has_own_memory or num_gpus(device.kind) >= learners:
+        return device
+    return replace(device, free_bytes=device.free_bytes // learners, total_bytes=device.total_bytes // learners)
 
 
 def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, Turn
 
 BEYOND = 0.1
 """Nats. A gap larger than this changes a token's weight by more than 10%; float32 samplers stay far below it."""
@@ -156,12 +156,12 @@ def measure_drift(played: Iterable[tuple[Trajectory, Sequence[TurnLogprobs]]], v
             gaps_S = np.asarray(logprobs, np.float64) - np.asarray(turn.sampler_logprobs, np.float64)
             is_finite_S = np.isfinite(gaps_S)
             num_broken += int((~is_finite_S).sum())
-            lag = min(MAX_LAG + 1, max(0, version - turn.policy_version))
-            if not is_finite_S.any():
-                continue
-            gaps[lag].append(gaps_S[is_finite_S])
-            token = int(np.argmax(np.where(is_finite_S, np.abs(gaps_S), -1.0)))
-            if lag == 0 and (worst is None or abs(gaps_S[token]) > abs(worst.gap)):
+            lags_S = _lags(turn, version)
+            for lag in np.unique(lags_S[is_finite_S]).tolist():
+                gaps[lag].append(gaps_S[is_finite_S & (lags_S == lag)])
+            sizes_S = np.where(is_finite_S & (lags_S == 0), np.abs(gaps_S), -1.0)
+            token = int(np.argmax(sizes_S))
+            if sizes_S[token] >= 0 and (worst is None or sizes_S[token] > abs(worst.gap)):
                 worst = WorstToken(
                     task_id=trajectory.task_id,
                     attempt=trajectory.attempt,
@@ -173,6 +173,17 @@ def measure_drift(played: Iterable[tuple[Trajectory, Sequence[TurnLogprobs]]], v
                 )
     by_lag = tuple(_of_lag(lag, np.concatenate(gaps[lag])) for lag in sorted(gaps))
     return DriftReport(by_lag=by_lag, worst=worst, num_broken=num_broken)
+
+
+def _lags(turn: Turn, version: int) -> NDArray[np.int64]:
+    """[S] the age of the weights behind each token.
+
+    If the weights changed during a turn, its last tokens were drawn by new weights that read what the old ones left in
+    the KV cache. That is staleness too, so no token of such a turn has lag 0.
+    """
+    versions = turn.versions
+    lags_S = np.clip(version - np.array(versions, np.int64), 0, MAX_LAG + 1)
+    return np.maximum(lags_S, 1) if len(set(versions)) > 1 else lags_S
 
 
 def _of_lag(lag: int, gaps_N: NDArray[np.float64]) -> LagDrift:

@@ -36,7 +36,7 @@ class PendingCall:
 
     def __str__(self) -> str:
         who = f" ({self.who})" if self.who else ""
-        return f"{self.party}: {self.what}{who}, {self.waited_s:.1f} s of at most {self.deadline_s:.3g} s"
+        return f"{self.party}: {self.what}{who}, {self.waited_s:.1f} s of at most {self.deadline_s:g} s"
 
 
 class PendingCalls:

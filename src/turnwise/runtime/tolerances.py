@@ -16,3 +16,8 @@ LOSS: Final = 1e-4
 """Largest relative difference of a loss from a naive loop's, float32."""
 GRADIENTS: Final = 1e-5
 """Largest relative difference of a gradient between two batchings of the same datums, float32."""
+
+
+def k2(dtype: str) -> float:
+    """The largest mean k2 for a type; one that is not in the table (float16, auto, 8 bits) rounds like bfloat16."""
+    return K2.get(dtype, K2["bfloat16"])

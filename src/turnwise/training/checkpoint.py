@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -128,6 +129,8 @@ class RunCheckpoints:
         self._critic = critic
         self._delete = delete or CheckpointStore(writer.directory).delete
         self._best = start.best
+        if self._kept:
+            self._link()  # a process that died may have left links to what is gone
 
     def has(self, step: int) -> bool:
         """There is a checkpoint of that step."""
@@ -192,6 +195,16 @@ class RunCheckpoints:
             if all(row.step != old.step for row in self._kept):
                 self._writer.forget_checkpoint(old.step)
         self._writer.commit(step)
+        self._link()
+
+    def _link(self) -> None:
+        """Point `latest` and `best` in the run's directory to their checkpoints, where the files are here."""
+        best_step = None if self._best is None else self._best.step
+        best = next((row for row in reversed(self._kept) if row.step == best_step), None)
+        for name, row in (("latest", self._kept[-1]), ("best", best)):
+            place = None if row is None else CheckpointStore(self._writer.directory).directory(row.path)
+            if place is not None and place.is_dir():
+                _point(self._writer.directory / name, place)
 
     def _outdated(self) -> list[CheckpointRow]:
         """What is older than the latest few, but for the best; of one step, only the last saved can be that."""
@@ -217,6 +230,15 @@ class RunCheckpoints:
     async def _remove(self, path: str) -> None:
         with contextlib.suppress(ServiceError):  # one that stays costs a service elsewhere some room, not the run
             await asyncio.to_thread(self._delete, path)
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make or move a link, at once; the run can be moved with it, because it is relative."""
+    temporary = link.with_name(f".{link.name}.new")
+    with contextlib.suppress(OSError):  # a file system without links, or something else of that name, costs no run
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+        temporary.replace(link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

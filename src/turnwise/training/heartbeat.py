@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from turnwise.runlog import writer
 from turnwise.runlog.schema import DATABASE
-from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.runtime.pending_calls import PENDING_CALLS, PendingCall
 from turnwise.training.loop import Loop
 from turnwise.training.steer import Order, take_orders
 from turnwise.watch.interrupt import Interrupted
@@ -32,6 +32,14 @@ BLOCKED_TOLD_S = 10.0
 WRITER_FILE = Path(writer.__file__)
 HARD_STOP_S = 10.0
 """A hard stop ends the process after this long, even if the event loop has not."""
+
+
+def waiting_text(reason: str, calls: Sequence[PendingCall]) -> str:
+    """What a run waits for, in words: the loop's reason and the oldest call, or one of them where they are the same."""
+    if not calls:
+        return ""
+    oldest = str(calls[0])
+    return oldest if not reason or oldest.startswith(reason) else f"{reason}; longest: {oldest}"
 
 
 class Heartbeat:
@@ -80,9 +88,8 @@ class Heartbeat:
         while True:
             self._beat_s = time.monotonic()
             oldest = PENDING_CALLS.oldest()
-            text = f"{self._watchdog.reason}; longest: {oldest[0]}" if self._watchdog.reason and oldest else ""
             self._recorder.observers.waiting(
-                text or str(oldest[0] if oldest else ""), oldest[0].waited_s if oldest else 0
+                waiting_text(self._watchdog.reason, oldest), oldest[0].waited_s if oldest else 0
             )
             await asyncio.sleep(BEAT_S)
 

@@ -40,6 +40,8 @@ class Memory:
     training_pass: int
     num_pass_tokens: int
     """Most tokens of one training pass."""
+    learners: int = 1
+    """Processes that each take as much; on a CPU they share the machine's memory."""
 
     @property
     def total(self) -> int:
@@ -54,12 +56,14 @@ class Memory:
         """Refuse a run whose weights and training state alone are more than the device holds."""
         is_gpu = self.device.kind == "cuda"
         capacity = self.device.free_bytes if is_gpu else machine_bytes()
-        if self.num_fixed <= capacity:
+        needed = self.num_fixed if is_gpu else self.num_fixed * self.learners
+        if needed <= capacity:
             return
         where = "the GPU has free" if is_gpu else "this machine has"
         hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
+        of_all = f" of {self.learners} learners" if self.learners > 1 and not is_gpu else ""
         raise ConfigError(
-            f"weights and what is trained need {format_bytes(self.num_fixed)}, and {where} {format_bytes(capacity)}; "
+            f"weights and what is trained{of_all} need {format_bytes(needed)}, and {where} {format_bytes(capacity)}; "
             f"use {hint}. In all: {self.line()}"
         )
 
@@ -76,7 +80,8 @@ class Memory:
         is_gpu = self.device.kind == "cuda"
         where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
         spelled = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
-        return f"about {format_bytes(self.total)} {where} in {self.device.dtype}: {spelled}"
+        each = f", in each of {self.learners} learners" if self.learners > 1 else ""
+        return f"about {format_bytes(self.total)} {where} in {self.device.dtype}{each}: {spelled}"
 
 
 def estimate_memory(
@@ -115,6 +120,7 @@ def estimate_memory(
         kv_cache=split.kv_bytes,
         training_pass=min(kept, split.training_bytes),
         num_pass_tokens=num_tokens,
+        learners=config.cluster.learners,
     )
 
 

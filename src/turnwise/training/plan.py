@@ -141,7 +141,8 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         "tokens": f"at most {plan.max_sampled_tokens:,} sampled, without attempts that fail and are played again",
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
-        **_threads(plan),
+        **_learners(config),
+        **_threads(config, plan),
         "run": directory,
     }
     notes = [("note", note) for note in _notes(config, plan)]
@@ -185,12 +186,24 @@ def _warmup(config: Config) -> str:
     return f"{warmup.steps} supervised steps of {warmup.batch_size} from {warmup.demonstrations} scripted dialogues"
 
 
-def _threads(plan: Plan) -> dict[str, str]:
+def _learners(config: Config) -> dict[str, str]:
+    """The line about the processes that train, where there are several."""
+    count = config.cluster.learners
+    if count == 1:
+        return {}
+    return {
+        "learners": f"{count} processes on this machine, each with the whole model and a share of every batch; "
+        "the first one also samples and saves"
+    }
+
+
+def _threads(config: Config, plan: Plan) -> dict[str, str]:
     """The line about the CPU's threads, where the model runs on one in this process."""
     if plan.memory is None or plan.memory.device.kind != "cpu":
         return {}
-    threads = find_threads()
-    return {"threads": f"{threads.count}: {threads.why}"}
+    threads, learners = find_threads(), config.cluster.learners
+    each = f" ({max(1, threads.count // learners)} in each learner)" if learners > 1 else ""
+    return {"threads": f"{threads.count}{each}: {threads.why}"}
 
 
 def _critic(config: Config) -> dict[str, str]:

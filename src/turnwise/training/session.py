@@ -206,7 +206,7 @@ class TrainingSession:
                     steering=self.steering,
                     critic=critic,
                     opponents=opponents,
-                    k2_tolerance=max(tolerances.K2[dtype] for dtype in (_dtype_name(config), publisher.dtype) if dtype),
+                    k2_tolerance=max(tolerances.k2(dtype) for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )
             with settled_process():

@@ -38,8 +38,8 @@ def report_lines(
         ),
     ]
     lines.append(f"{'curve':<{LABEL_WIDTH}}{write_curve(run, title, best)}")
-    lines.append(f"{'certificate':<{LABEL_WIDTH}}{_certificate(run)}")
-    lines += _drift(run)
+    lines.append(f"{'certificate':<{LABEL_WIDTH}}{certificate_line(run)}")
+    lines += [f"{'' if index else 'drift':<{LABEL_WIDTH}}{line}" for index, line in enumerate(drift_lines(run))]
     which = "" if best is None else f"  (step {best.step}, the best; --step last for the last)"
     lines.append(f"{'talk to it':<{LABEL_WIDTH}}turnwise sample {run.directory}{which}")
     lines.append(f"{'look at it':<{LABEL_WIDTH}}turnwise view {run.directory}")
@@ -110,7 +110,8 @@ def _not_kept(run: RunReader) -> list[str]:
     )
 
 
-def _certificate(run: RunReader) -> str:
+def certificate_line(run: RunReader) -> str:
+    """Whether what was trained is what was sampled, in one line."""
     rows = run.certificates()
     if not rows:
         return "none: no step learned from attempts of this run"
@@ -122,7 +123,7 @@ def _certificate(run: RunReader) -> str:
     return f"{verdict} (checked every step, kept of {steps}); turnwise certify {run.directory}"
 
 
-def _drift(run: RunReader) -> list[str]:
+def drift_lines(run: RunReader) -> list[str]:
     """How far the sampler was from the trainer on the same weights, and where most."""
     k2s, sizes, counts = (dict(run.metric(f"drift/{name}")) for name in ("k2", "abs_mean", "tokens"))
     steps = [step for step in k2s if math.isfinite(k2s[step])]
@@ -131,11 +132,11 @@ def _drift(run: RunReader) -> list[str]:
         return []
     k2, size = (sum(values[step] * counts[step] for step in steps) / num_tokens for values in (k2s, sizes))
     last = "" if len(steps) < 2 else f", {k2s[steps[-1]]:.1e} in the last step"
-    lines = [f"{'drift':<{LABEL_WIDTH}}mean k2 {k2:.1e}{last}, mean |gap| {size:.1e} over {num_tokens:,.0f} tokens"]
+    lines = [f"mean k2 {k2:.1e}{last}, mean |gap| {size:.1e} over {num_tokens:,.0f} tokens"]
     events = run.events("worst_token")
     if events:
         worst = max(events, key=lambda event: event.detail["gap"])
-        lines.append(f"{'':<{LABEL_WIDTH}}worst {worst.detail['gap']:.1e}, step {worst.step}: {worst.detail['text']}")
+        lines.append(f"worst {worst.detail['gap']:.1e}, step {worst.step}: {worst.detail['text']}")
     return lines
 
 

@@ -16,6 +16,7 @@ from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.runtime import tolerances
 
 COUNTING = '''
 """A backend in one file: it samples as the local one does, and writes down what it was asked for."""
@@ -102,3 +103,14 @@ def test_what_is_no_backend_is_refused_with_what_to_do() -> None:
         find_publisher("locl")
     with pytest.raises(ConfigError, match="expected a class that inherits from"):
         find_publisher("json:dumps")
+
+
+def test_the_certificate_allows_for_a_server_that_rounds_more_than_the_trainer(tmp_path: Path) -> None:
+    for arguments, dtype in (((), None), (("--dtype", "bfloat16"), "bfloat16"), (("--dtype=half",), "half")):
+        config = load_config("guess_number", ["rollout.backend=vllm"])
+        rollout = config.rollout.model_copy(update={"server_args": arguments})
+        setup = BackendSetup(
+            rollout=rollout, model_directory=tmp_path, run_directory=tmp_path, engine=config.engine_in_use
+        )
+        assert find_publisher("vllm")(setup).dtype == dtype
+    assert (tolerances.k2("float32"), tolerances.k2("half")) == (1e-4, 1e-2)

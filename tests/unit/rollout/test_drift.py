@@ -76,3 +76,10 @@ def test_a_certificate_keeps_the_drift_and_older_ones_without_it_are_read() -> N
     assert "worst token: task attempt 0, turn 0, token 1 (id 11): sampler -2.0000, trainer -2.0300" in printed
     old = {key: value for key, value in json.loads(text).items() if key != "drift"}
     assert Certificate.from_json(json.dumps(old)).drift is None
+
+
+def test_a_turn_in_which_the_weights_changed_is_stale_to_its_last_token() -> None:
+    mixed = replace(_turn(5, -1.0, -1.0, -1.0), token_versions=(5, 6, 6))
+    report = measure_drift([(_attempt(0, mixed, _turn(6, -1.0)), [(-3.0, -2.0, -2.0), (-1.0,)])], version=6)
+    assert [(one.lag, one.num_tokens) for one in report.by_lag] == [(0, 1), (1, 3)]
+    assert report.metrics()["drift/abs_max"] == 0

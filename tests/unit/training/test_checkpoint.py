@@ -119,3 +119,14 @@ async def test_a_run_that_keeps_no_best_is_taken_at_its_end(tmp_path: Path) -> N
     await run.save(4)
     await run.evaluate(_evaluation(4, 0.5))
     assert run.chosen() == 4
+
+
+async def test_latest_and_best_are_links_that_move_with_the_run(tmp_path: Path) -> None:
+    run = _Run(tmp_path / "run")
+    await run.evaluate(_evaluation(2, 0.5))
+    await run.evaluate(_evaluation(4, 0.9))
+    await run.save(5)
+    run.store(best=_evaluation(4, 0.9))
+    moved = run.directory.rename(tmp_path / "moved")
+    assert (moved / "latest").resolve() == next(moved.glob("checkpoints/*/*/step-000005"))
+    assert (moved / "best").resolve() == next(moved.glob("checkpoints/*/*/step-000004"))

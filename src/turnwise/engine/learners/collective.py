@@ -14,6 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from turnwise.engine.device_info import num_gpus
+
 dist: Any = torch.distributed  # stores and groups have no type stubs
 
 MAX_ELEMENTS = 1 << 26
@@ -27,7 +29,7 @@ class LearnerCollective:
         self.rank, self.size = rank, size
         self._deadline = timedelta(seconds=deadline_s)
         # Several learners on one GPU cannot use NCCL; gloo copies through the host.
-        uses_nccl = device.type == "cuda" and torch.cuda.device_count() >= size and dist.is_nccl_available()
+        uses_nccl = num_gpus(str(device).partition(":")[0]) >= size and dist.is_nccl_available()
         self.backend = "nccl" if uses_nccl else "gloo"
         prefixed = dist.PrefixStore(self.backend, store)
         make = dist.ProcessGroupNCCL if uses_nccl else dist.ProcessGroupGloo

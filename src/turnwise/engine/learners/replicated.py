@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
-from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device
+from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device, num_gpus
 from turnwise.engine.engine import CustomLoss, Engine
 from turnwise.engine.learners.calls import (
     CreateCall,
@@ -232,23 +232,28 @@ class ReplicatedEngine(Engine):
 
 def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, str]]:
     """The config and the environment of the other learners; this process takes its share of cores or of the GPU."""
-    device, _ = choose_device(config)
     peer = config.model_copy(update={"kv_cache_gib": PEER_CACHE_GIB})
-    if device.type != "cuda":
+    gpus = _num_gpus(config)
+    if not gpus:
         count = max(1, find_threads().count // size)
         torch.set_num_threads(min(count, torch.get_num_threads()))
         return peer, dict.fromkeys(USERS_CHOICES, str(count))
-    if torch.cuda.device_count() >= size:
-        return peer, {}
-    os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
+    if gpus < size:  # they share one
+        os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
     return peer, {}
 
 
 def _config_of(config: EngineConfig, rank: int, size: int) -> EngineConfig:
-    device, _ = choose_device(config)
-    if device.type != "cuda" or torch.cuda.device_count() < size:
+    """A learner's config: with a GPU of its own, if there are enough."""
+    gpus = _num_gpus(config)
+    if gpus < size:
         return config
-    return config.model_copy(update={"device": f"cuda:{((device.index or 0) + rank) % torch.cuda.device_count()}"})
+    first = choose_device(config)[0].index or 0
+    return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
+
+
+def _num_gpus(config: EngineConfig) -> int:
+    return num_gpus(str(choose_device(config)[0]).partition(":")[0])
 
 
 def _part(run: RunCall, members: Sequence[int]) -> RunCall:

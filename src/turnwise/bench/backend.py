@@ -1,0 +1,145 @@
+"""Measure one sampler backend as a run uses it: speed, time to publish, and drift from the trainer.
+
+The trainer is our engine in this process. The backend gets its adapter, or its whole weights, through
+`Publisher.publish`, exactly as in a run. Drift compares the logprobs that the backend returned with the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnwise.backends import BackendSetup, make_publisher
+from turnwise.bench.report import machine, model_directory
+from turnwise.client.base import SamplingClient, TrainingClient
+from turnwise.client.local import ServiceClient
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.engine import choose_device
+from turnwise.rollout.config import RolloutConfig
+from turnwise.types import AdamParams, Datum, ModelInput, SampleRequest, SampleResponse, SamplingParams
+
+NUM_PUBLISHED = 4
+"""Versions to publish; the first one, which starts the server, is not timed."""
+MOVE = 1e-2
+"""Learning rate of the update between two versions: far larger than a run's, so that the adapter matters."""
+
+
+def run_backend(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of `--backend` alone."""
+    return asyncio.run(_measure(args))
+
+
+async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    engine = EngineConfig(device=args.device, dtype=args.dtype, seed=0, merge_adapter=args.merge)
+    directory = model_directory(args.model)
+    of_dialogue = args.dialogue_prompt + args.turns * (args.observed + args.sampled)
+    rollout = RolloutConfig(
+        backend=args.backend,
+        max_turns=1,
+        max_tokens_per_turn=args.new_tokens,
+        max_trajectory_tokens=max(args.prompt_tokens + args.new_tokens, of_dialogue) + 8,
+        server_args=tuple(args.server_arg),
+        **({} if args.publish is None else {"publish": args.publish}),
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="turnwise-bench-") as place,
+        ServiceClient(data_dir=Path(place), engine=engine) as service,
+    ):
+        setup = BackendSetup(
+            rollout=rollout,
+            model_directory=directory,
+            run_directory=Path(place),
+            engine=engine,
+            lora_rank=args.rank,
+            service=service,
+        )
+        trainer = await service.create_lora_training_client_async(str(directory), rank=args.rank, seed=0)
+        async with make_publisher(setup) as publisher:
+            seconds: list[float] = []
+            for version in range(NUM_PUBLISHED):
+                started_s = time.perf_counter()
+                client = await publisher.publish(trainer, version)
+                seconds.append(time.perf_counter() - started_s)
+                if version + 1 < NUM_PUBLISHED:
+                    await _move(trainer)
+            figures = await _speed(args, client)
+            drift = await _drift(args, client, trainer)
+    device, dtype = choose_device(engine)
+    milliseconds = statistics.median(seconds[1:]) * 1000
+    return {"machine": machine(device), "dtype": str(dtype), **figures, "publish_ms": milliseconds, **drift}
+
+
+async def _move(trainer: TrainingClient) -> None:
+    """One update on arbitrary tokens."""
+    ids = list(range(100, 140))
+    datum = Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)})
+    await trainer.forward_backward([datum], "cross_entropy")
+    await trainer.optim_step(AdamParams(learning_rate=MOVE))
+
+
+async def _speed(args: argparse.Namespace, client: SamplingClient) -> dict[str, float]:
+    rng, size = np.random.default_rng(0), len(client.get_tokenizer())
+    prompts = rng.integers(100, size, (args.prompts, args.prompt_tokens)).tolist()
+    starts = rng.integers(100, size, (args.dialogues, args.dialogue_prompt)).tolist()
+    seen = rng.integers(100, size, (args.turns, args.dialogues, args.observed)).tolist()
+
+    async def dialogue(index: int) -> None:
+        history = list(starts[index])
+        for turn in range(args.turns):
+            reply = await _draw(client, history, args.sampled, seed=index)
+            history += [*reply.sequences[0].tokens, *seen[turn][index]]
+
+    async def batch() -> None:
+        await asyncio.gather(*(_draw(client, prompt, args.new_tokens, seed=1) for prompt in prompts))
+
+    async def dialogues() -> None:
+        await asyncio.gather(*(dialogue(index) for index in range(args.dialogues)))
+
+    found = {"tokens_per_s": args.prompts * args.new_tokens / await _timed(batch, args)}
+    if args.dialogues:
+        found["dialogue_tokens_per_s"] = args.dialogues * args.turns * args.sampled / await _timed(dialogues, args)
+    return found
+
+
+async def _timed(work: Any, args: argparse.Namespace) -> float:
+    seconds: list[float] = []
+    for index in range(args.warmups + args.repeats):
+        started_s = time.perf_counter()
+        await work()
+        if index >= args.warmups:
+            seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds)
+
+
+async def _draw(client: SamplingClient, prompt: Sequence[int], num_tokens: int, seed: int) -> SampleResponse:
+    params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=seed, stop=[])
+    return await client.submit(SampleRequest(list(prompt), params))
+
+
+async def _drift(args: argparse.Namespace, client: SamplingClient, trainer: TrainingClient) -> dict[str, float]:
+    """Sampler against trainer on the same weights, over one more batch."""
+    rng, size = np.random.default_rng(7), len(client.get_tokenizer())
+    gaps: list[float] = []
+    for number, prompt in enumerate(rng.integers(100, size, (8, args.prompt_tokens)).tolist()):
+        sequence = (await _draw(client, prompt, args.new_tokens, seed=number)).sequences[0]
+        ids = [*prompt, *sequence.tokens]
+        datum = Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)})
+        output = await trainer.forward([datum], "cross_entropy")
+        ours = output.loss_fn_outputs[0]["logprobs"].tolist()[-len(sequence.tokens) :]
+        assert sequence.logprobs is not None, "a sampler of a run returns logprobs"
+        gaps += [a - b for a, b in zip(ours, sequence.logprobs, strict=True)]
+    sizes = np.abs(np.array(gaps))
+    return {
+        "drift_tokens": float(len(gaps)),
+        "drift_k2": float((sizes**2).mean() / 2),
+        "drift_abs_mean": float(sizes.mean()),
+        "drift_abs_max": float(sizes.max()),
+    }

@@ -1,0 +1,100 @@
+"""The memory table of docs/scale.md, from the plan's own arithmetic: `python -m turnwise.training.memory_table`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from turnwise.config.config import Config
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import DeviceInfo
+from turnwise.models.facts import ModelFacts
+from turnwise.rollout.config import RolloutConfig
+from turnwise.training.memory import Memory, estimate_memory
+
+GIB = 1 << 30
+CARDS = {"24 GiB": 24, "80 GiB": 80, "141 GB": 131}
+"""Names of cards, and the GiB that they have."""
+SHAPES: dict[str, dict[str, int | bool]] = {
+    "Qwen3 0.6B": {"layers": 28, "hidden": 1024, "inner": 3072, "heads": 16, "kv": 8, "tied": True},
+    "Qwen3 1.7B": {"layers": 28, "hidden": 2048, "inner": 6144, "heads": 16, "kv": 8, "tied": True},
+    "Qwen3 4B": {"layers": 36, "hidden": 2560, "inner": 9728, "heads": 32, "kv": 8, "tied": True},
+    "Qwen3 8B": {"layers": 36, "hidden": 4096, "inner": 12288, "heads": 32, "kv": 8, "tied": False},
+    "Qwen3 14B": {"layers": 40, "hidden": 5120, "inner": 17408, "heads": 40, "kv": 8, "tied": False},
+    "Qwen3 32B": {"layers": 64, "hidden": 5120, "inner": 25600, "heads": 64, "kv": 8, "tied": False},
+}
+HEAD_SIZE, VOCAB_SIZE, CONTEXT = 128, 151936, 40960
+
+
+def facts_of_shape(name: str) -> ModelFacts:
+    """The sizes of a model, without its files."""
+    shape = SHAPES[name]
+    layers, hidden, inner = int(shape["layers"]), int(shape["hidden"]), int(shape["inner"])
+    query, key = int(shape["heads"]) * HEAD_SIZE, int(shape["kv"]) * HEAD_SIZE
+    parts = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    linears = {f"model.layers.{i}.{part}": size for i in range(layers) for part, size in parts.items()}
+    linears["lm_head"] = (VOCAB_SIZE, hidden)
+    in_products = sum(outputs * inputs for outputs, inputs in linears.values())
+    norms = layers * (2 * hidden + 2 * HEAD_SIZE) + hidden
+    embedding = 0 if shape["tied"] else VOCAB_SIZE * hidden
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": int(shape["heads"]),
+        "num_key_value_heads": int(shape["kv"]),
+        "head_dim": HEAD_SIZE,
+    }
+    return ModelFacts.read(
+        config,
+        VOCAB_SIZE,
+        directory=Path(name),
+        num_parameters=in_products + norms + embedding,
+        context_length=CONTEXT,
+        linears=linears,
+        frozen={},
+    )
+
+
+def memory_of(name: str, train: str, card_gib: int) -> Memory:
+    """What a run takes of a card, in bfloat16 and with otherwise default options."""
+    config = Config.model_validate({"model": {"name": name, "train": train}, "env": {"name": "guess_number"}})
+    device = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=card_gib * GIB, total_bytes=card_gib * GIB)
+    limits = RolloutConfig(max_turns=8, max_tokens_per_turn=512, max_trajectory_tokens=4096)
+    engine = EngineConfig(full_weights=train == "full")
+    return estimate_memory(config, engine, device, facts_of_shape(name), limits, num_attempts=64)
+
+
+def table() -> str:
+    """Markdown: what must be on every learner's card, and the smallest card that holds it with room for a pass."""
+    lines = ["| Model | parameters | LoRA, rank 16 | card | all weights | card |", "|---|---|---|---|---|---|"]
+    for name in SHAPES:
+        cells = [name, f"{facts_of_shape(name).num_parameters / 1e9:.2f} B"]
+        for train in ("lora", "full"):
+            cells += [f"{_fixed(name, train) / GIB:.1f} GiB", _smallest_card(name, train)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _fixed(name: str, train: str) -> int:
+    """Weights, what is trained and its state; without the merged copy, which a run leaves out if it does not fit."""
+    memory = memory_of(name, train, max(CARDS.values()))
+    return memory.weights + memory.adapter
+
+
+def _smallest_card(name: str, train: str) -> str:
+    """The first card with 15 % left for the KV cache and a pass."""
+    fitting = [card for card, gib in CARDS.items() if _fixed(name, train) <= 0.85 * 0.9 * gib * GIB]
+    return fitting[0] if fitting else "none: it would have to be sharded"
+
+
+if __name__ == "__main__":
+    print(table())
