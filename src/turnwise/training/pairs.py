@@ -45,6 +45,8 @@ class StoredPair:
     """The run or checkpoint that it comes from; empty: the model as it is."""
     step: int = 0
     """Of that run."""
+    opponent: str = ""
+    """Who had the other side; empty where the world has one side, or a file was written without it."""
     task: Mapping[str, Any]
     """The task's data."""
 
@@ -160,6 +162,7 @@ def _schema(pa: Any) -> pa.Schema:
         ("world", pa.string()),
         ("model", pa.string()),
         ("run", pa.string()),
+        ("opponent", pa.string()),
         ("step", pa.int64()),
         ("task_id", pa.string()),
         ("task", pa.string()),
@@ -180,6 +183,7 @@ def _to_row(stored: StoredPair) -> dict[str, Any]:
         "world": stored.world,
         "model": stored.model,
         "run": stored.run,
+        "opponent": stored.opponent,
         "step": stored.step,
         "task_id": pair.chosen.task_id,
         "task": json.dumps(dict(stored.task)),
@@ -237,6 +241,7 @@ def _from_row(row: Mapping[str, Any]) -> StoredPair:
         world=row["world"],
         model=row["model"],
         run=row["run"],
+        opponent=row.get("opponent") or "",
         step=row["step"],
         task=json.loads(row["task"]),
     )
