@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from turnwise.compare.figure import Curve, comparison_svg
 from turnwise.compare.request import ComparedWorld, CompareRequest, Variant, bounded, parse_request, samples
@@ -341,7 +342,7 @@ def _check_same(place: Path, stored: str, wanted: Config) -> None:
     Args:
         stored: The config that was written down, as YAML; an older turnwise spelled some options otherwise.
     """
-    tree, held = config_to_tree(wanted), config_to_tree(config_from_yaml(stored, str(place)))
+    tree, held = _as_it_runs(wanted), _as_it_runs(config_from_yaml(stored, str(place)))
     for section in held.keys() - {"run"}:
         for key, value in held[section].items():
             own = tree[section].get(key)
@@ -350,6 +351,14 @@ def _check_same(place: Path, stored: str, wanted: Config) -> None:
                     f"{place} holds a run with {section}.{key}={value}, and this comparison has {own}; "
                     "choose another --out, or remove it"
                 )
+
+
+def _as_it_runs(config: Config) -> dict[str, Any]:
+    """The options; `method.correction=auto` is none where this program samples, as older runs wrote it down."""
+    tree = config_to_tree(config)
+    if not config.is_sampled_elsewhere and tree["method"].get("correction") == "auto":
+        tree["method"]["correction"] = "none"
+    return tree
 
 
 def _is_finished(place: Path) -> bool:

@@ -1,0 +1,48 @@
+"""Options of servers: what they may look like, and where nothing would read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.config.config import Config
+from turnwise.config.files import load_config
+from turnwise.errors import ConfigError
+from turnwise.rollout.config import RolloutConfig
+
+
+def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
+    for given in ("--seed 3 --enforce-eager", ["--seed", "3", "--enforce-eager"], {"seed": 3, "enforce_eager": True}):
+        assert RolloutConfig(backend="vllm", server_args=given).server_args == ("--seed", "3", "--enforce-eager")
+    assert RolloutConfig(backend="vllm", server_args={"enable_x": False}).server_args == ("--no-enable-x",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "http://a:1"}, "url is not read with backend=local"),
+        ({"publish": "weights"}, "publish is not read with backend=local"),
+        ({"server_args": "--seed 3"}, "server_args is not read with backend=local"),
+        ({"backend": "vllm", "url": "http://a:1", "max_num_seqs": 4}, "max_num_seqs is not read with url"),
+        ({"backend": "vllm", "url": "http://a:1", "server_python": "x"}, "server_python is not read with url"),
+        ({"backend": "vllm", "url": "a:1"}, "is no address"),
+    ],
+)
+def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RolloutConfig(**options)
+
+
+def test_skyrls_sizes_reach_the_sampler_whichever_it_is() -> None:
+    sizes = ["generator.max_num_seqs=32", "generator.gpu_memory_utilization=0.7"]
+    here = load_config("guess_number", sizes)
+    assert (here.engine_in_use.max_num_seqs, here.engine_in_use.gpu_memory_utilization) == (32, 0.7)
+    server = load_config(
+        "guess_number", [*sizes, "generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=2"]
+    )
+    rollout = server.rollout
+    assert (rollout.max_num_seqs, rollout.gpu_memory_utilization, rollout.tensor_parallel_size) == (32, 0.7, 2)
+    assert server.engine_in_use.max_num_seqs == Config().engine.max_num_seqs, "the trainer's engine is another one"
+    with pytest.raises(ConfigError, match=r"rollout\.max_num_seqs=32 and engine\.max_num_seqs=8 are one option"):
+        load_config("guess_number", [*sizes, "engine.max_num_seqs=8"])
+    with pytest.raises(ConfigError, match=r"set rollout\.publish=weights"):
+        load_config("guess_number", ["rollout.backend=vllm", "model.train=full"])
