@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from service_process import ROOT, check_names
+from turnwise.cli import main
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import DATABASE
 from turnwise.trajectory import EndReason
@@ -101,8 +102,7 @@ def training(directory: Path) -> Iterator[None]:
 def outcomes(chromium: str, place: Path, tiny_dir: Path) -> dict[str, Any]:
     assert tiny_dir.is_dir()
     export = place.parent / "export.html"
-    done = subprocess.run(turnwise("view", place, "--export", export), capture_output=True, text=True, check=True)
-    assert str(export) in done.stdout
+    assert main(["view", str(place), "--export", str(export)]) == 0
     with training(place / "live"), viewer(place) as url:
         more = {"VIEW_EXPORT": str(export), "VIEW_LIVE": "live"}
         found = json.loads(in_browser(CHECKS, chromium, url=url, more=more).splitlines()[-1])
@@ -136,7 +136,9 @@ def test_pictures_of_the_docs(chromium: str, tiny_dir: Path, request: pytest.Fix
         assert size < MAX_PICTURE_BYTES, f"{name} has {size} bytes"
 
 
-def test_a_place_without_runs_and_a_taken_port_are_told(tmp_path: Path, place: Path) -> None:
+def test_a_place_without_runs_and_a_taken_port_are_told(
+    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     for arguments, words in (
         ((tmp_path,), "holds no run; train one first: turnwise train"),
@@ -145,7 +147,6 @@ def test_a_place_without_runs_and_a_taken_port_are_told(tmp_path: Path, place: P
         ((place, "--port", taken.getsockname()[1]), "choose another --port"),
         ((place, "--export", tmp_path / "no" / "dir.html"), "cannot be written"),
     ):
-        done = subprocess.run(turnwise("view", *arguments), capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert words in done.stderr, done.stderr
+        assert main(["view", *map(str, arguments)]) == 2
+        assert words in capsys.readouterr().err
     taken.close()
