@@ -188,7 +188,16 @@ async def _play_tasks(
 def _store(
     kind: PairKind, origin: Origin, run: str, step: int, task: Mapping[str, Any], pair: PreferencePair
 ) -> StoredPair:
-    return StoredPair(pair=pair, kind=kind, world=origin.world, model=origin.model, run=run, step=step, task=task)
+    return StoredPair(
+        pair=pair,
+        kind=kind,
+        world=origin.world,
+        model=origin.model,
+        run=run,
+        step=step,
+        opponent=pair.chosen.labels.get("opponent", ""),
+        task=task,
+    )
 
 
 def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:

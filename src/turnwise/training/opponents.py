@@ -118,6 +118,12 @@ def panel_of(config: Config, sided: TwoSidedWorld) -> tuple[str, ...]:
     return config.opponent.panel or default_panel(sided)
 
 
+def num_panel(config: Config, world: World) -> int:
+    """How many opponents play every held-out task; 1 where the world has no opponent."""
+    sided = two_sided(world)
+    return 1 if sided is None else len(panel_of(config, sided))
+
+
 def check_opponents(config: Config, world: World) -> None:
     """Refuse opponents that cannot be found, and options that nobody reads, before anything is spent."""
     changed = [f"opponent.{name}" for name in config.opponent.changed_options()]

@@ -45,6 +45,8 @@ class StoredPair:
     """The run or checkpoint that it comes from; empty: the model as it is."""
     step: int = 0
     """Of that run."""
+    opponent: str = ""
+    """Who had the other side; empty where the world has one side, or a file was written without it."""
     task: Mapping[str, Any]
     """The task's data."""
 
@@ -80,7 +82,6 @@ def push_pairs(path: Path, repository: str) -> None:
     The file stays where it is, whatever happens. The hub's own variables (HF_TOKEN, HF_ENDPOINT) say who and where.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         hub = HfApi()
@@ -88,7 +89,7 @@ def push_pairs(path: Path, repository: str) -> None:
         hub.upload_file(
             path_or_fileobj=str(path), path_in_repo=f"data/{path.name}", repo_id=repository, repo_type="dataset"
         )
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as cause:
+    except Exception as cause:
         raise ConfigError(
             f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {cause}; expected a hub "
             "that can be reached (HF_ENDPOINT) and a token that may write there (HF_TOKEN)"
@@ -161,6 +162,7 @@ def _schema(pa: Any) -> pa.Schema:
         ("world", pa.string()),
         ("model", pa.string()),
         ("run", pa.string()),
+        ("opponent", pa.string()),
         ("step", pa.int64()),
         ("task_id", pa.string()),
         ("task", pa.string()),
@@ -181,6 +183,7 @@ def _to_row(stored: StoredPair) -> dict[str, Any]:
         "world": stored.world,
         "model": stored.model,
         "run": stored.run,
+        "opponent": stored.opponent,
         "step": stored.step,
         "task_id": pair.chosen.task_id,
         "task": json.dumps(dict(stored.task)),
@@ -238,6 +241,7 @@ def _from_row(row: Mapping[str, Any]) -> StoredPair:
         world=row["world"],
         model=row["model"],
         run=row["run"],
+        opponent=row.get("opponent") or "",
         step=row["step"],
         task=json.loads(row["task"]),
     )

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from turnwise.config.checks import unread_of_stored
 from turnwise.config.config import Config
@@ -50,14 +51,17 @@ def make_plan(
     *,
     engine: EngineConfig,
     device: DeviceInfo | None,
-    num_tasks: Mapping[Split, int],
+    num_tasks: Mapping[Split | Literal["opponents"], int],
 ) -> Plan:
+    """Args:
+    num_tasks: By split; `opponents` is how many opponents play every held-out task, 1 if it is left out.
+    """
     if device is not None:
         facts.check_trained(config.model)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_tasks["test"] else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
-    eval_attempts = num_evaluations * num_tasks["test"] * evaluation.samples
+    eval_attempts = num_evaluations * num_tasks["test"] * evaluation.samples * num_tasks.get("opponents", 1)
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
     per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
     num_learned = dialogues_per_optimizer_step(config)

@@ -37,7 +37,7 @@ from turnwise.training.checkpoint import (
     saved_critic,
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
-from turnwise.training.opponents import check_opponents, opponent_line
+from turnwise.training.opponents import check_opponents, num_panel, opponent_line
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.stored import check_stored_data
@@ -94,7 +94,11 @@ class Setup:
             device=None
             if self.config.model.base_url
             else share_among_learners(find_device(engine), self.config.cluster.learners),
-            num_tasks={"train": len(self.parts.tasks), "test": len(self.parts.held_out)},
+            num_tasks={
+                "train": len(self.parts.tasks),
+                "test": len(self.parts.held_out),
+                "opponents": num_panel(self.config, self.parts.world),
+            },
         )
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
