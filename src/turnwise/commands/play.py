@@ -31,10 +31,9 @@ def open_policy(target: str, env: str | None, step: str | None, overrides: Seque
     policy = find_policy(target, WorldChoice.of(env), step, overrides, report=say)
     if policy.why:
         say(f"checkpoint: {policy.why}")
-    backend = policy.config.rollout.backend
-    if backend != "local":
-        find_publisher(backend)
-        say(f"sampler: {backend}; rollout.backend=local samples in this process")
+    rollout = policy.config.rollout
+    if rollout.backend != "local":
+        say(f"sampler: {find_publisher(rollout.backend).describe(rollout)}; rollout.backend=local samples here")
     return policy
 
 

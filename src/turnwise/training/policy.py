@@ -49,7 +49,8 @@ from turnwise.training.setup import (
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE, WHOLE_FILE = "adapter_config.json", "model.safetensors"
+"""By which a checkpoint is known as an adapter, or as a whole model."""
 DEFAULT_WORLD = "guess_number"
 """Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -152,7 +153,7 @@ class PolicySampler(ClosedOnExit):
         """The sampling client of these weights, for calls with token ids; `rollout.backend` says who samples."""
         if self._sampler is None:
             if self.config.rollout.backend != "local":
-                self._served = ServedPolicy(self.config, self._adapter())
+                self._served = ServedPolicy(self.config, self._files_to_serve())
                 weakref.finalize(self, self._served.close)
                 self._sampler = self._served.sampler
             elif self.checkpoint is not None:
@@ -161,10 +162,10 @@ class PolicySampler(ClosedOnExit):
                 self._sampler = self.service.create_sampling_client(base_model=self.config.model.name)
         return self._sampler
 
-    def _adapter(self) -> Path | None:
-        """The PEFT files of these weights, for a backend; None for the base model."""
+    def _files_to_serve(self) -> Path | None:
+        """The PEFT files of these weights, or the whole model, for a backend; None for the base model."""
         files = self.files
-        if files is not None and not (files / ADAPTER_FILE).is_file():
+        if files is not None and not any((files / name).is_file() for name in (ADAPTER_FILE, WHOLE_FILE)):
             raise CheckpointError(
                 f"{self.checkpoint} is not on this machine, so rollout.backend={self.config.rollout.backend} cannot "
                 "serve it; expected a checkpoint with files here, or rollout.backend=local"
@@ -274,6 +275,7 @@ class ServedPolicy:
 
     def __init__(self, config: Config, adapter: Path | None) -> None:
         rollout = config.rollout
+        find_publisher(rollout.backend).check_options(rollout)
         # A directory of its own: the run's may belong to a process that trains, with servers and files of its own.
         self._directory = tempfile.TemporaryDirectory(prefix="turnwise-served-")
         setup = BackendSetup(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnwise.config.config import Config
-from turnwise.config.files import load_config
+from turnwise.config.files import left_out, load_config, override_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
 
@@ -54,3 +54,24 @@ def test_skyrls_sizes_reach_the_sampler_whichever_it_is() -> None:
         load_config("guess_number", [*sizes, "engine.max_num_seqs=8"])
     with pytest.raises(ConfigError, match=r"set rollout\.publish=weights"):
         load_config("guess_number", ["rollout.backend=vllm", "model.train=full"])
+
+
+def test_a_run_that_sampled_on_servers_can_be_played_elsewhere() -> None:
+    own = [
+        "rollout.backend=vllm",
+        "rollout.server_python=/x/python",
+        "rollout.max_num_seqs=7",
+        "rollout.publish=weights",
+    ]
+    run = load_config("guess_number", own)
+    here = override_config(run, ["rollout.backend=local"]).rollout
+    assert (here.server_python, here.publish, here.max_num_seqs) == ("", "adapter", 7)
+    there = override_config(run, ["rollout.url=http://a:1"]).rollout
+    assert (there.server_python, there.publish, there.max_num_seqs) == ("", "weights", 0)
+    other = override_config(run, ["rollout.backend=sglang", "rollout.server_python=/x/python"]).rollout
+    assert (other.server_python, other.publish) == ("/x/python", "adapter")
+    assert override_config(run, ["rollout.temperature=0.5"]).rollout.server_python == "/x/python"
+    (note,) = left_out(run, ["rollout.backend=local"])
+    assert note.endswith("for other servers: rollout.publish=weights, rollout.server_python=/x/python")
+    with pytest.raises(ConfigError, match="server_python is not read with backend=local"):
+        override_config(run, ["rollout.backend=local", "rollout.server_python=/x/python"])

@@ -159,15 +159,24 @@ class ServerPublisher(Publisher):
         return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        await self._open()
+        if self.setup.rollout.publish == "weights" and self.setup.rollout.url:
+            raise ConfigError(
+                f"rollout.publish=weights would replace the weights of the servers at {self.setup.rollout.url[0]}, "
+                "which a run may be using; set rollout.url= to start a server, or rollout.backend=local"
+            )
         if adapter is None:
+            await self._open()
             return await self._publish(ServedWeights(version=version))
-        place = self._served / self._new_name(version)
+        is_whole, place = self.setup.rollout.publish == "weights", self._served / self._new_name(version)
         try:
             await asyncio.to_thread(write_directory, place, functools.partial(_copy_files, adapter))
+            if is_whole:
+                await asyncio.to_thread(self._merge, place)
+                self._newest_whole = place
         except OSError as cause:
             raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
-        return await self._publish(ServedWeights(version=version, adapter=place))
+        await self._open()
+        return await self._publish(ServedWeights(version=version, adapter=place, is_whole=is_whole))
 
     def take_metrics(self) -> dict[str, float]:
         fleet = self._fleet
@@ -353,8 +362,13 @@ def read_rank(adapter: Path) -> int:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy PEFT files, without the optimizer's state that a checkpoint holds beside them."""
+    """Copy PEFT files or a whole model, without the optimizer's state that a checkpoint holds beside them."""
+    from turnwise.engine.training.full_files import export_weights, is_full
+
     target.mkdir()
+    if is_full(source):
+        export_weights(source, target)
+        return
     for file in (source / "adapter_config.json", source / "adapter_model.safetensors"):
         shutil.copy(file, target)
 

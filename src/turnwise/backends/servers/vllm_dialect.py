@@ -230,8 +230,8 @@ class VllmDialect(ServerDialect):
         body = {"model": self._base_name, "token_ids": list(PROBE_IDS), "sampling_params": params}
         answer = await self._server.post(GENERATE, body, deadline_s=ASK_S)
         (drawn,) = answer["choices"][0]["logprobs"]["content"]
-        best = sorted((float(one["logprob"]) for one in drawn["top_logprobs"]), reverse=True)[:NUM_PROBED]
-        return best[0] - best[-1]
+        by_rank = {int(one["rank"]): float(one["logprob"]) for one in drawn["top_logprobs"]}
+        return by_rank[1] - by_rank[NUM_PROBED - 1]  # the drawn token, of whatever rank, may take the last place
 
     def _check_temperature(self, temperature: float) -> None:
         if self._is_raw and temperature not in (0.0, 1.0):
