@@ -90,6 +90,7 @@ def _serve(config: ServeConfig, uvicorn: Any) -> int:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
             if self.started:
+                app.state.service.screen.start()
                 announce()
 
         def handle_exit(self, sig: int, frame: Any) -> None:

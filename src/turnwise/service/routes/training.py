@@ -48,6 +48,8 @@ async def submit(service: Service, caller: Caller, request: Request, kind: str) 
         schema = _LARGE_SCHEMAS.get(kind)
         if schema is not None:
             await service.screen.check(schema, body)
+        elif kind == "forward_backward.proto":
+            await service.screen.check_protobuf(body)
         parsed = (
             await asyncio.to_thread(parse_request, kind, body) if len(body) > BIG_BODY else parse_request(kind, body)
         )

@@ -1,4 +1,4 @@
-"""Reads large JSON bodies in a process of its own before anybody here does.
+"""Reads large bodies in a process of its own before anybody here does.
 
 Reading JSON holds Python's lock from the first byte to the last, in a thread too. 20 MB of garbage would keep every
 other request waiting for half a second, and a body that is wrong in a million places for a minute. So a body of more
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from turnwise.errors import TurnwiseError
 from turnwise.service.failures import HttpFailure
 from turnwise.service.wire import types as wire
 
@@ -48,29 +52,59 @@ class InvalidBodyError(Exception):
 
 
 class BodyScreen:
-    """The other process. It starts with the first large body and ends with the service."""
+    """The other process. It starts with `start`, or else with the first large body, and ends with the service."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Let the process start now, so that the first large body does not wait for its imports."""
+        self._open().submit(find_mistakes, BaseModel, b"{}")
+
+    def _open(self) -> ProcessPoolExecutor:
+        if self._pool is None:  # spawned, because a fork of a process with an engine in it is not safe
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_the_server)
+        return self._pool
 
     async def check(self, schema: type[BaseModel], body: bytes) -> None:
         """Raise `InvalidBodyError` if a large body does not fit; small ones are left to the caller."""
         if len(body) <= LARGE_BODY:
             return
-        if self._pool is None:  # spawned, because a fork of a process with an engine in it is not safe
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        mistakes = await self._ask(find_mistakes, schema, body)
+        if mistakes is not None:
+            raise InvalidBodyError(mistakes)
+
+    async def check_protobuf(self, body: bytes) -> None:
+        """The same for a training request in protobuf; reading one holds Python's lock too."""
+        if len(body) > LARGE_BODY and (mistakes := await self._ask(find_proto_mistake, body)) is not None:
+            raise InvalidBodyError(mistakes)
+
+    async def _ask(self, question: Callable[..., Any], *values: Any) -> Any:
+        body: bytes = values[-1]
         try:
-            mistakes = await asyncio.get_running_loop().run_in_executor(self._pool, find_mistakes, schema, body)
+            return await asyncio.get_running_loop().run_in_executor(self._open(), question, *values)
         except BrokenProcessPool as cause:
             self.close()
             raise HttpFailure(413, f"the body of {len(body)} bytes could not be read; send less at once") from cause
-        if mistakes is not None:
-            raise InvalidBodyError(mistakes)
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_the_server() -> None:
+    """In the other process: Ctrl-C is the server's to obey, and a server that was killed leaves nobody behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = multiprocessing.parent_process()
+    if server is not None:
+
+        def follow() -> None:
+            server.join()
+            os._exit(0)
+
+        threading.Thread(target=follow, name="follow the server", daemon=True).start()
 
 
 def find_mistakes(schema: type[BaseModel], body: bytes) -> Mistakes | None:
@@ -80,6 +114,16 @@ def find_mistakes(schema: type[BaseModel], body: bytes) -> Mistakes | None:
     except ValidationError as error:
         has_sender = {"model_id", "seq_id"} <= set(schema.model_fields)
         return Mistakes(details=to_details(error), sender=wire.read_json_sender(body) if has_sender else None)
+    return None
+
+
+def find_proto_mistake(body: bytes) -> Mistakes | None:
+    """In the other process: why a protobuf `ForwardBackwardRequest` cannot be used; None if it can."""
+    try:
+        wire.decode_forward_backward(body)
+    except TurnwiseError as error:
+        detail = {"loc": ["body"], "msg": str(error)[:300], "type": "value_error"}
+        return Mistakes(details=[detail], sender=wire.read_proto_sender(body))
     return None
 
 

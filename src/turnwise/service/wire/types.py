@@ -38,6 +38,8 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 MAX_DENSE = 1 << 26
 """Most numbers that one sparse tensor may stand for."""
+MAX_DATUMS = 100_000
+"""Of one request: two bytes of protobuf make a datum of some hundred bytes here."""
 MAX_WIDTH = 128
 """Most target columns, K, of one datum."""
 
@@ -154,6 +156,10 @@ def make_batch(datums: Iterable[Datum], loss_fn: str, config: Mapping[str, float
     flat: list[Datum] = []
     widths: list[int] = []
     for index, datum in enumerate(datums):
+        if index >= MAX_DATUMS:
+            raise DataError(f"data holds more than {MAX_DATUMS:,} datums; send them in several requests")
+        if not datum.model_input.length:
+            raise DataError(f"datum {index}: model_input is empty; expected at least one token")
         columns = _split_columns(index, datum)
         widths.append(0 if columns is None else len(columns))
         flat += [_with_mask(column, loss_fn) for column in (columns or [datum])]
