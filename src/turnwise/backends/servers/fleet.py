@@ -99,6 +99,8 @@ class _Server:
         self.wrong: TurnwiseError | None = None
         """It answers, and is not what the run needs."""
         self.loaded: set[str] = set()
+        self.replacing = asyncio.Lock()
+        """Held while its whole weights are replaced."""
         self.num_running = 0
         self.num_served = 0
         self.num_missed = 0
@@ -290,7 +292,7 @@ class Fleet:
             self._take_out(server, f"{NUM_MISSED_CHECKS} health checks in a row had no answer")
             server.give_up_requests()
             return
-        for weights in [one for one in self._live.values() if is_well and not server.has(one)]:
+        for weights in self._missing(server) if is_well else ():
             with contextlib.suppress(ServiceError):  # `_load` has taken it out, or wrote down why not
                 await self._load(server, weights)
 
@@ -302,7 +304,7 @@ class Fleet:
             self._check_facts(server.url, facts)
             server.wrong = None
             server.loaded.clear()  # it may be another process than before
-            for weights in list(self._live.values()):
+            for weights in self._missing(server):
                 await self._load(server, weights)
             newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
             async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
@@ -313,7 +315,7 @@ class Fleet:
             server.give_up_requests()
             await self._start_again(server)
             return
-        if any(not server.has(one) for one in self._live.values()):
+        if self._missing(server):
             server.wake.set()  # something was published meanwhile: load it first
             return
         server.num_missed, server.is_ready = 0, True
@@ -338,8 +340,42 @@ class Fleet:
             self._routes.forget_server(server.url)
             server.wake.set()
 
+    def _missing(self, server: _Server) -> list[ServedWeights]:
+        """What a server still has to load. Of whole weights only the newest: older ones would replace them again."""
+        newest = list(self._live.values())[-1:]
+        if newest and newest[0].is_whole:
+            return [one for one in newest if not server.has(one)]
+        return [one for one in self._live.values() if not server.has(one)]
+
     async def _load(self, server: _Server, weights: ServedWeights) -> None:
         assert weights.name is not None
+        if weights.is_whole:
+            await self._replace(server, weights)
+        else:
+            await self._bring(server, weights)
+        if weights.name in self._live:
+            server.loaded.add(weights.name)
+            await self._tell()
+        else:
+            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
+
+    async def _replace(self, server: _Server, weights: ServedWeights) -> None:
+        """Replace a server's whole weights, unless it has these or newer ones, or nobody wants them any more."""
+        async with server.replacing:
+            names = list(self._live)
+            at = next((index for index, name in enumerate(names) if name == weights.name), len(names))
+            if at == len(names) or server.loaded.intersection(names[at:]):
+                return
+            try:
+                await self._bring(server, weights)
+            except BaseException as error:
+                # It may hold the old weights, the new ones, or some of each. Nobody asks it until they are loaded.
+                self._take_out(server, str(error) or "its weights were being replaced")
+                raise
+            server.loaded.update(names[:at])  # they answer for older ones too: every token says which weights drew it
+
+    async def _bring(self, server: _Server, weights: ServedWeights) -> None:
+        """Load an adapter, or replace the whole weights; takes the server out where it does not answer."""
         try:
             async with asyncio.timeout(self.times.load_s):
                 if weights.is_whole:
@@ -358,11 +394,6 @@ class Fleet:
         except ServiceError as error:
             server.why_out = str(error)
             raise
-        if weights.name in self._live:
-            server.loaded.add(weights.name)
-            await self._tell()
-        else:
-            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
 
     async def _unload(self, server: _Server, weights: ServedWeights) -> None:
         assert weights.name is not None
