@@ -229,6 +229,11 @@ class SglangPublisher(ServerPublisher):
             raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
         if rollout.url:
             return
+        if rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: SGLang's memory is not given back while the trainer learns; use "
+                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
+            )
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)

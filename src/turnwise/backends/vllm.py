@@ -83,7 +83,7 @@ class VllmPublisher(ServerPublisher):
         )
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        if adapter is not None:
+        if adapter is not None and self.setup.rollout.publish == "adapter":
             self._rank = max(self._rank, read_rank(adapter))
         return await super().deliver_files(adapter, version)
 

@@ -49,7 +49,7 @@ from turnwise.training.setup import (
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE, WEIGHTS_FILE = "adapter_config.json", "model.safetensors"
 DEFAULT_WORLD = "guess_number"
 """Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -152,7 +152,7 @@ class PolicySampler(ClosedOnExit):
         """The sampling client of these weights, for calls with token ids; `rollout.backend` says who samples."""
         if self._sampler is None:
             if self.config.rollout.backend != "local":
-                self._served = ServedPolicy(self.config, self._adapter())
+                self._served = ServedPolicy(self.config, self._adapter(), self.service)
                 weakref.finalize(self, self._served.close)
                 self._sampler = self._served.sampler
             elif self.checkpoint is not None:
@@ -162,9 +162,9 @@ class PolicySampler(ClosedOnExit):
         return self._sampler
 
     def _adapter(self) -> Path | None:
-        """The PEFT files of these weights, for a backend; None for the base model."""
+        """The files of these weights, for a backend: an adapter's, or the whole model's; None for the base model."""
         files = self.files
-        if files is not None and not (files / ADAPTER_FILE).is_file():
+        if files is not None and not any((files / name).is_file() for name in (ADAPTER_FILE, WEIGHTS_FILE)):
             raise CheckpointError(
                 f"{self.checkpoint} is not on this machine, so rollout.backend={self.config.rollout.backend} cannot "
                 "serve it; expected a checkpoint with files here, or rollout.backend=local"
@@ -264,8 +264,9 @@ class PolicySampler(ClosedOnExit):
 class ServedPolicy:
     """Weights on the servers of a backend that needs no trainer; `close` stops what was started for them."""
 
-    def __init__(self, config: Config, adapter: Path | None) -> None:
+    def __init__(self, config: Config, adapter: Path | None, service: AnyService) -> None:
         rollout = config.rollout
+        find_publisher(rollout.backend).check_options(rollout)
         # A directory of its own: the run's may belong to a process that trains, with servers and files of its own.
         self._directory = tempfile.TemporaryDirectory(prefix="turnwise-served-")
         setup = BackendSetup(
@@ -273,6 +274,7 @@ class ServedPolicy:
             model_directory=find_model(config),
             run_directory=Path(self._directory.name),
             engine=config.engine_in_use,
+            service=service,
         )
         self._publisher: Publisher | None = make_publisher(setup)
         try:

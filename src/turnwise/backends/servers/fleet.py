@@ -22,10 +22,11 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.http import ServerGoneError
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
-from turnwise.types import SampleRequest, SampleResponse, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
-MAX_TRIES = 4
-"""Servers that one request is sent to before it fails."""
+MAX_TRIES, MAX_SCORING_TRIES = 4, 2
+"""Servers that one request is sent to before it fails. A vLLM on a CPU may end when a prompt is scored beside requests
+of another process; such a request must not end a whole fleet."""
 NUM_MISSED_CHECKS = 2
 """Health checks in a row without an answer that take a server out."""
 CANCEL_GRACE_S = 1.0
@@ -202,7 +203,7 @@ class Fleet:
             except ServerGoneError as error:
                 self._take_out(server, str(error))
                 failed.append(server.url)
-                if len(failed) >= MAX_TRIES:
+                if len(failed) >= (MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES):
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
@@ -213,23 +214,17 @@ class Fleet:
                 self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response
 
-    async def logprob_gaps(
-        self, weights: ServedWeights, prompt: Sequence[int], logprobs: Sequence[float]
-    ) -> dict[str, float]:
-        """How far each server's logprobs of a prompt are from those that were expected: the mean gap, by address."""
-        gaps: dict[str, float] = {}
+    async def draw_on_each(self, request: SampleRequest, weights: ServedWeights) -> dict[str, SampledSequence]:
+        """One reply of each server that can give one, by address."""
+        drawn: dict[str, SampledSequence] = {}
         for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
             try:
-                answer = await self._try(server, SampleRequest.scoring(prompt), weights)
+                answer = await self._try(server, request, weights)
+                _check(answer, request, server.url)
+                drawn[server.url] = answer.sequences[0]
             except ServerGoneError as error:
                 self._take_out(server, str(error))
-                continue
-            values = [value for value in (answer.prompt_logprobs or ())[1:] if value is not None]
-            if len(values) != len(logprobs):
-                raise ServiceError(f"{server.url} returned {len(values)} logprobs of a prompt of {len(prompt)} tokens")
-            pairs = zip(values, logprobs, strict=True)
-            gaps[server.url] = sum(abs(value - expected) for value, expected in pairs) / len(values)
-        return gaps
+        return drawn
 
     async def close(self) -> None:
         """Stop looking after the servers, and close the connections. The servers themselves stay."""

@@ -31,7 +31,7 @@ class ServerInMemory(ServerDialect):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.is_dead = self.is_hung = self.is_slow_to_load = False
+        self.is_dead = self.is_hung = self.is_slow_to_load = self.dies_of_scoring = False
         self.vocabulary = 100
         self.logprob = -1.0
         self.refuses_load = False
@@ -67,6 +67,7 @@ class ServerInMemory(ServerDialect):
         if weights.adapter_name is not None and weights.adapter_name not in self.adapters:
             raise ServerGoneError(f"{self.url} has no adapter {weights.name}")
         self.asked.append(tuple(request.prompt))
+        self.is_dead |= self.dies_of_scoring and request.include_prompt_logprobs
         try:
             await asyncio.sleep(60 if self.is_hung else self.draw_s)
             if self.gate is not None:
@@ -92,7 +93,7 @@ class ServerInMemory(ServerDialect):
         assert weights.name is not None
         self.adapters.discard(weights.name)
 
-    async def replace_weights(self, files: Sequence[Path], version: int) -> None:
+    async def replace_weights(self, files: Sequence[Path], version: int) -> None:  # noqa: ARG002
         self._check_alive()
         (name,) = {file.parent.name for file in files}
         self.replaced.append(name)
@@ -298,6 +299,17 @@ async def test_a_cancelled_request_ends_on_the_server_and_counts_no_more() -> No
             await task
         assert servers[0].num_cancelled == 1
         assert fleet.num_ready == 1, "nobody is to blame"
+
+
+async def test_a_prompt_that_ends_servers_when_it_is_scored_does_not_end_the_whole_fleet() -> None:
+    servers = make_servers(3)
+    for server in servers:
+        server.dies_of_scoring = True
+    async with running(servers, PATIENT) as fleet:
+        with pytest.raises(ServiceError, match="2 servers failed this request"):
+            await fleet.generate(SampleRequest.scoring((1, 2, 3)), BASE)
+        assert sorted(server.is_dead for server in servers) == [False, True, True]
+        assert (await fleet.generate(prompt(1), BASE)).sequences[0].tokens == [7, 8]
 
 
 async def test_a_retired_version_is_unloaded_everywhere() -> None:
