@@ -15,6 +15,7 @@ import turnwise as tw
 from turnwise.backends.servers.dialect import ServedWeights
 from turnwise.backends.servers.http import JsonServer, ServerGoneError
 from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.backends.vllm import MAX_LORAS
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
@@ -29,6 +30,27 @@ PROMPT = (1, *range(40, 90))
 NUM_DRAWN = 600
 """Tokens of a reply that takes a second or more, so that weights change in the middle of it."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_head_is_left(vllm: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a CPU, vLLM gives a request without an adapter the output head of the last slot, even when the adapter there
+    was unloaded. So both slots get an adapter that changes nothing."""
+    data = tmp_path_factory.mktemp("blank")
+    with tw.ServiceClient(data_dir=data, engine=EngineConfig(device="cpu", dtype="float32")) as service:
+        trainer = service.create_lora_training_client(str(vllm.model), rank=RANK, seed=1)
+        paths = [trainer.save_weights_for_sampler(f"blank-{number}").result().path for number in range(MAX_LORAS)]
+
+    async def fill() -> None:
+        blank = [ServedWeights(version=0, adapter=CheckpointStore(data).directory(path)) for path in paths]
+        dialect = VllmDialect(vllm.url, end_ids=(2,))
+        for weights in blank:
+            await dialect.load(weights)
+        for weights in blank:
+            await dialect.unload(weights)
+        await dialect.close()
+
+    asyncio.run(fill())
 
 
 @asynccontextmanager

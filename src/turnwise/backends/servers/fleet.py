@@ -268,10 +268,13 @@ class Fleet:
 
     async def _look_after(self, server: _Server) -> None:
         while True:
-            if server.is_ready:
-                await self._check_health(server)
-            if not server.is_ready:
-                await self._admit(server)
+            try:
+                if server.is_ready:
+                    await self._check_health(server)
+                if not server.is_ready:
+                    await self._admit(server)
+            except Exception as error:  # noqa: BLE001 - nobody else looks after this server
+                self._take_out(server, f"it cannot be used: {error!r}")
             server.is_tried.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.wake.wait(), self.times.check_every_s)

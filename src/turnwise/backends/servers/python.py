@@ -60,7 +60,7 @@ def check_module(python: str, module: str) -> str:
 
 def check_arguments(python: str, module: str, given: Sequence[str], own: Sequence[str]) -> None:
     """Refuse arguments that the server does not take, and those that are the run's own, by name."""
-    names = [one.partition("=")[0] for one in given if one.startswith("--")]
+    names = [one.partition("=")[0].replace("_", "-") for one in given if one.startswith("--")]
     for name in names:
         if name in own:
             raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
@@ -71,7 +71,7 @@ def check_arguments(python: str, module: str, given: Sequence[str], own: Sequenc
     known = known_arguments(python, module)
     for name in names:
         # "--compilation-config.mode 3" sets one key of an argument that is a mapping
-        if name.partition(".")[0].replace("_", "-") not in known:
+        if name.partition(".")[0] not in known:
             near = did_you_mean(name, sorted(known))
             raise ConfigError(f"rollout.server_args has {name}, which {module} does not take{near}")
 

@@ -31,7 +31,7 @@ class ServerInMemory(ServerDialect):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.is_dead = self.is_hung = self.is_slow_to_load = self.dies_of_scoring = False
+        self.is_dead = self.is_hung = self.is_slow_to_load = self.dies_of_scoring = self.says_nonsense = False
         self.vocabulary = 100
         self.logprob = -1.0
         self.refuses_load = False
@@ -57,6 +57,8 @@ class ServerInMemory(ServerDialect):
 
     async def facts(self) -> ServerFacts:
         self._check_alive()
+        if self.says_nonsense:
+            raise KeyError("logprobs")
         return ServerFacts(model="m", vocabulary=self.vocabulary)
 
     async def healthy(self) -> bool:
@@ -310,6 +312,19 @@ async def test_a_prompt_that_ends_servers_when_it_is_scored_does_not_end_the_who
             await fleet.generate(SampleRequest.scoring((1, 2, 3)), BASE)
         assert sorted(server.is_dead for server in servers) == [False, True, True]
         assert (await fleet.generate(prompt(1), BASE)).sequences[0].tokens == [7, 8]
+
+
+async def test_a_server_whose_words_make_no_sense_is_asked_again_and_comes_back() -> None:
+    servers = make_servers(2)
+    servers[1].says_nonsense = True
+    async with running(servers) as fleet:
+        assert fleet.num_ready == 1
+        servers[1].says_nonsense = False
+        await until(lambda: fleet.num_ready == 2)
+    servers[0].says_nonsense = servers[1].says_nonsense = True
+    with pytest.raises(ServiceError, match="http://s0: it cannot be used: KeyError"):
+        async with running(servers):
+            pass
 
 
 async def test_a_retired_version_is_unloaded_everywhere() -> None:
