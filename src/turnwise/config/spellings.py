@@ -91,7 +91,7 @@ def to_canonical(tree: Mapping[str, Any], *, is_stored: bool = False) -> Tree:
     Args:
         is_stored: A run wrote the config down; spellings mean what they meant then.
     """
-    older = STORED_SPELLINGS if is_stored else {}
+    older: Mapping[str, str] = STORED_SPELLINGS if is_stored else {}
     result: Tree = {name: value for name, value in tree.items() if name != SKYRL_SECTION}
     for path, value in _other_spellings(tree):
         if check_only_off(path, value):
