@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,7 +140,7 @@ async def test_weights_of_another_run_or_process_are_refused_and_so_is_what_they
 
 
 @pytest.mark.parametrize("trained", ["model.rank=8", "model.train=full"])
-def test_a_run_publishes_whole_weights_and_an_evaluation_does(
+def test_a_run_publishes_whole_weights_and_an_evaluation_does_not(
     vllm: Served, tmp_path: Path, trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
@@ -151,11 +150,8 @@ def test_a_run_publishes_whole_weights_and_an_evaluation_does(
     try:
         assert main([*command, f"run.dir={directory}"]) == 0
         capsys.readouterr()
-        scores: list[Any] = []
-        for backend in ("rollout.backend=vllm", "rollout.backend=local rollout.url= rollout.publish=adapter"):
-            assert main(["eval", str(directory), "--json", "eval.tasks=4", "eval.temperature=0", *backend.split()]) == 0
-            scores.append(json.loads(capsys.readouterr().out)["reward"])
-        assert scores[0] == scores[1], "what was trained is what is measured, whoever samples"
+        assert main(["eval", str(directory)]) == 2, "an evaluation leaves servers alone that a run may be using"
+        assert "would replace the weights of the servers" in capsys.readouterr().err
     finally:
         asyncio.run(put_back(vllm))
     with RunReader(directory) as run:

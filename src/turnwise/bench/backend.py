@@ -47,6 +47,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         max_tokens_per_turn=args.new_tokens,
         max_trajectory_tokens=max(args.prompt_tokens + args.new_tokens, of_dialogue) + 8,
         server_args=tuple(args.server_arg),
+        server_python=args.server_python,
         **({} if args.publish is None else {"publish": args.publish}),
     )
     with (

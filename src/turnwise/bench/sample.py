@@ -39,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", default="auto", choices=("auto", "always", "never"), help="for ours: engine.merge_adapter"
     )
+    parser.add_argument("--server-python", default="", help="the Python that runs the server (rollout.server_python)")
     parser.add_argument(
         "--server-arg", action="append", default=[], help="one more argument for the backend's server; may be repeated"
     )
@@ -80,7 +81,8 @@ def _beside_backend(args: argparse.Namespace) -> dict[str, Any]:
     from turnwise.bench.backend import run_backend
 
     theirs = run_backend(args)
-    ours = run_backend(argparse.Namespace(**{**vars(args), "backend": "local", "publish": None, "server_arg": []}))
+    local = {"backend": "local", "publish": None, "server_arg": [], "server_python": ""}
+    ours = run_backend(argparse.Namespace(**{**vars(args), **local}))
     result: dict[str, Any] = {"bench": "sample", "model": args.model, "machine": ours.pop("machine")}
     result |= {"dtype": ours.pop("dtype"), "rank": args.rank, "backend": args.backend}
     result["load"] = f"{args.prompts} prompts x {args.prompt_tokens} tokens, {args.new_tokens} sampled each"

@@ -39,6 +39,8 @@ from turnwise.methods.lookup import (
     read_stored_method,
 )
 from turnwise.models.config import ADAPTER_OPTIONS
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.server_options import REACH_OPTIONS, SHARED_OPTIONS, START_OPTIONS
 from turnwise.runtime.section import Section, explain
 from turnwise.runtime.suggest import did_you_mean, nearest
 
@@ -72,7 +74,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def left_out(start: str | Config, overrides: Sequence[str]) -> list[str]:
     """Sentences about the options of a file that `load_config` and `override_config` drop, because overrides choose
-    another method or loss."""
+    another method, loss or backend."""
     tree = read_tree(start) if isinstance(start, str) else config_to_tree(start)
     return _apply_all(tree, overrides, start if isinstance(start, str) else "this run's config")
 
@@ -210,7 +212,11 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
         if option in given:
             check_agreement(spelling, written[option], (value, given[option]))
         given[option], written[option] = value, spelling
-    notes = [*_leave_adapter_behind(tree, given, source), *_leave_behind(tree, given, source)]
+    notes = [
+        *_leave_adapter_behind(tree, given, source),
+        *_leave_servers_behind(tree, given, source),
+        *_leave_behind(tree, given, source),
+    ]
     _turn_off(tree, given)
     for path, value in given.items():
         _apply(tree, path.split("."), value)
@@ -225,6 +231,20 @@ def _leave_adapter_behind(tree: Tree, given: Mapping[str, Any], source: str) -> 
     own = cast(Tree, model)
     gone = [f"model.{key}={own.pop(key)}" for key in ADAPTER_OPTIONS if key in own]
     return [f"{', '.join(gone)} of {source} is for a LoRA adapter and is left out"] if gone else []
+
+
+def _leave_servers_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Drop a file's options for servers where an override names another backend, or servers that run already."""
+    rollout = tree.get("rollout")
+    if not isinstance(rollout, dict):
+        return []
+    own, usual = cast(Tree, rollout), RolloutConfig()
+    backend = given.get("rollout.backend", own.get("backend", usual.backend))
+    unread = [*START_OPTIONS, *SHARED_OPTIONS] if given.get("rollout.url") else []
+    unread += [*REACH_OPTIONS, *START_OPTIONS] if backend != own.get("backend", usual.backend) else []
+    gone = {key: own.pop(key) for key in dict.fromkeys(unread) if key in own}
+    said = [f"rollout.{key}={value}" for key, value in gone.items() if value and value != getattr(usual, key)]
+    return [f"left out, because {source} sets it for other servers: {', '.join(said)}"] if said else []
 
 
 def _leave_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:

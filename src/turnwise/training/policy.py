@@ -49,7 +49,8 @@ from turnwise.training.setup import (
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
-ADAPTER_FILE, WEIGHTS_FILE = "adapter_config.json", "model.safetensors"
+ADAPTER_FILE, WHOLE_FILE = "adapter_config.json", "model.safetensors"
+"""By which a checkpoint is known as an adapter, or as a whole model."""
 DEFAULT_WORLD = "guess_number"
 """Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -152,7 +153,7 @@ class PolicySampler(ClosedOnExit):
         """The sampling client of these weights, for calls with token ids; `rollout.backend` says who samples."""
         if self._sampler is None:
             if self.config.rollout.backend != "local":
-                self._served = ServedPolicy(self.config, self._adapter(), self.service)
+                self._served = ServedPolicy(self.config, self._files_to_serve(), self.service)
                 weakref.finalize(self, self._served.close)
                 self._sampler = self._served.sampler
             elif self.checkpoint is not None:
@@ -161,10 +162,10 @@ class PolicySampler(ClosedOnExit):
                 self._sampler = self.service.create_sampling_client(base_model=self.config.model.name)
         return self._sampler
 
-    def _adapter(self) -> Path | None:
-        """The files of these weights, for a backend: an adapter's, or the whole model's; None for the base model."""
+    def _files_to_serve(self) -> Path | None:
+        """The PEFT files of these weights, or the whole model, for a backend; None for the base model."""
         files = self.files
-        if files is not None and not any((files / name).is_file() for name in (ADAPTER_FILE, WEIGHTS_FILE)):
+        if files is not None and not any((files / name).is_file() for name in (ADAPTER_FILE, WHOLE_FILE)):
             raise CheckpointError(
                 f"{self.checkpoint} is not on this machine, so rollout.backend={self.config.rollout.backend} cannot "
                 "serve it; expected a checkpoint with files here, or rollout.backend=local"
@@ -176,14 +177,22 @@ class PolicySampler(ClosedOnExit):
         """Turns messages into token ids, as in training."""
         return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
 
+    def sampling_params(self, *, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
+        """Settings for a reply that ends where replies end in training: at the end of turn, or at `rollout.stop`."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=list(self.config.rollout.stop) or None,
+            stop_token_ids=list(self.renderer.stop_ids),
+        )
+
     def sample(
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, seed: int | None = None
     ) -> str:
         """The policy's reply to a user's text, or to a conversation that ends with somebody else's message."""
         renderer = self.renderer
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
-        )
+        params = self.sampling_params(max_tokens=max_tokens, temperature=temperature, seed=seed)
         request = ModelInput.from_ints(renderer.start(_to_messages(prompt)))
         sequence = self.sampler.sample(request, 1, params).result().sequences[0]
         return renderer.parse(list(sequence.tokens)).content

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from turnwise.config.config import Config
-from turnwise.config.files import load_config
+from turnwise.config.files import left_out, load_config, override_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
 
 
 def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
-    for given in ("--seed 3 --enforce-eager", ["--seed", "3", "--enforce-eager"], {"seed": 3, "enforce_eager": True}):
+    same: list[Any] = [
+        "--seed 3 --enforce-eager",
+        ["--seed", "3", "--enforce-eager"],
+        {"seed": 3, "enforce_eager": True},
+    ]
+    for given in same:
         assert RolloutConfig(backend="vllm", server_args=given).server_args == ("--seed", "3", "--enforce-eager")
-    assert RolloutConfig(backend="vllm", server_args={"enable_x": False}).server_args == ("--no-enable-x",)
+    no: Any = {"enable_x": False}
+    assert RolloutConfig(backend="vllm", server_args=no).server_args == ("--no-enable-x",)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +35,7 @@ def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
         ({"backend": "vllm", "url": "a:1"}, "is no address"),
     ],
 )
-def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, object], words: str) -> None:
+def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RolloutConfig(**options)
 
@@ -46,3 +54,24 @@ def test_skyrls_sizes_reach_the_sampler_whichever_it_is() -> None:
         load_config("guess_number", [*sizes, "engine.max_num_seqs=8"])
     with pytest.raises(ConfigError, match=r"set rollout\.publish=weights"):
         load_config("guess_number", ["rollout.backend=vllm", "model.train=full"])
+
+
+def test_a_run_that_sampled_on_servers_can_be_played_elsewhere() -> None:
+    own = [
+        "rollout.backend=vllm",
+        "rollout.server_python=/x/python",
+        "rollout.max_num_seqs=7",
+        "rollout.publish=weights",
+    ]
+    run = load_config("guess_number", own)
+    here = override_config(run, ["rollout.backend=local"]).rollout
+    assert (here.server_python, here.publish, here.max_num_seqs) == ("", "adapter", 7)
+    there = override_config(run, ["rollout.url=http://a:1"]).rollout
+    assert (there.server_python, there.publish, there.max_num_seqs) == ("", "weights", 0)
+    other = override_config(run, ["rollout.backend=sglang", "rollout.server_python=/x/python"]).rollout
+    assert (other.server_python, other.publish) == ("/x/python", "adapter")
+    assert override_config(run, ["rollout.temperature=0.5"]).rollout.server_python == "/x/python"
+    (note,) = left_out(run, ["rollout.backend=local"])
+    assert note.endswith("for other servers: rollout.publish=weights, rollout.server_python=/x/python")
+    with pytest.raises(ConfigError, match="server_python is not read with backend=local"):
+        override_config(run, ["rollout.backend=local", "rollout.server_python=/x/python"])

@@ -31,7 +31,7 @@ from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
 from turnwise.client.publish import Publisher
-from turnwise.errors import CheckpointError, ConfigError, ServiceError
+from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams
@@ -61,6 +61,10 @@ class FleetSamplingClient(SamplingClient):
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         """Begin to sample. Cancelling the future ends the request on the server."""
+        if request.prompt_alt_tokens_k:
+            raise DataError(
+                "prompt_alt_tokens_k: servers draw no alternatives to prompt tokens; rollout.backend=local does"
+            )
         future = self._loop.submit(self._generate(request))
         what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens on servers"
         return ApiFuture(future, what, on_abandoned=future.cancel)
@@ -159,6 +163,11 @@ class ServerPublisher(Publisher):
         return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
+        if self.setup.rollout.publish == "weights" and self.setup.rollout.url:
+            raise ConfigError(
+                f"rollout.publish=weights would replace the weights of the servers at {self.setup.rollout.url[0]}, "
+                "which a run may be using; set rollout.url= to start a server, or rollout.backend=local"
+            )
         weights = ServedWeights(version=version)
         if adapter is not None:
             is_whole = self.setup.rollout.publish == "weights"
@@ -396,7 +405,7 @@ def read_rank(adapter: Path) -> int:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the weights of a checkpoint, PEFT's or all of them, without the optimizer's state beside them."""
+    """Copy PEFT files or a whole model, without the optimizer's state that a checkpoint holds beside them."""
     from turnwise.engine.training.full_files import export_weights, is_full
 
     target.mkdir()
