@@ -23,6 +23,7 @@ from turnwise.backends.servers.python import check_arguments, check_module, serv
 from turnwise.backends.servers.vllm_dialect import VllmDialect
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
 from turnwise.rollout.config import RolloutConfig
 
 MODULE = "vllm"
@@ -37,6 +38,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` takes."""
 MAX_LORAS, MAX_CPU_LORAS = 2, 16
 """Adapters in one batch, and adapters that are kept: versions that attempts under way may still ask for."""
+MIN_CPU_HEAD = 32
+"""The smallest attention head for which vLLM has a kernel on a CPU."""
 MIN_CPU_BATCH = 4096
 """Tokens of one step of a server on a CPU, at least."""
 CPU_CACHE_GIB = 2
@@ -76,6 +79,12 @@ class VllmPublisher(ServerPublisher):
         return f"vLLM, a server that the run starts: {' '.join(command)}"
 
     def server_command(self) -> ServerCommand:
+        size = read_facts(self.setup.model_directory, runs_here=False).head_size
+        if self._is_on_cpu() and size < MIN_CPU_HEAD:  # the server would start, and end at the first request
+            raise ConfigError(
+                f"{self.setup.model_directory.name} has attention heads of size {size}; vLLM on a CPU needs "
+                f"{MIN_CPU_HEAD} or more, use another model (such as model=smollm2) or rollout.backend=local"
+            )
         return ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
 
     def make_dialect(self, url: str) -> ServerDialect:
