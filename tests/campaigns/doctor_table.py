@@ -128,7 +128,7 @@ def run_case(case: Case, directory: Path) -> tuple[list[Finding], float, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], help="findings, or words of healthy runs")
     parser.add_argument("--keep", type=Path, help="keep the runs below this directory")
     options = parser.parse_args(argv)
