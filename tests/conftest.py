@@ -103,6 +103,27 @@ def _no_env_keeps_its_thread() -> Iterator[None]:
         pytest.fail(f"{num_left} threads of envs outlive this test; close its envs and let go of calls that hang")
 
 
+@pytest.fixture(autouse=True)
+def _no_run_trains_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A run in a thread that a test leaves behind, above all a test that fails, is stopped: later tests measure memory
+    and time, and torch's profiler crashes beside a thread that trains."""
+    before = set(threading.enumerate())
+    yield
+    left = [one for one in set(threading.enumerate()) - before if one.name == "turnwise-train"]
+    if not left:
+        return
+    from turnwise.runlog.reader import is_run
+    from turnwise.training.steer import give_order
+
+    place: Path | None = request.node.funcargs.get("tmp_path")
+    for directory in () if place is None else [one for one in place.rglob("*") if one.is_dir() and is_run(one)]:
+        give_order(directory, stop="hard")
+    for thread in left:
+        thread.join(timeout=30)
+    if num_left := sum(thread.is_alive() for thread in left):
+        pytest.fail(f"{num_left} runs outlive this test; stop them and wait for them")
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(turnwise_home: Path) -> Path:
     """The directory of `tiny`: two random layers and a real tokenizer. Read only."""

@@ -47,7 +47,7 @@ def sample_many(
 ) -> list[SampleResponse]:
     """All requests in one batch."""
     prompt_logprobs = bool(params.pop("prompt_logprobs", False))
-    topk = int(params.pop("topk_prompt_logprobs", 0))
+    topk, num_drawn = int(params.pop("topk_prompt_logprobs", 0)), int(params.pop("prompt_alt_tokens_k", 0))
     replies: dict[int, SampleResponse] = {}
     for index, (prompt, policy) in enumerate(requests):
 
@@ -57,7 +57,12 @@ def sample_many(
             replies[index] = reply
 
         request = SampleRequest(
-            prompt, SamplingParams(**{"stop": [], **params}), num_samples, prompt_logprobs, topk_prompt_logprobs=topk
+            prompt,
+            SamplingParams(**{"stop": [], **params}),
+            num_samples,
+            prompt_logprobs,
+            topk_prompt_logprobs=topk,
+            prompt_alt_tokens_k=num_drawn,
         )
         engine.sampler.submit(request, policy, on_done=keep)
     for _ in range(10_000):

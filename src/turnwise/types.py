@@ -238,6 +238,8 @@ class SampleRequest:
     include_prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     """Return this many of the likeliest tokens, with their logprobs, at each prompt position; 0 is off."""
+    prompt_alt_tokens_k: int = 0
+    """Draw this many alternatives to each prompt token but the first; 0 is off. Only our own engine can."""
 
     @classmethod
     def scoring(cls, prompt: Sequence[int]) -> SampleRequest:
@@ -298,11 +300,23 @@ class SampledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptAltTokens:
+    """Tokens that the model might have said in place of the prompt's: independent draws at the request's temperature,
+    from the whole vocabulary. Row i holds alternatives to prompt token i + 1."""
+
+    tokens: TensorData
+    """[prompt - 1, k] int64."""
+    logprobs: TensorData
+    """[prompt - 1, k] float32: the model's logprobs of them, at temperature 1 as all of the prompt's."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampleResponse:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     """One per prompt token; the first is None, nothing predicts it."""
     topk_prompt_logprobs: Sequence[Sequence[tuple[int, float]] | None] | None = None
+    prompt_alt_tokens: PromptAltTokens | None = None
     policy_version: int = 0
     """Which published weights sampled this."""
     num_cached_prompt_tokens: int = 0

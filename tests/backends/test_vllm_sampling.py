@@ -165,8 +165,9 @@ async def test_prompts_are_scored_beside_other_requests(vllm: Served, service: t
         scoring = [SampleRequest(one, SamplingParams(max_tokens=1), 2, True, 3) for one in prompts]
         answers = await asyncio.gather(*plain, *(dialect.generate(one, base) for one in scoring))
         await dialect.unload(base)
-    for request, answer in zip(scoring, answers[3:], strict=True):
-        expected = local.submit(request).result()
+    scored: list[Any] = answers[3:]
+    for request, answer in zip(scoring, scored, strict=True):
+        expected: Any = local.submit(request).result()
         assert answer.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=CLOSE)
         assert len(answer.sequences) == 2
         for ours, theirs in zip(expected.topk_prompt_logprobs[1:], answer.topk_prompt_logprobs[1:], strict=True):

@@ -65,7 +65,7 @@ def trained(engine: Engine, steps: int = 2, trainable: FullWeights | None = None
 
 def prompt_logprobs(engine: Engine, policy: Any, ids: list[int]) -> list[float]:
     reply = sample(engine, ids, policy, prompt_logprobs=True, max_tokens=1)
-    return list(reply.prompt_logprobs or [])[1:]
+    return [value for value in reply.prompt_logprobs or () if value is not None]
 
 
 def test_gradients_of_every_weight_are_those_of_transformers(arch_dir: Path, make_engine: MakeEngine) -> None:

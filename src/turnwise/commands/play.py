@@ -62,11 +62,8 @@ def run_sample(target: str, step: str | None, overrides: Sequence[str], options:
     """Chat: line by line from a terminal, or every line of a pipe as one message."""
     with open_policy(target, None, step, overrides) as policy:
         sampler, renderer = policy.sampler, policy.renderer
-        params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            stop_token_ids=list(renderer.stop_ids),
+        params = policy.sampling_params(
+            max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
         )
         for reply in _replies(sampler, renderer, params, options.system_text):
             print(f"model> {reply}" if sys.stdin.isatty() else reply, flush=True)
@@ -88,6 +85,8 @@ def _replies(
             prompt_ids = renderer.start(history)
         sequence = sampler.sample(ModelInput.from_ints(prompt_ids), 1, params).result().sequences[0]
         sampled_ids = list(sequence.tokens)
+        if sequence.stop_reason == "length":
+            say(f"the reply is cut after {len(sampled_ids)} tokens; --max-tokens allows more")
         reply = renderer.parse(sampled_ids)
         history.append(reply)
         yield reply.content

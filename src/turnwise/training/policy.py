@@ -177,14 +177,22 @@ class PolicySampler(ClosedOnExit):
         """Turns messages into token ids, as in training."""
         return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
 
+    def sampling_params(self, *, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
+        """Settings for a reply that ends where replies end in training: at the end of turn, or at `rollout.stop`."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=list(self.config.rollout.stop) or None,
+            stop_token_ids=list(self.renderer.stop_ids),
+        )
+
     def sample(
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, seed: int | None = None
     ) -> str:
         """The policy's reply to a user's text, or to a conversation that ends with somebody else's message."""
         renderer = self.renderer
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=list(renderer.stop_ids)
-        )
+        params = self.sampling_params(max_tokens=max_tokens, temperature=temperature, seed=seed)
         request = ModelInput.from_ints(renderer.start(_to_messages(prompt)))
         sequence = self.sampler.sample(request, 1, params).result().sequences[0]
         return renderer.parse(list(sequence.tokens)).content

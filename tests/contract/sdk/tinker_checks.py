@@ -372,6 +372,17 @@ async def prompt_scores_come_in_every_form():
     assert response.topk_prompt_logprobs_np.logprobs[0, 0] == np.float32(-99999.0)
     np.testing.assert_allclose(response.target_prompt_logprobs.to_numpy()[:, 0], scored[1:], atol=1e-4)
     assert response.sequences[0].topk_logprobs_np.token_ids.shape == (3, 2)
+    drawn = await sampler.sample_async(
+        prompt=prompt,
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1, temperature=0.0),
+        topk_prompt_logprobs=1,
+        prompt_alt_tokens_k=2,
+    )
+    best = drawn.topk_prompt_logprobs_np
+    alternatives = drawn.prompt_alt_tokens
+    assert alternatives.tokens.to_numpy().tolist() == [[token, token] for token in best.token_ids[1:, 0].tolist()]
+    np.testing.assert_allclose(alternatives.logprobs.to_numpy()[:, 1], best.logprobs[1:, 0], atol=1e-5)
     last = await sampler.sample_async(
         prompt=prompt,
         num_samples=1,

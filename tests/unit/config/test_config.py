@@ -351,7 +351,7 @@ def test_a_null_takes_the_default_of_the_method_whose_option_it_is() -> None:
     for name, options in SHIPPED.items():
         nulls = {option: None for shipped in SHIPPED.values() for option in shipped.model_fields if option != "name"}
         assert read_method({"name": name, **nulls}) == options()
-        old = options(correction="none") if "correction" in options.model_fields else options()
+        old = options.model_validate({"correction": "none"}) if "correction" in options.model_fields else options()
         assert read_method({"name": name, **nulls, **at_rest}) == old, "as older runs wrote them down"
     assert (read_method("gspo").normalisation, read_method("rebn").gamma, read_method("grpo").gamma) == (
         "seq_mean",

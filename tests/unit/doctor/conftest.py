@@ -75,8 +75,8 @@ class WrittenRun:
 
     def evaluation(self, label: str, step: int, success: float, *, width: float = 0.05, num_failed: int = 0) -> None:
         low, high = success - width, success + width
-        numbers = {"success": success, "success_low": low, "success_high": high}
-        rewards = {"reward": success, "reward_low": low, "reward_high": high}
+        numbers: Any = {"success": success, "success_low": low, "success_high": high}
+        rewards: Any = {"reward": success, "reward_low": low, "reward_high": high}
         counts = {"num_tasks": 64, "num_attempts": 64 - num_failed, "num_failed": num_failed}
         self.evaluations.append(EvaluationRow(step=step, label=label, **counts, **numbers, **rewards))
 

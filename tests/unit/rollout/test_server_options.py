@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from turnwise.config.config import Config
@@ -11,9 +13,15 @@ from turnwise.rollout.config import RolloutConfig
 
 
 def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
-    for given in ("--seed 3 --enforce-eager", ["--seed", "3", "--enforce-eager"], {"seed": 3, "enforce_eager": True}):
+    same: list[Any] = [
+        "--seed 3 --enforce-eager",
+        ["--seed", "3", "--enforce-eager"],
+        {"seed": 3, "enforce_eager": True},
+    ]
+    for given in same:
         assert RolloutConfig(backend="vllm", server_args=given).server_args == ("--seed", "3", "--enforce-eager")
-    assert RolloutConfig(backend="vllm", server_args={"enable_x": False}).server_args == ("--no-enable-x",)
+    no: Any = {"enable_x": False}
+    assert RolloutConfig(backend="vllm", server_args=no).server_args == ("--no-enable-x",)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +35,7 @@ def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
         ({"backend": "vllm", "url": "a:1"}, "is no address"),
     ],
 )
-def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, object], words: str) -> None:
+def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RolloutConfig(**options)
 

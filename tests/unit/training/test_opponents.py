@@ -65,7 +65,7 @@ def test_an_option_means_a_script_a_model_or_an_address_in_every_world_with_two_
 def test_options_that_no_opponent_reads_are_refused() -> None:
     check("base")
     check("pool", opponent={"snapshot_every": 2, "panel": ["tough", "base"]})
-    refused = (
+    refused: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("tough", {"opponent": {"temperature": 0.5}}, "not read"),
         ("base", {"opponent": {"snapshot_every": 2}}, "not read"),
         ("self", {"opponent": {"panel": ["pool"]}}, "changes from step to step"),

@@ -115,3 +115,28 @@ def test_a_backend_that_needs_a_trainer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"samples for a trainer only.*expected rollout\.backend=local"):
         policy.sample("Hi")
     assert _log(tmp_path)["closed"]
+
+
+def test_a_reply_ends_where_replies_end_in_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the turn or at `rollout.stop`; a reply that reaches neither is said to be cut."""
+    with find_policy("tiny") as policy:
+        free = policy.sample("hello", max_tokens=60, seed=3)
+        end = policy.renderer.stop_ids[0]
+        assert end in (policy.sampling_params(max_tokens=1, temperature=1.0, seed=None).stop_token_ids or ())
+    word = free[10:13]
+    with find_policy("tiny", overrides=[f"rollout.stop={json.dumps([word])}"]) as policy:
+        ended = policy.sample("hello", max_tokens=60, seed=3)
+    assert word in ended
+    assert len(ended) < len(free)
+    assert free.startswith(ended)
+    for options, is_cut in (
+        ([f"rollout.stop={json.dumps([word])}", "--max-tokens", "60"], False),
+        (["--max-tokens", "4"], True),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main(["sample", "tiny", *options, "--seed", "3", "--temperature", "1"]) == 0
+        said = capsys.readouterr()
+        assert (said.out == f"{ended}\n") is not is_cut
+        assert ("the reply is cut after 4 tokens; --max-tokens allows more" in said.err) is is_cut

@@ -31,7 +31,7 @@ from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
 from turnwise.client.publish import Publisher
-from turnwise.errors import CheckpointError, ConfigError, ServiceError
+from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
 from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse
@@ -60,6 +60,10 @@ class FleetSamplingClient(SamplingClient):
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         """Begin to sample. Cancelling the future ends the request on the server."""
+        if request.prompt_alt_tokens_k:
+            raise DataError(
+                "prompt_alt_tokens_k: servers draw no alternatives to prompt tokens; rollout.backend=local does"
+            )
         future = self._loop.submit(self._generate(request))
         what = f"sample of {request.num_samples} from a prompt of {len(request.prompt)} tokens on servers"
         return ApiFuture(future, what, on_abandoned=future.cancel)

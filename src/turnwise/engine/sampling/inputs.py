@@ -20,6 +20,9 @@ from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.requests import Row, Step
 
+ALTERNATIVES = np.uint64(1 << 32)
+"""Where samples would be counted to, alternatives to prompt tokens begin."""
+
 
 def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan]:
     """Token ids and positions of the packed pass, and its attention; decode rows read their tokens from their lanes."""
@@ -100,6 +103,12 @@ def uniforms(
         state = _mix(state ^ np.asarray(samples, dtype=np.uint64))
         state = _mix(state ^ np.asarray(positions, dtype=np.uint64))
     return ((state >> np.uint64(40)).astype(np.float64) / float(1 << 24)).astype(np.float32)
+
+
+def alternative_uniforms(seed: int, positions: range, count: int) -> np.ndarray:
+    """[positions, count] numbers for alternatives to prompt tokens; no sample of the request uses the same ones."""
+    draws = ALTERNATIVES + np.arange(count, dtype=np.uint64)
+    return uniforms(np.uint64(seed), draws[None, :], np.asarray(positions, dtype=np.uint64)[:, None])
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from turnwise.engine.model.lora import Policy
 from turnwise.engine.sampling.kvcache import NO_PREFIX, Prefix
 from turnwise.errors import DataError
-from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from turnwise.types import PromptAltTokens, SampledSequence, SampleRequest, SampleResponse, SamplingParams, TensorData
 
 OnDone = Callable[[SampleResponse | BaseException], None]
 """Called once, with the answer or with the error that ended the request."""
@@ -45,13 +45,21 @@ class OpenRequest:
     """Finished samples, by index."""
     known_prompt_logprobs: list[float] = field(default_factory=list)
     known_topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    known_alternatives: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Tokens and logprobs of the prompt's alternatives, each [positions, k]."""
     num_cached: int = 0
     """Prompt tokens that were found in the KV cache."""
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the caller wants logprobs of the prompt's tokens."""
-        return self.asked.include_prompt_logprobs or self.asked.topk_prompt_logprobs > 0
+        """Whether the caller wants logprobs of the prompt's tokens, or others in their places."""
+        asked = self.asked
+        return asked.include_prompt_logprobs or asked.topk_prompt_logprobs > 0 or asked.prompt_alt_tokens_k > 0
+
+    def forget_scores(self) -> None:
+        """The prompt is about to be read, maybe once more."""
+        for known in (self.known_prompt_logprobs, self.known_topk, self.known_alternatives):
+            known.clear()
 
     @property
     def cuts_tail(self) -> bool:
@@ -65,8 +73,17 @@ class OpenRequest:
             sequences=[self.finished[i] for i in range(asked.num_samples)],
             prompt_logprobs=[None, *self.known_prompt_logprobs] if asked.include_prompt_logprobs else None,
             topk_prompt_logprobs=[None, *self.known_topk] if asked.topk_prompt_logprobs else None,
+            prompt_alt_tokens=self._alternatives() if asked.prompt_alt_tokens_k else None,
             policy_version=self.policy.version,
             num_cached_prompt_tokens=self.num_cached,
+        )
+
+    def _alternatives(self) -> PromptAltTokens:
+        shape = (0, self.asked.prompt_alt_tokens_k)  # all that there is of a prompt of one token
+        tokens = [np.zeros(shape, dtype=np.int64), *(one for one, _ in self.known_alternatives)]
+        logprobs = [np.zeros(shape, dtype=np.float32), *(one for _, one in self.known_alternatives)]
+        return PromptAltTokens(
+            TensorData.from_numpy(np.concatenate(tokens)), TensorData.from_numpy(np.concatenate(logprobs))
         )
 
 

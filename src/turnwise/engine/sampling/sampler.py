@@ -21,7 +21,7 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, Route
 from turnwise.engine.ops.interface import DrawSettings, Ops, PendingRead, TailCut
 from turnwise.engine.sampling.graphs import DecodeGraphs
-from turnwise.engine.sampling.inputs import draw_arrays, step_inputs
+from turnwise.engine.sampling.inputs import alternative_uniforms, draw_arrays, step_inputs
 from turnwise.engine.sampling.kvcache import BlockPool, KvCache
 from turnwise.engine.sampling.prompt_graphs import Found, PromptGraphs
 from turnwise.engine.sampling.requests import (
@@ -266,7 +266,7 @@ class Sampler:
         return torch.stack([tokens.float(), logprobs])
 
     def _score_prompt(self, piece: Piece, hidden: Tensor) -> None:
-        """Logprobs (temperature 1) of the prompt tokens that this piece's positions predict."""
+        """Logprobs (temperature 1) of the prompt tokens that this piece's positions predict, and what else is asked."""
         request = piece.row.request
         num_top = request.asked.topk_prompt_logprobs
         targets = request.prompt[piece.start + 1 : piece.stop + 1]
@@ -276,6 +276,9 @@ class Sampler:
             logits = self.weights.logits(rows, [request.policy] * len(chosen)).float()
             logprobs = torch.log_softmax(logits, dim=-1)
             request.known_prompt_logprobs += logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+            if request.asked.prompt_alt_tokens_k:
+                first = piece.start + start + 1
+                request.known_alternatives.append(_draw_alternatives(request, logits, logprobs, first))
             if num_top:
                 values, ids = logprobs.topk(num_top, dim=-1)
                 request.known_topk += [
@@ -314,6 +317,21 @@ class Sampler:
         if self._requests.pop(request.id, None) is not None:
             self.scheduler.remove(request)
             request.on_done(error)
+
+
+def _draw_alternatives(
+    request: OpenRequest, logits: Tensor, logprobs: Tensor, first: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, k] tokens, drawn at the request's temperature in place of prompt tokens `first` and on, and logprobs."""
+    count, temperature = request.asked.prompt_alt_tokens_k, request.params.temperature
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True).expand(-1, count)
+    else:
+        random = alternative_uniforms(request.seed, range(first, first + len(logits)), count)
+        running = torch.softmax(logits.double() / temperature, dim=-1).cumsum(dim=-1)
+        goals = torch.from_numpy(random).to(running) * running[:, -1:]
+        tokens = torch.searchsorted(running, goals, right=True).clamp_max(logits.shape[1] - 1)
+    return tokens.cpu().numpy(), logprobs.gather(1, tokens).cpu().numpy()
 
 
 def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:

@@ -187,8 +187,7 @@ class Scheduler:
         row.num_computed = prefix.num_blocks * self.pool.block_size
         if row.is_leader:
             request.num_cached = row.num_computed
-            request.known_prompt_logprobs.clear()
-            request.known_topk.clear()
+            request.forget_scores()
         beginnings.add(beginning)
         return "admitted"
 

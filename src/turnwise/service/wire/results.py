@@ -126,7 +126,9 @@ class SampleReply(RequestOutcome):
     def num_bytes(self) -> int:
         prompt = len(self.response.prompt_logprobs or ())
         topk = sum(len(row or ()) for row in self.response.topk_prompt_logprobs or ())
-        return 500 + 72 * (self.num_sampled_tokens + prompt + topk)
+        alternatives = self.response.prompt_alt_tokens
+        drawn = 0 if alternatives is None else 12 * len(alternatives.tokens)
+        return 500 + 72 * (self.num_sampled_tokens + prompt + topk) + drawn
 
     def to_json(self) -> JsonObject:
         return sample_to_json(self)
@@ -216,11 +218,20 @@ def sample_to_proto(reply: SampleReply) -> bytes:
         _fill_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
     message.prompt_cache_hit_tokens = response.num_cached_prompt_tokens
     if reply.target_logprobs is not None:
-        array = reply.target_logprobs.to_numpy()
-        message.target_prompt_logprobs.dtype = pb.DTYPE_FLOAT32
-        message.target_prompt_logprobs.shape.extend(array.shape)
-        message.target_prompt_logprobs.dense = array.astype("<f4").tobytes()
+        _fill_tensor(message.target_prompt_logprobs, reply.target_logprobs)
+    if response.prompt_alt_tokens is not None:
+        _fill_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
+        _fill_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
     return message.SerializeToString()
+
+
+def _fill_tensor(message: Any, tensor: TensorData) -> None:
+    """Dense; ids travel as int32, as the SDK's wire format says."""
+    is_ids = tensor.dtype == "int64"
+    message.dtype = pb.DTYPE_INT32 if is_ids else pb.DTYPE_FLOAT32
+    array = tensor.to_numpy()
+    message.shape.extend(array.shape)
+    message.dense = array.astype("<i4" if is_ids else "<f4").tobytes()
 
 
 def _fill_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
@@ -253,4 +264,12 @@ def sample_to_json(reply: SampleReply) -> JsonObject:
         body["topk_prompt_logprobs"] = [
             None if row is None else [list(pair) for pair in row] for row in response.topk_prompt_logprobs
         ]
+    if reply.target_logprobs is not None:
+        body["target_prompt_logprobs"] = tensor_to_json(reply.target_logprobs)
+    if response.prompt_alt_tokens is not None:
+        alternatives = response.prompt_alt_tokens
+        body["prompt_alt_tokens"] = {
+            "tokens": tensor_to_json(alternatives.tokens),
+            "logprobs": tensor_to_json(alternatives.logprobs),
+        }
     return body

@@ -342,8 +342,6 @@ def read_adam(body: schemas.OptimStepBody) -> AdamParams:
 
 
 def read_sample(body: schemas.SampleBody) -> ServedSample:
-    if body.prompt_alt_tokens_k:
-        raise DataError("prompt_alt_tokens_k is not supported by this service; leave it 0")
     prompt = read_model_input(body.prompt)
     params = body.sampling_params
     targets = None
@@ -366,6 +364,7 @@ def read_sample(body: schemas.SampleBody) -> ServedSample:
         num_samples=body.num_samples,
         include_prompt_logprobs=bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        prompt_alt_tokens_k=body.prompt_alt_tokens_k,
     )
     return ServedSample(
         sample=sample,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from naive import sample, sample_many
@@ -186,3 +187,50 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine(tiny_di
         sample(engine, PROMPT, engine.publish(adapter), max_tokens=4)
     assert not engine.sampler.has_work
     assert len(sample(engine, PROMPT, engine.base_policy, max_tokens=4).sequences[0].tokens) == 4
+
+
+def alternatives(engine: Engine, prompt: list[int], count: int, **params: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logprobs [prompt - 1, count]."""
+    answers = sample_many(engine, [(prompt, engine.base_policy)], max_tokens=1, prompt_alt_tokens_k=count, **params)
+    found = answers[0].prompt_alt_tokens
+    assert found is not None
+    return found.tokens.to_numpy(), found.logprobs.to_numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_alternatives_to_prompt_tokens_follow_the_models_distribution_at_the_temperature(
+    engine: Engine, temperature: float
+) -> None:
+    size, count = engine.vocab_size, 40_000
+    (scored,) = sample_many(engine, [(PROMPT, engine.base_policy)], max_tokens=1, topk_prompt_logprobs=size)
+    assert scored.topk_prompt_logprobs is not None
+    known = np.zeros((len(PROMPT) - 1, size))
+    for row, pairs in enumerate(scored.topk_prompt_logprobs[1:]):
+        for token, logprob in pairs or ():
+            known[row, token] = logprob
+    tokens, logprobs = alternatives(engine, PROMPT, count, temperature=temperature, seed=7)
+    assert tokens.shape == logprobs.shape == (len(PROMPT) - 1, count)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(known, tokens, axis=1), atol=1e-5)
+    expected = np.exp(known / temperature)
+    expected /= expected.sum(axis=1, keepdims=True)
+    seen = np.stack([np.bincount(row, minlength=size) for row in tokens])
+    kept = expected * count >= 20
+    errors = (seen - expected * count)[kept] / np.sqrt((expected * (1 - expected) * count)[kept])
+    assert 0.8 < errors.std() < 1.2, "as chance would have it, and neither closer nor further"
+    assert abs(errors).max() < 5.5
+    assert len({tuple(row[:20]) for row in tokens}) == len(tokens), "each position draws for itself"
+
+
+def test_alternatives_are_the_same_for_the_same_seed_however_the_prompt_is_read(tiny_dir: Path, engine: Engine) -> None:
+    prompt = [5 + index * 7 % 300 for index in range(300)]
+    pieces = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01, prefill_tokens=64), name="tiny")
+    whole, in_pieces, other = (
+        alternatives(one, prompt, 3, seed=seed) for one, seed in ((engine, 7), (pieces, 7), (engine, 8))
+    )
+    assert (whole[0] == in_pieces[0]).mean() > 0.99
+    assert (whole[0] == other[0]).mean() < 0.1
+    greedy, _ = alternatives(engine, PROMPT, 2, temperature=0)
+    (top,) = sample_many(engine, [(PROMPT, engine.base_policy)], max_tokens=1, topk_prompt_logprobs=1)
+    assert greedy.tolist() == [[pairs[0][0]] * 2 for pairs in (top.topk_prompt_logprobs or ()) if pairs]
+    nothing, _ = alternatives(engine, [5], 2)
+    assert nothing.shape == (0, 2), "nothing predicts a prompt's first token"

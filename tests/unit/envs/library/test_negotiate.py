@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -141,12 +142,13 @@ def test_the_world_keeps_the_rules_at_every_difficulty() -> None:
 
 
 def test_options_that_cannot_work_are_refused() -> None:
-    for options, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"games": "rentel"}, "did you mean 'rental'"),
         ({"games": "hotel"}, "out of domain"),
         ({"num_issues": 5}, "1 to 4"),
         ({"opponent": ""}, "opponent is empty"),
-    ):
+    ]
+    for options, words in refused:
         with pytest.raises(ConfigError, match=words):
             Negotiate(**options)
     with pytest.raises(ConfigError, match="held_out=payoffs"):

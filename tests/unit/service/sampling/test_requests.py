@@ -97,8 +97,21 @@ async def test_a_prompt_that_cannot_be_used_fails_with_the_reason(serve: Serve) 
             await wire.ok("/asample", {**ask(sampler, 0), "prompt": {"chunks": [{"tokens": [10**6]}]}})
         )
         assert "vocabulary" in outcome["error"]
-        alternatives = await wire.post("/asample", ask(sampler, 1, prompt_alt_tokens_k=2))
-        assert alternatives.status_code == 400
+        negative = await wire.post("/asample", ask(sampler, 1, prompt_alt_tokens_k=-1))
+        assert negative.status_code in (400, 422)
+
+
+async def test_alternatives_to_prompt_tokens_come_with_the_answer_that_asked_for_them(serve: Serve) -> None:
+    async with serve() as wire:
+        sampler = await sampler_of(wire)
+        plain = await wire.result(await wire.ok("/asample", ask(sampler, 0)))
+        asked = {**ask(sampler, 1, prompt_alt_tokens_k=3), "prompt": {"chunks": [{"tokens": TOKENS}]}}
+        drawn = await wire.result(await wire.ok("/asample", asked))
+    assert "prompt_alt_tokens" not in plain
+    tokens, logprobs = drawn["prompt_alt_tokens"]["tokens"], drawn["prompt_alt_tokens"]["logprobs"]
+    assert (tokens["shape"], tokens["dtype"]) == ([len(TOKENS) - 1, 3], "int64")
+    assert (logprobs["shape"], logprobs["dtype"]) == ([len(TOKENS) - 1, 3], "float32")
+    assert max(logprobs["data"]) < 0
 
 
 async def test_chosen_ids_are_scored_as_the_prompts_own_are(serve: Serve) -> None:
