@@ -22,6 +22,7 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.http import ServerGoneError
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
+from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
 MAX_TRIES, MAX_SCORING_TRIES = 4, 2
@@ -158,8 +159,14 @@ class Fleet:
                 await asyncio.wait_for(server.is_tried.wait(), self.times.wait_s)
             if server.wrong is not None:
                 raise server.wrong
-        if not await self._until(lambda: self.num_ready > 0, self.times.wait_s):
-            raise ServiceError(f"no server can sample, after {self.times.wait_s:g} s: {self._why_out()}")
+        addresses = ", ".join(server.url for server in self._servers)
+        with PENDING_CALLS.listed("servers", f"answer ({addresses})", self.times.wait_s, is_reason=True):
+            is_any_ready = await self._until(lambda: self.num_ready > 0, self.times.wait_s)
+        if not is_any_ready:
+            raise ServiceError(
+                f"no server can sample, after {self.times.wait_s:g} s (rollout.server_wait_s): {self._why_out()}; "
+                "start the server, or correct rollout.url"
+            )
 
     async def publish(self, weights: ServedWeights) -> None:
         """Load an adapter on every server. Returns when all have it, or when one has it and the others lag too far."""

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turnwise.errors import ConfigError
@@ -42,6 +42,16 @@ FIND_S, LIST_S = 60.0, 300.0
 def server_python(rollout: RolloutConfig) -> str:
     """The Python that runs a server of our own."""
     return rollout.server_python or sys.executable
+
+
+def size_arguments(rollout: RolloutConfig, names: Mapping[str, str]) -> list[str]:
+    """The server's arguments (`names`, by option of the section `rollout`) for the options that were set."""
+    found: list[str] = []
+    for option, argument in names.items():
+        value = getattr(rollout, option)
+        if value != RolloutConfig.model_fields[option].default:
+            found += [argument, str(value)]
+    return found
 
 
 def check_module(python: str, module: str) -> str:
