@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
@@ -16,8 +18,10 @@ from typing import Any
 
 import pytest
 
+import turnwise as tw
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
+from turnwise.training.policy import find_policy
 from vllm_server import RANK, Served, make_model
 
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
@@ -169,6 +173,31 @@ def test_another_model_behind_the_address_is_refused_before_anything_is_trained(
     assert "does not serve the run's model" in capsys.readouterr().err
     with RunReader(tmp_path / "run") as run:
         assert not run.metric("train/grad_norm")
+
+
+def test_a_trained_run_is_measured_and_talks_on_a_server_and_so_does_its_export(
+    vllm: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, adapter = tmp_path / "run", tmp_path / "adapter"
+    assert main(["train", ECHO, f"model={vllm.model}", *SMALL, "train.learning_rate=0.03", f"run.dir={directory}"]) == 0
+    assert main(["export", str(directory), "--peft", str(adapter)]) == 0
+    capsys.readouterr()
+    served = ("rollout.backend=vllm", f"rollout.url={vllm.url}")
+    assert main(["eval", str(directory), *served, "eval.tasks=6", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["num_attempts"] == 6
+    assert f"sampler: vLLM at {vllm.url}" in told.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd more.\n"))
+    assert main(["sample", str(directory), *served, "--max-tokens", "4"]) == 0
+    prompt = tw.types.ModelInput.from_ints(range(40, 90))
+    with find_policy(str(directory)) as policy, find_policy(str(vllm.model)) as base:
+        ours = policy.sampler.compute_logprobs(prompt).result()[1:]
+        untrained = base.sampler.compute_logprobs(prompt).result()[1:]
+    for target in (directory, adapter):
+        with find_policy(str(target), overrides=["engine.dtype=float32", *served]) as policy:
+            theirs = policy.sampler.compute_logprobs(prompt).result()[1:]
+        assert theirs == pytest.approx(ours, abs=1e-3)
+        assert theirs != pytest.approx(untrained, abs=1e-2), "the adapter is there"
 
 
 @contextmanager

@@ -14,11 +14,14 @@ import pytest
 from transformers import AutoTokenizer
 
 import turnwise as tw
+from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights
 from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.backends.vllm import VllmPublisher
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
 from turnwise.errors import DataError
+from turnwise.rollout.config import RolloutConfig
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 from vllm_server import RANK, Served
 
@@ -172,3 +175,26 @@ async def test_prompts_are_scored_beside_other_requests(vllm: Served, service: t
         assert len(answer.sequences) == 2
         for ours, theirs in zip(expected.topk_prompt_logprobs[1:], answer.topk_prompt_logprobs[1:], strict=True):
             assert [pair[1] for pair in ours] == pytest.approx([pair[1] for pair in theirs], abs=CLOSE)
+
+
+async def test_another_run_can_start_on_the_same_server_beside_requests_of_the_first(
+    vllm: Served, service: tw.ServiceClient, data: Path
+) -> None:
+    trainer, adapter = trained(service, vllm.model, data)
+    weights = ServedWeights(version=1, adapter=adapter)
+    rollout = RolloutConfig(backend="vllm", url=(vllm.url,), max_trajectory_tokens=1024)
+    engine = EngineConfig(device="cpu", dtype="float32")
+    setup = BackendSetup(rollout=rollout, model_directory=vllm.model, run_directory=data, engine=engine)
+    async with talking(vllm) as dialect:
+        await dialect.load(weights)
+        long = SampleRequest(PROMPT, SamplingParams(max_tokens=900, stop=[]))
+        running = [asyncio.create_task(dialect.generate(long, weights)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        async with VllmPublisher(setup) as publisher:
+            sampler = await publisher.publish(trainer, 0)
+            reply = await sampler.sample_async(ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=4))
+            assert not any(task.done() for task in running), "they overlapped"
+        expected = trainer_logprobs(trainer, reply.sequences[0], 1.0)
+        assert reply.sequences[0].logprobs == pytest.approx(expected, abs=CLOSE)
+        assert all(len(answer.sequences[0].tokens) == 900 for answer in await asyncio.gather(*running))
+        await dialect.unload(weights)

@@ -12,7 +12,9 @@ import pytest
 
 import turnwise as tw
 from turnwise.backends.servers.dialect import ServedWeights
+from turnwise.backends.servers.http import JsonServer, ServerGoneError
 from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.backends.vllm import MAX_LORAS
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
@@ -29,6 +31,27 @@ NUM_DRAWN = 600
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_head_is_left(vllm: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a CPU, vLLM gives a request without an adapter the output head of the last slot, even when the adapter there
+    was unloaded. So both slots get an adapter that changes nothing."""
+    data = tmp_path_factory.mktemp("blank")
+    with tw.ServiceClient(data_dir=data, engine=EngineConfig(device="cpu", dtype="float32")) as service:
+        trainer = service.create_lora_training_client(str(vllm.model), rank=RANK, seed=1)
+        paths = [trainer.save_weights_for_sampler(f"blank-{number}").result().path for number in range(MAX_LORAS)]
+
+    async def fill() -> None:
+        blank = [ServedWeights(version=0, adapter=CheckpointStore(data).directory(path)) for path in paths]
+        dialect = VllmDialect(vllm.url, end_ids=(2,))
+        for weights in blank:
+            await dialect.load(weights)
+        for weights in blank:
+            await dialect.unload(weights)
+        await dialect.close()
+
+    asyncio.run(fill())
+
+
 @asynccontextmanager
 async def talking(served: Served, across_updates: str = "recompute") -> AsyncIterator[VllmDialect]:
     """A dialect that replaces whole weights, and puts back those that the server was started with."""
@@ -39,6 +62,13 @@ async def talking(served: Served, across_updates: str = "recompute") -> AsyncIte
     finally:
         await dialect.replace_weights(sorted(served.model.glob("*.safetensors")), 0)
         await dialect.close()
+        await rename_weights(served, "default")
+
+
+async def rename_weights(served: Served, name: str) -> None:
+    server = JsonServer(served.url)
+    await server.post("/update_weight_version", {"new_version": name}, deadline_s=10)
+    await server.close()
 
 
 def logprobs_by(trainer: Any, sequence: SampledSequence) -> list[float]:
@@ -88,14 +118,40 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
                 assert sequence.logprobs[at + 1 :] == pytest.approx(logprobs_by(new, sequence)[at + 1 :], abs=1e-3)
 
 
+async def test_weights_of_another_run_or_process_are_refused_and_so_is_what_they_left_in_the_cache(
+    vllm: Served,
+) -> None:
+    prompt = tuple((7 * index) % 400 + 3 for index in range(160))
+    request, own = SampleRequest(prompt, SamplingParams(max_tokens=2, stop=[])), ServedWeights(version=4)
+    files = sorted(vllm.model.glob("*.safetensors"))
+    async with talking(vllm, "keep") as first, talking(vllm, "keep") as second:
+        await first.replace_weights(files, 4)
+        assert (await first.generate(request, own)).num_cached_prompt_tokens == 0
+        assert (await first.generate(request, own)).num_cached_prompt_tokens > 0
+        await second.replace_weights(files, 4)  # a run that was resumed comes to version 4 again, by another way
+        assert (await second.generate(request, own)).num_cached_prompt_tokens == 0
+        with pytest.raises(ServerGoneError, match="other weights than this run needs"):
+            await first.generate(request, own)
+        with_adapters = VllmDialect(vllm.url, end_ids=(2,))
+        await with_adapters.facts()
+        with pytest.raises(ServerGoneError, match="another run replaced them"):
+            await with_adapters.generate(request, ServedWeights(version=0))
+        await with_adapters.close()
+
+
 @pytest.mark.parametrize("trained", ["model.rank=8", "model.train=full"])
-def test_a_run_publishes_whole_weights(vllm: Served, tmp_path: Path, trained: str) -> None:
+def test_a_run_publishes_whole_weights_and_an_evaluation_does_not(
+    vllm: Served, tmp_path: Path, trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "run"
     small = ("train.steps=2", "train.tasks_per_step=2", "rollout.group_size=6", "warmup.steps=2", "eval.tasks=0")
     options = (f"rollout.url={vllm.url}", "rollout.publish=weights", "engine.dtype=float32", "run.dialogues=0")
     command = ["train", ECHO, f"model={vllm.model}", "rollout.backend=vllm", *small, *options, trained]
     try:
         assert main([*command, f"run.dir={directory}"]) == 0
+        capsys.readouterr()
+        assert main(["eval", str(directory)]) == 2, "an evaluation leaves servers alone that a run may be using"
+        assert "would replace the weights of the servers" in capsys.readouterr().err
     finally:
         asyncio.run(put_back(vllm))
     with RunReader(directory) as run:

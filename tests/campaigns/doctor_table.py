@@ -80,7 +80,7 @@ PLANTED = (
          fault="trap", options={"train.learning_rate": 3e-2, "train.steps": 16}),
     Case(what="rewards of 10,000", expected="gradient_clipped", fault="huge"),
     Case(what="rewards of 1e-6", expected="gradient_vanishes", fault="minute"),
-    Case(what="four updates from one batch with a high rate", expected="drift",
+    Case(what="four updates from one batch with a high rate", expected="weights_moved",
          options={"train.substeps": 4, "train.learning_rate": 3e-2}),
     Case(what="slow tasks with `train.max_wait=4`, `train.max_staleness=1`", expected="stale", fault="uneven",
          options={"train.max_staleness": 1, "train.max_wait": 4, "train.min_batch": 1, "eval.tasks": 0,

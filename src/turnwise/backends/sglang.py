@@ -26,7 +26,7 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher, read_rank
-from turnwise.backends.servers.python import check_arguments, check_module, server_python
+from turnwise.backends.servers.python import check_arguments, check_module, server_python, size_arguments
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
@@ -39,6 +39,12 @@ MAX_PARTS = 32
 """Requests that one reply may take, where the server ends it before its stop."""
 FILL_CONTEXT = 2**30
 MODULE, ENTRY = "sglang", "sglang.launch_server"
+SIZES = {
+    "gpu_memory_utilization": "--mem-fraction-static",
+    "max_num_seqs": "--max-running-requests",
+    "tensor_parallel_size": "--tp-size",
+}
+"""Options of the section `rollout`, and the arguments of the server that mean the same."""
 OWN_ARGUMENTS = ("--model-path", "--host", "--port", "--enable-lora", "--max-lora-rank", "--lora-target-modules")
 """Arguments that the run itself depends on."""
 MAX_LOADED = 16
@@ -229,6 +235,11 @@ class SglangPublisher(ServerPublisher):
             raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
         if rollout.url:
             return
+        if rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: SGLang's memory is not given back while the trainer learns; use "
+                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
+            )
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
@@ -237,7 +248,7 @@ class SglangPublisher(ServerPublisher):
     def describe(cls, rollout: RolloutConfig) -> str:
         if rollout.url:
             return f"SGLang at {', '.join(rollout.url)}"
-        command = [server_python(rollout), "-m", ENTRY, *_sizes(rollout), *rollout.server_args]
+        command = [server_python(rollout), "-m", ENTRY, *size_arguments(rollout, SIZES), *rollout.server_args]
         return f"SGLang, a server that the run starts: {' '.join(command)}"
 
     def make_dialect(self, url: str) -> SglangDialect:
@@ -271,7 +282,7 @@ class SglangPublisher(ServerPublisher):
             "--max-loaded-loras": str(MAX_LOADED),
         }
         command = [server_python(rollout), "-m", ENTRY, *(part for pair in named.items() for part in pair)]
-        return [*command, "--enable-lora", *_sizes(rollout), *rollout.server_args]
+        return [*command, "--enable-lora", *size_arguments(rollout, SIZES), *rollout.server_args]
 
 
 _OWN = ServedWeights(version=0)
@@ -404,18 +415,6 @@ def _check_ids(said: dict[str, Any], drawn: list[int], url: str) -> None:
     plain = said.get("output_ids")
     if isinstance(plain, list) and drawn[: len(cast("list[int]", plain))] != plain:
         raise ServerGoneError(f"{url}/generate returned ids {str(cast(object, plain))[:120]} and logprobs of others")
-
-
-def _sizes(rollout: RolloutConfig) -> list[str]:
-    """The arguments that the section `rollout` has options for."""
-    found: list[str] = []
-    if rollout.gpu_memory_utilization:
-        found += ["--mem-fraction-static", f"{rollout.gpu_memory_utilization:g}"]
-    if rollout.max_num_seqs:
-        found += ["--max-running-requests", str(rollout.max_num_seqs)]
-    if rollout.tensor_parallel_size > 1:
-        found += ["--tp-size", str(rollout.tensor_parallel_size)]
-    return found
 
 
 def _whole(value: object) -> int | None:

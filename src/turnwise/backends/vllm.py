@@ -19,18 +19,27 @@ from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher, read_rank
-from turnwise.backends.servers.python import check_arguments, check_module, server_python
+from turnwise.backends.servers.python import check_arguments, check_module, server_python, size_arguments
 from turnwise.backends.servers.vllm_dialect import VllmDialect
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
 from turnwise.rollout.config import RolloutConfig
 
 MODULE = "vllm"
 ENTRY = "vllm.entrypoints.openai.api_server"
+SIZES = {
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "max_num_seqs": "--max-num-seqs",
+    "tensor_parallel_size": "--tensor-parallel-size",
+}
+"""Options of the section `rollout`, and the arguments of the server that mean the same."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` takes."""
 MAX_LORAS, MAX_CPU_LORAS = 2, 16
 """Adapters in one batch, and adapters that are kept: versions that attempts under way may still ask for."""
+MIN_CPU_HEAD = 32
+"""The smallest attention head for which vLLM has a kernel on a CPU."""
 MIN_CPU_BATCH = 4096
 """Tokens of one step of a server on a CPU, at least."""
 CPU_CACHE_GIB = 2
@@ -66,10 +75,16 @@ class VllmPublisher(ServerPublisher):
     def describe(cls, rollout: RolloutConfig) -> str:
         if rollout.url:
             return f"vLLM at {', '.join(rollout.url)}"
-        command = [server_python(rollout), "-m", ENTRY, *_sizes(rollout), *rollout.server_args]
+        command = [server_python(rollout), "-m", ENTRY, *size_arguments(rollout, SIZES), *rollout.server_args]
         return f"vLLM, a server that the run starts: {' '.join(command)}"
 
     def server_command(self) -> ServerCommand:
+        size = read_facts(self.setup.model_directory, runs_here=False).head_size
+        if self._is_on_cpu() and size < MIN_CPU_HEAD:  # the server would start, and end at the first request
+            raise ConfigError(
+                f"{self.setup.model_directory.name} has attention heads of size {size}; vLLM on a CPU needs "
+                f"{MIN_CPU_HEAD} or more, use another model (such as model=smollm2) or rollout.backend=local"
+            )
         return ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
 
     def make_dialect(self, url: str) -> ServerDialect:
@@ -108,7 +123,7 @@ class VllmPublisher(ServerPublisher):
             batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)
             switches += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
         named = [part for name, value in fixed.items() if value != "0" for part in (name, value)]
-        command = [server_python(rollout), "-m", ENTRY, *named, *switches, *_sizes(rollout)]
+        command = [server_python(rollout), "-m", ENTRY, *named, *switches, *size_arguments(rollout, SIZES)]
         return [*command, *rollout.server_args]
 
     def _environment(self) -> dict[str, str]:
@@ -161,15 +176,3 @@ def _lora_rank(rank: int) -> int:
         if rank <= known:
             return known
     raise ConfigError(f"model.rank={rank}; vLLM takes adapters of rank {LORA_RANKS[-1]} at most")
-
-
-def _sizes(rollout: RolloutConfig) -> list[str]:
-    """The arguments that the section `rollout` has options for."""
-    found: list[str] = []
-    if rollout.gpu_memory_utilization:
-        found += ["--gpu-memory-utilization", f"{rollout.gpu_memory_utilization:g}"]
-    if rollout.max_num_seqs:
-        found += ["--max-num-seqs", str(rollout.max_num_seqs)]
-    if rollout.tensor_parallel_size > 1:
-        found += ["--tensor-parallel-size", str(rollout.tensor_parallel_size)]
-    return found

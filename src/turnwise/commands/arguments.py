@@ -304,7 +304,10 @@ def _add_pairs(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "targets", nargs="+", metavar="RUN|CHECKPOINT|MODEL", help="the policy that plays; with --stored, runs to read"
+        "targets",
+        nargs="+",
+        metavar="RUN|CHECKPOINT|MODEL",
+        help="the policy that plays; with --stored, runs to read; or an option, section.key=value",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="the Parquet file to write")
     parser.add_argument(

@@ -39,6 +39,8 @@ from turnwise.credit.shaping import RewardConfig
 from turnwise.errors import ConfigError
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
+from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.writer import RunWriter
 from turnwise.runtime.exit_codes import ExitCode
@@ -354,8 +356,12 @@ def _check_same(place: Path, stored: str, wanted: Config) -> None:
 
 
 def _as_it_runs(config: Config) -> dict[str, Any]:
-    """The options; `method.correction=auto` is none where this program samples, as older runs wrote it down."""
+    """The options, each where older runs wrote it down: where this program samples, `method.correction=auto` is none,
+    and what `rollout` says about the engine stands in `engine`."""
     tree = config_to_tree(config)
+    for name in SHARED_OPTIONS if config.rollout.backend == "local" else ():
+        tree["engine"][name] = getattr(config.engine_in_use, name)
+        tree["rollout"][name] = RolloutConfig.model_fields[name].default
     if not config.is_sampled_elsewhere and tree["method"].get("correction") == "auto":
         tree["method"]["correction"] = "none"
     return tree

@@ -101,8 +101,12 @@ def read_tree(name: str) -> Tree:
     return {"env": {"name": name}}
 
 
-def parse_yaml(text: str, source: str) -> Tree:
-    """A YAML text as sections of keys; `model: tiny` stands for `model: {name: tiny}`."""
+def parse_yaml(text: str, source: str, *, is_stored: bool = False) -> Tree:
+    """A YAML text as sections of keys; `model: tiny` stands for `model: {name: tiny}`.
+
+    Args:
+        is_stored: A run wrote the text; other spellings of options mean what they meant then.
+    """
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as cause:
@@ -115,7 +119,7 @@ def parse_yaml(text: str, source: str) -> Tree:
     for section, value in cast(dict[object, Any], content).items():
         is_bare = section in SHORTHANDS and isinstance(value, str)
         tree[str(section)] = {"name": value} if is_bare else {} if value is None else value
-    return to_canonical(tree)
+    return to_canonical(tree, is_stored=is_stored)
 
 
 def tree_to_config(tree: Tree) -> Config:
@@ -139,7 +143,7 @@ def config_to_yaml(config: Config) -> str:
 
 def config_from_yaml(text: str, source: str) -> Config:
     """The config that a run stored. Options that are newer than the run get the value that the run had."""
-    tree = parse_yaml(text, source)
+    tree = parse_yaml(text, source, is_stored=True)
     _fill_in(tree)
     _turn_off(tree, None)
     tree["method"] = read_stored_method(tree["method"])

@@ -22,6 +22,12 @@ SPELLINGS: Mapping[str, str] = {
     "train.micro_batch_tokens": "engine.micro_batch_tokens",
 }
 """The option of each spelling. SkyRL's section `generator` means `rollout` for every option that is not listed."""
+STORED_SPELLINGS: Mapping[str, str] = {
+    "generator.max_num_seqs": "engine.max_num_seqs",
+    "generator.gpu_memory_utilization": "engine.gpu_memory_utilization",
+}
+"""What these stood for in the configs of runs that wrote a section `generator`. Such runs sampled in the engine, and
+wrote its values down there also where they were its defaults."""
 OTHER_WORDS: Mapping[str, str] = {
     "lr": "learning_rate",
     "epochs": "steps",
@@ -79,13 +85,18 @@ def check_agreement(path: str, other: str, values: tuple[Any, Any]) -> None:
         )
 
 
-def to_canonical(tree: Mapping[str, Any]) -> Tree:
-    """A config as in YAML, with every spelling replaced by its option."""
+def to_canonical(tree: Mapping[str, Any], *, is_stored: bool = False) -> Tree:
+    """A config as in YAML, with every spelling replaced by its option.
+
+    Args:
+        is_stored: A run wrote the config down; spellings mean what they meant then.
+    """
+    older: Mapping[str, str] = STORED_SPELLINGS if is_stored else {}
     result: Tree = {name: value for name, value in tree.items() if name != SKYRL_SECTION}
     for path, value in _other_spellings(tree):
         if check_only_off(path, value):
             continue
-        section, _, key = canonical_option(path).partition(".")
+        section, _, key = older.get(path, canonical_option(path)).partition(".")
         held: Tree = result.get(section) or {}
         if key in held:
             check_agreement(path, f"{section}.{key}", (value, held[key]))

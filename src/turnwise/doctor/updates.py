@@ -15,9 +15,9 @@ from turnwise.watch.alarms import Alarm, Alarms
 from turnwise.watch.trends import STRETCH_STEPS, best_stretch, has_fallen, has_risen
 
 ALARM_NAMES = {
-    "kl": "drift",
-    "drift": "sampler_drift",
-    "drift_growth": "sampler_drift_grows",
+    "kl": "weights_moved",
+    "drift": "drift",
+    "drift_growth": "drift_grows",
     "ess": "few_tokens_count",
     "stale": "stale",
     "entropy_low": "entropy_collapsed",

@@ -22,13 +22,15 @@ class PendingCall:
     """One call that has not returned yet."""
 
     party: str
-    """Who was called: env, tool, sampler, judge, trainer or critic."""
+    """Who was called: env, tool, sampler, judge, trainer, critic or a server."""
     what: str
     who: str
     since_s: float
     """Start, on the clock of `time.monotonic`."""
     deadline_s: float
     """Seconds after `since_s` at which the call is given up."""
+    is_reason: bool = False
+    """Whether it is why the calls around it wait, so that it is shown before them."""
 
     @property
     def waited_s(self) -> float:
@@ -49,11 +51,16 @@ class PendingCalls:
         """Calls that have returned, with or without an error."""
 
     @contextmanager
-    def listed(self, party: str, what: str, deadline_s: float) -> Iterator[None]:
+    def listed(self, party: str, what: str, deadline_s: float, *, is_reason: bool = False) -> Iterator[None]:
         """List a call while the block runs."""
         number = next(self._numbers)
         self._open[number] = PendingCall(
-            party=party, what=what, who=caller.get(), since_s=time.monotonic(), deadline_s=deadline_s
+            party=party,
+            what=what,
+            who=caller.get(),
+            since_s=time.monotonic(),
+            deadline_s=deadline_s,
+            is_reason=is_reason,
         )
         try:
             yield
@@ -65,9 +72,9 @@ class PendingCalls:
         return len(self._open)
 
     def oldest(self, count: int = 1) -> list[PendingCall]:
-        """The `count` calls that have been pending longest, the longest first."""
+        """The `count` calls that have been pending longest: known reasons first, then the longest first."""
         open_now = list(self._open.values())  # copied in one go, because the event loop may change the dict meanwhile
-        return sorted(open_now, key=lambda call: call.since_s)[:count]
+        return sorted(open_now, key=lambda call: (not call.is_reason, call.since_s))[:count]
 
 
 PENDING_CALLS = PendingCalls()

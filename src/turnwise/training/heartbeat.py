@@ -39,7 +39,7 @@ def waiting_text(reason: str, calls: Sequence[PendingCall]) -> str:
     if not calls:
         return ""
     oldest = str(calls[0])
-    return oldest if not reason or oldest.startswith(reason) else f"{reason}; longest: {oldest}"
+    return oldest if not reason or calls[0].is_reason or oldest.startswith(reason) else f"{reason}; longest: {oldest}"
 
 
 class Heartbeat:

@@ -257,7 +257,7 @@ class Loop:
             return
         played = await play_demonstrations(self._parts, self._renderer)
         shown = [one.total_reward for one in played if one.end_reason is EndReason.TERMINATED and not one.is_cut]
-        finding = check_earnings(evaluation.played, shown or None)
+        finding = check_earnings(evaluation.played, shown or None, warmup_steps=self._config.warmup.steps)
         assert finding is not None, "nothing was earned a moment ago either"
         self._recorder.finding(finding)
 

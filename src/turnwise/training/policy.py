@@ -153,7 +153,7 @@ class PolicySampler(ClosedOnExit):
         """The sampling client of these weights, for calls with token ids; `rollout.backend` says who samples."""
         if self._sampler is None:
             if self.config.rollout.backend != "local":
-                self._served = ServedPolicy(self.config, self._files_to_serve())
+                self._served = ServedPolicy(self.config, self._files_to_serve(), self.service)
                 weakref.finalize(self, self._served.close)
                 self._sampler = self._served.sampler
             elif self.checkpoint is not None:
@@ -273,7 +273,7 @@ class PolicySampler(ClosedOnExit):
 class ServedPolicy:
     """Weights on the servers of a backend that needs no trainer; `close` stops what was started for them."""
 
-    def __init__(self, config: Config, adapter: Path | None) -> None:
+    def __init__(self, config: Config, adapter: Path | None, service: AnyService) -> None:
         rollout = config.rollout
         find_publisher(rollout.backend).check_options(rollout)
         # A directory of its own: the run's may belong to a process that trains, with servers and files of its own.
@@ -283,6 +283,7 @@ class ServedPolicy:
             model_directory=find_model(config),
             run_directory=Path(self._directory.name),
             engine=config.engine_in_use,
+            service=service,
         )
         self._publisher: Publisher | None = make_publisher(setup)
         try:

@@ -60,11 +60,14 @@ def check_demonstrations(world: World, renderer: Renderer, limits: RolloutLimits
     )
 
 
-def check_earnings(played: RolloutResult, shown: Sequence[float] | None = None) -> Finding | None:
+def check_earnings(
+    played: RolloutResult, shown: Sequence[float] | None = None, *, warmup_steps: int = 0
+) -> Finding | None:
     """Find a world in which no reply earned anything.
 
     Args:
         shown: Rewards of the world's own demonstrations; None if they cannot be played.
+        warmup_steps: Steps of the warm-up that came before.
     """
     attempts = [one for group in played.groups for one in group.trajectories]
     if len(attempts) < MIN_ATTEMPTS or any(one.total_reward or one.is_success for one in attempts):
@@ -80,14 +83,17 @@ def check_earnings(played: RolloutResult, shown: Sequence[float] | None = None) 
         [Fix(text="mend the reward, or the demonstrations; turnwise check-env plays the world alone")]
         if is_broken
         else [
-            Fix(option="warmup.steps=50", text="show the policy what earns something, if the world has demonstrations"),
+            Fix(
+                option=f"warmup.steps={4 * warmup_steps or 50}",
+                text="show the policy what earns something, if the world has demonstrations",
+            ),
             Fix(text="begin with easier tasks, or reward parts of a solution"),
         ]
     )
-    last = attempts[-1]
+    last, when = attempts[-1], "after the warm-up" if warmup_steps else "before training"
     return Finding(
         name="reward_broken" if is_broken else "nothing_earned",
-        seen=f"none of {len(attempts)} attempts before training earned anything{also}",
+        seen=f"none of {len(attempts)} attempts {when} earned anything{also}",
         why=why,
         fixes=tuple(fixes),
         evidence=f"the last reply: {last.turns[-1].reply.content.strip()!r:.300}",

@@ -37,7 +37,8 @@ def export_page(place: Path, file: Path, *, num_attempts: int) -> str:
     except OSError as cause:
         raise ConfigError(f"{file} cannot be written: {cause.strerror}; choose another file") from cause
     num_runs = len(answers["answers"]["runs"][""]["runs"])
-    return f"{file}: {num_runs} runs, {len(answers['attempts'])} attempts, {len(text) / 1e6:.1f} MB"
+    runs = f"{num_runs} run{'' if num_runs == 1 else 's'}"
+    return f"{file}: {runs}, {len(answers['attempts'])} attempts, {len(text) / 1e6:.1f} MB"
 
 
 def _answers(pages: Pages, num_attempts: int) -> Json:

@@ -50,6 +50,15 @@ def test_a_config_is_written_with_the_options_own_names_and_older_ones_load() ->
     assert override_config(config, ["generator.max_turns=5"]).rollout.max_turns == 5
 
 
+def test_an_older_run_that_wrote_the_engines_own_values_under_generator_still_loads() -> None:
+    """Such a run wrote every option down, also where nothing read it."""
+    sizes = "max_num_seqs: 256, gpu_memory_utilization: 0.9"
+    for others in ("generator: {deterministic: true, %s}", "model: {base_url: 'http://a'}\ngenerator: {%s}"):
+        config = config_from_yaml(others % sizes, "an older run")
+        assert (config.engine.max_num_seqs, config.engine.gpu_memory_utilization) == (256, 0.9)
+        assert (config.rollout.max_num_seqs, config.rollout.gpu_memory_utilization) == (0, 0)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [["generator.n_samples_per_prompt=4", "rollout.group_size=8"], ["engine.device=cpu", "model.device=cuda"]],

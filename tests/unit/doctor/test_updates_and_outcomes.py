@@ -20,7 +20,7 @@ Changes = dict[str, float | Sequence[float]]
 @pytest.mark.parametrize(
     ("name", "bad", "fine"),
     [
-        ("drift", {"train__kl_sampler_trainer_k2": 0.2}, {"train__kl_sampler_trainer_k2": 1e-4}),
+        ("weights_moved", {"train__kl_sampler_trainer_k2": 0.2}, {"train__kl_sampler_trainer_k2": 1e-4}),
         ("few_tokens_count", {"train__ess_fraction": 0.1}, {"train__ess_fraction": 0.9}),
         ("stale", {"pool__stale_share": 0.4}, {"pool__stale_share": 0.0}),
         (

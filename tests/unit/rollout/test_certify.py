@@ -118,6 +118,10 @@ def test_rounding_is_no_drift() -> None:
     assert certificate.max_gap == pytest.approx(1e-3, rel=1e-2)
     assert certificate.mean_k2 == pytest.approx(5e-7, rel=1e-2)
     assert not certify([WHOLE], off_by({11: 0.1}), k2_tolerance=1e-5).is_exact
+    assert certify([WHOLE], off_by({14: 0.4}), k2_tolerance=0.01).mean_k2 == pytest.approx(0.4**2 / 2 / 9)
+    assert certify([WHOLE], off_by({14: 0.4}), k2_tolerance=0.01).is_exact, "bfloat16: one token of a turn of two"
+    assert not certify([WHOLE], off_by({14: 0.8}), k2_tolerance=0.01).is_exact, "half the probability is no rounding"
+    assert not certify([WHOLE], off_by(dict.fromkeys(range(10, 19), 0.2)), k2_tolerance=0.01).is_exact, "all tokens"
 
 
 def test_temperature_and_version_are_named_as_causes() -> None:

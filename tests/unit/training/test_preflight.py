@@ -81,6 +81,13 @@ def test_a_world_in_which_nothing_is_earned_is_told_from_one_with_a_broken_rewar
         assert check_earnings(earned) is None
 
 
+def test_after_a_warm_up_that_earned_nothing_a_longer_one_is_advised() -> None:
+    finding = check_earnings(_played(*[0.0] * 8), warmup_steps=600)
+    assert finding is not None
+    assert finding.fixes[0].option == "warmup.steps=2400"
+    assert "after the warm-up" in finding.seen
+
+
 def test_a_run_goes_on_if_one_attempt_is_left_or_the_sampler_may_come_back() -> None:
     with pytest.raises(AllFailedError, match=r"all 2 attempts of the first step failed, the first by env(.|\n)*line 3"):
         check_any_left(_played(failed=(Party.ENV, Party.ENV)), "the first step", FirstFailures())

@@ -146,7 +146,7 @@ def _drift_run(values: list[float], config: AlarmConfig | None = None) -> list[A
 
 def test_drift_over_its_bound_is_an_alarm_with_the_worst_token_and_one_that_only_lags_is_not() -> None:
     (alarm,) = _drift_run([1e-4, 0.02])
-    for words in ("on the same weights is 0.02, over 0.003", "float32", "Worst token: task attempt 2, turn 1, token 5"):
+    for words in ("on the same weights is 0.02, over 0.01", "float32", "Worst token: task attempt 2, turn 1, token 5"):
         assert words in str(alarm)
     (broken,) = _drift_run([math.nan])
     assert broken.name == "drift"
@@ -173,7 +173,7 @@ def test_drift_that_grows_over_the_runs_own_start_is_an_alarm_before_the_bound_i
 
 
 def test_steady_drift_a_single_odd_step_and_growing_rounding_are_no_alarm() -> None:
-    assert _drift_run([8e-4, 9e-4, 7e-4] * 6) == [], "a bfloat16 server drifts from the start"
+    assert _drift_run([3.0e-3, 3.8e-3, 3.4e-3] * 6) == [], "a bfloat16 server drifts from the start"
     assert _drift_run([1e-5] * 6 + [2.5e-3] + [1e-5] * 6) == [], "one odd batch"
     assert _drift_run([1e-14] * 5 + [1e-9] * 5) == [], "float32 rounding, a hundred thousand times what it was"
 

@@ -22,10 +22,12 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.http import ServerGoneError
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
-from turnwise.types import SampleRequest, SampleResponse, SamplingParams
+from turnwise.runtime.pending_calls import PENDING_CALLS
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
-MAX_TRIES = 4
-"""Servers that one request is sent to before it fails."""
+MAX_TRIES, MAX_SCORING_TRIES = 4, 2
+"""Servers that one request is sent to before it fails. A vLLM on a CPU may end when a prompt is scored beside requests
+of another process; such a request must not end a whole fleet."""
 NUM_MISSED_CHECKS = 2
 """Health checks in a row without an answer that take a server out."""
 CANCEL_GRACE_S = 1.0
@@ -99,6 +101,8 @@ class _Server:
         self.wrong: TurnwiseError | None = None
         """It answers, and is not what the run needs."""
         self.loaded: set[str] = set()
+        self.replacing = asyncio.Lock()
+        """Held while its whole weights are replaced."""
         self.num_running = 0
         self.num_served = 0
         self.num_missed = 0
@@ -155,8 +159,14 @@ class Fleet:
                 await asyncio.wait_for(server.is_tried.wait(), self.times.wait_s)
             if server.wrong is not None:
                 raise server.wrong
-        if not await self._until(lambda: self.num_ready > 0, self.times.wait_s):
-            raise ServiceError(f"no server can sample, after {self.times.wait_s:g} s: {self._why_out()}")
+        addresses = ", ".join(server.url for server in self._servers)
+        with PENDING_CALLS.listed("servers", f"answer ({addresses})", self.times.wait_s, is_reason=True):
+            is_any_ready = await self._until(lambda: self.num_ready > 0, self.times.wait_s)
+        if not is_any_ready:
+            raise ServiceError(
+                f"no server can sample, after {self.times.wait_s:g} s (rollout.server_wait_s): {self._why_out()}; "
+                "start the server, or correct rollout.url"
+            )
 
     async def publish(self, weights: ServedWeights) -> None:
         """Load an adapter on every server. Returns when all have it, or when one has it and the others lag too far."""
@@ -200,7 +210,7 @@ class Fleet:
             except ServerGoneError as error:
                 self._take_out(server, str(error))
                 failed.append(server.url)
-                if len(failed) >= MAX_TRIES:
+                if len(failed) >= (MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES):
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
@@ -211,23 +221,17 @@ class Fleet:
                 self._routes.remember(weights.name, [*request.prompt, *sequence.tokens], route)
             return response
 
-    async def logprob_gaps(
-        self, weights: ServedWeights, prompt: Sequence[int], logprobs: Sequence[float]
-    ) -> dict[str, float]:
-        """How far each server's logprobs of a prompt are from those that were expected: the mean gap, by address."""
-        gaps: dict[str, float] = {}
+    async def draw_on_each(self, request: SampleRequest, weights: ServedWeights) -> dict[str, SampledSequence]:
+        """One reply of each server that can give one, by address."""
+        drawn: dict[str, SampledSequence] = {}
         for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
             try:
-                answer = await self._try(server, SampleRequest.scoring(prompt), weights)
+                answer = await self._try(server, request, weights)
+                _check(answer, request, server.url)
+                drawn[server.url] = answer.sequences[0]
             except ServerGoneError as error:
                 self._take_out(server, str(error))
-                continue
-            values = [value for value in (answer.prompt_logprobs or ())[1:] if value is not None]
-            if len(values) != len(logprobs):
-                raise ServiceError(f"{server.url} returned {len(values)} logprobs of a prompt of {len(prompt)} tokens")
-            pairs = zip(values, logprobs, strict=True)
-            gaps[server.url] = sum(abs(value - expected) for value, expected in pairs) / len(values)
-        return gaps
+        return drawn
 
     async def close(self) -> None:
         """Stop looking after the servers, and close the connections. The servers themselves stay."""
@@ -271,10 +275,13 @@ class Fleet:
 
     async def _look_after(self, server: _Server) -> None:
         while True:
-            if server.is_ready:
-                await self._check_health(server)
-            if not server.is_ready:
-                await self._admit(server)
+            try:
+                if server.is_ready:
+                    await self._check_health(server)
+                if not server.is_ready:
+                    await self._admit(server)
+            except Exception as error:  # noqa: BLE001 - nobody else looks after this server
+                self._take_out(server, f"it cannot be used: {error!r}")
             server.is_tried.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.wake.wait(), self.times.check_every_s)
@@ -290,7 +297,7 @@ class Fleet:
             self._take_out(server, f"{NUM_MISSED_CHECKS} health checks in a row had no answer")
             server.give_up_requests()
             return
-        for weights in [one for one in self._live.values() if is_well and not server.has(one)]:
+        for weights in self._missing(server) if is_well else ():
             with contextlib.suppress(ServiceError):  # `_load` has taken it out, or wrote down why not
                 await self._load(server, weights)
 
@@ -302,7 +309,7 @@ class Fleet:
             self._check_facts(server.url, facts)
             server.wrong = None
             server.loaded.clear()  # it may be another process than before
-            for weights in list(self._live.values()):
+            for weights in self._missing(server):
                 await self._load(server, weights)
             newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
             async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
@@ -313,7 +320,7 @@ class Fleet:
             server.give_up_requests()
             await self._start_again(server)
             return
-        if any(not server.has(one) for one in self._live.values()):
+        if self._missing(server):
             server.wake.set()  # something was published meanwhile: load it first
             return
         server.num_missed, server.is_ready = 0, True
@@ -338,8 +345,42 @@ class Fleet:
             self._routes.forget_server(server.url)
             server.wake.set()
 
+    def _missing(self, server: _Server) -> list[ServedWeights]:
+        """What a server still has to load. Of whole weights only the newest: older ones would replace them again."""
+        newest = list(self._live.values())[-1:]
+        if newest and newest[0].is_whole:
+            return [one for one in newest if not server.has(one)]
+        return [one for one in self._live.values() if not server.has(one)]
+
     async def _load(self, server: _Server, weights: ServedWeights) -> None:
         assert weights.name is not None
+        if weights.is_whole:
+            await self._replace(server, weights)
+        else:
+            await self._bring(server, weights)
+        if weights.name in self._live:
+            server.loaded.add(weights.name)
+            await self._tell()
+        else:
+            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
+
+    async def _replace(self, server: _Server, weights: ServedWeights) -> None:
+        """Replace a server's whole weights, unless it has these or newer ones, or nobody wants them any more."""
+        async with server.replacing:
+            names = list(self._live)
+            at = next((index for index, name in enumerate(names) if name == weights.name), len(names))
+            if at == len(names) or server.loaded.intersection(names[at:]):
+                return
+            try:
+                await self._bring(server, weights)
+            except BaseException as error:
+                # It may hold the old weights, the new ones, or some of each. Nobody asks it until they are loaded.
+                self._take_out(server, str(error) or "its weights were being replaced")
+                raise
+            server.loaded.update(names[:at])  # they answer for older ones too: every token says which weights drew it
+
+    async def _bring(self, server: _Server, weights: ServedWeights) -> None:
+        """Load an adapter, or replace the whole weights; takes the server out where it does not answer."""
         try:
             async with asyncio.timeout(self.times.load_s):
                 if weights.is_whole:
@@ -358,11 +399,6 @@ class Fleet:
         except ServiceError as error:
             server.why_out = str(error)
             raise
-        if weights.name in self._live:
-            server.loaded.add(weights.name)
-            await self._tell()
-        else:
-            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
 
     async def _unload(self, server: _Server, weights: ServedWeights) -> None:
         assert weights.name is not None

@@ -23,6 +23,7 @@ from typing import BinaryIO
 from turnwise.backends.servers import supervisor
 from turnwise.backends.servers.http import JsonServer
 from turnwise.errors import ServiceError
+from turnwise.runtime.pending_calls import PENDING_CALLS
 
 POLL_S = 0.25
 STOP_S = supervisor.GRACE_S + 5.0
@@ -102,7 +103,8 @@ class OwnServer:
             start_new_session=True,
         )
         try:
-            await self._until_ready(self._start_s)
+            with PENDING_CALLS.listed(self._command.name, f"start ({self.log})", self._start_s, is_reason=True):
+                await self._until_ready(self._start_s)
         except BaseException:
             await self.stop()
             raise

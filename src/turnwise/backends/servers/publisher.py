@@ -34,7 +34,7 @@ from turnwise.client.publish import Publisher
 from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
-from turnwise.types import Datum, ModelInput, SampleRequest, SampleResponse
+from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
 PREFIX = "turnwise"
 SERVED = "served"
@@ -43,6 +43,8 @@ MAX_MODEL_GAP = 0.25
 """How far a server's logprobs may be from the trainer's, in nats on average. Rounding in bfloat16 or of quantized
 weights stays below a fifth of it; another model does not."""
 SENTENCE = "A quick check: two plus two is four, Paris is the capital of France, and water is wet."
+NUM_COMPARED = 32
+"""Tokens that a server draws to show which model it serves."""
 CLOSE_S = 10.0
 """How long unloading may take at the end of a run, in all."""
 
@@ -53,7 +55,6 @@ class FleetSamplingClient(SamplingClient):
     def __init__(self, publisher: ServerPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
         """Do not call this; use `Publisher.publish`."""
         self._model_directory = publisher.setup.model_directory
-        self._deadline_s = publisher.setup.rollout.sample_deadline_s
         self._fleet = fleet
         self._loop = loop
         self.weights = weights
@@ -104,6 +105,8 @@ class ServerPublisher(Publisher):
         """The servers' model was compared with the trainer's."""
         self._publish_s = 0.0
         self._newest_whole: Path | None = None
+        self._models: dict[str, str] = {}
+        """What each server says that it serves, by address."""
         self._stats_before = FleetStats()
 
     @abstractmethod
@@ -116,6 +119,7 @@ class ServerPublisher(Publisher):
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's."""
+        self._models[url] = facts.model
         model, wanted = read_facts(self.setup.model_directory), self.setup.rollout.max_trajectory_tokens
         if facts.vocabulary is not None and facts.vocabulary != model.vocab_size:
             raise ConfigError(
@@ -164,19 +168,27 @@ class ServerPublisher(Publisher):
                 f"rollout.publish=weights would replace the weights of the servers at {self.setup.rollout.url[0]}, "
                 "which a run may be using; set rollout.url= to start a server, or rollout.backend=local"
             )
-        if adapter is None:
-            await self._open()
-            return await self._publish(ServedWeights(version=version))
-        is_whole, place = self.setup.rollout.publish == "weights", self._served / self._new_name(version)
-        try:
-            await asyncio.to_thread(write_directory, place, functools.partial(_copy_files, adapter))
-            if is_whole:
-                await asyncio.to_thread(self._merge, place)
-                self._newest_whole = place
-        except OSError as cause:
-            raise CheckpointError(f"{self._not_written(version)}: {cause}") from cause
+        weights = ServedWeights(version=version)
+        if adapter is not None:
+            is_whole = self.setup.rollout.publish == "weights"
+            weights = replace(weights, adapter=self._served / self._new_name(version), is_whole=is_whole)
+            await asyncio.to_thread(self._write_files, adapter, weights)
         await self._open()
-        return await self._publish(ServedWeights(version=version, adapter=place, is_whole=is_whole))
+        client = await self._publish(weights)
+        if self.setup.rollout.url:
+            await self._check_files(client, adapter)
+        return client
+
+    def _write_files(self, adapter: Path, weights: ServedWeights) -> None:
+        """Put files where the servers read them: an adapter's, or those of the whole model."""
+        assert weights.adapter is not None
+        try:
+            write_directory(weights.adapter, functools.partial(_copy_files, adapter))
+            if weights.is_whole:
+                self._merge(weights.adapter)
+                self._newest_whole = weights.adapter
+        except OSError as cause:
+            raise CheckpointError(f"{self._not_written(weights.version)}: {cause}") from cause
 
     def take_metrics(self) -> dict[str, float]:
         fleet = self._fleet
@@ -293,20 +305,51 @@ class ServerPublisher(Publisher):
 
     async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
         """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
+        prompt, drawn = await self._draw_on_each(trainer.get_tokenizer(), weights)
+        for url, sequence in drawn.items():
+            ids = [*prompt, *sequence.tokens]
+            columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+            datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
+            output = await trainer.forward([datum], "cross_entropy")
+            expected = output.loss_fn_outputs[0]["logprobs"].tolist()[len(prompt) - 1 :]
+            self._compare(url, sequence, expected)
+
+    async def _check_files(self, client: FleetSamplingClient, adapter: Path | None) -> None:
+        """The same where nothing is trained. The model is loaded here too, but only if the server's has another name:
+        what a number is a number of must be certain."""
+        wanted = self.setup.model_directory.resolve().name.lower()
+        if all(Path(name).name.lower() == wanted for name in self._models.values()):
+            return
+        service, model = self.setup.service, str(self.setup.model_directory)
+        if service is None:
+            return
+        here = service.create_sampling_client_async
+        local = await (here(base_model=model) if adapter is None else here(model_path=str(adapter)))
+        prompt, drawn = await self._draw_on_each(client.get_tokenizer(), client.weights)
+        for url, sequence in drawn.items():
+            ids = ModelInput.from_ints([*prompt, *sequence.tokens])
+            expected = await local.compute_logprobs_async(ids)
+            self._compare(url, sequence, expected[len(prompt) :])
+
+    async def _draw_on_each(
+        self, tokenizer: Any, weights: ServedWeights
+    ) -> tuple[list[int], dict[str, SampledSequence]]:
+        """A prompt, and what each server replies. Prompts are not scored: see `vllm_dialect.Turnstile`."""
         assert self._loop is not None
         assert self._fleet is not None
-        ids: list[int] = trainer.get_tokenizer().encode(SENTENCE)
-        columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
-        datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
-        output = await trainer.forward([datum], "cross_entropy")
-        expected = [float(value) for value in output.loss_fn_outputs[0]["logprobs"].to_numpy()]
-        gaps = await self._loop.run(self._fleet.logprob_gaps(weights, ids, expected))
-        for url, gap in gaps.items():
-            if gap > MAX_MODEL_GAP:
-                raise ConfigError(
-                    f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
-                    f"{len(ids)} tokens are {gap:.2g} from the trainer's on average; expected at most {MAX_MODEL_GAP}"
-                )
+        limit = self.setup.rollout.max_trajectory_tokens
+        prompt: list[int] = tokenizer.encode(SENTENCE)[: max(1, limit // 2)]
+        params = SamplingParams(max_tokens=min(NUM_COMPARED, limit - len(prompt)), seed=0, stop=[])
+        return prompt, await self._loop.run(self._fleet.draw_on_each(SampleRequest(prompt, params), weights))
+
+    def _compare(self, url: str, sequence: SampledSequence, expected: Sequence[float]) -> None:
+        pairs = list(zip(sequence.logprobs or (), expected, strict=True))
+        gap = sum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
+        if not gap <= MAX_MODEL_GAP:
+            raise ConfigError(
+                f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
+                f"{len(pairs)} tokens are {gap:.2g} from ours on average; expected at most {MAX_MODEL_GAP}"
+            )
 
     async def _publish(self, weights: ServedWeights) -> FleetSamplingClient:
         loop, fleet = self._loop, self._fleet
@@ -316,8 +359,8 @@ class ServerPublisher(Publisher):
         try:
             await loop.run(fleet.publish(weights))
         except BaseException:
-            if weights.adapter is not None:
-                await asyncio.to_thread(remove_directory, weights.adapter)
+            if weights.name is not None:  # some servers may have it already, and nobody will ask for it
+                await loop.run(self._retire(fleet, weights))
             raise
         self._publish_s = time.perf_counter() - started_s
         client = FleetSamplingClient(self, fleet, loop, weights)

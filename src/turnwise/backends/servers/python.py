@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turnwise.errors import ConfigError
@@ -44,6 +44,16 @@ def server_python(rollout: RolloutConfig) -> str:
     return rollout.server_python or sys.executable
 
 
+def size_arguments(rollout: RolloutConfig, names: Mapping[str, str]) -> list[str]:
+    """The server's arguments (`names`, by option of the section `rollout`) for the options that were set."""
+    found: list[str] = []
+    for option, argument in names.items():
+        value = getattr(rollout, option)
+        if value != RolloutConfig.model_fields[option].default:
+            found += [argument, str(value)]
+    return found
+
+
 def check_module(python: str, module: str) -> str:
     """Refuse a Python that cannot import the server; returns the place of the server's package."""
     if shutil.which(python) is None:
@@ -60,7 +70,7 @@ def check_module(python: str, module: str) -> str:
 
 def check_arguments(python: str, module: str, given: Sequence[str], own: Sequence[str]) -> None:
     """Refuse arguments that the server does not take, and those that are the run's own, by name."""
-    names = [one.partition("=")[0] for one in given if one.startswith("--")]
+    names = [one.partition("=")[0].replace("_", "-") for one in given if one.startswith("--")]
     for name in names:
         if name in own:
             raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
@@ -71,7 +81,7 @@ def check_arguments(python: str, module: str, given: Sequence[str], own: Sequenc
     known = known_arguments(python, module)
     for name in names:
         # "--compilation-config.mode 3" sets one key of an argument that is a mapping
-        if name.partition(".")[0].replace("_", "-") not in known:
+        if name.partition(".")[0] not in known:
             near = did_you_mean(name, sorted(known))
             raise ConfigError(f"rollout.server_args has {name}, which {module} does not take{near}")
 

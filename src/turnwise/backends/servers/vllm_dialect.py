@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ REQUIRED_FOR_WEIGHTS: Mapping[str, str] = {
 """Routes that a run needs which replaces the whole weights."""
 ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
 """Deadlines: for facts and switches, for weights, and for a reply (the fleet has its own, shorter one)."""
+PUBLISHED = "turnwise"
+"""Begins the name of every version of whole weights that a run brings."""
 PROBE_IDS = (1, 2, 3, 4)
 NUM_PROBED = 5
 """Best tokens whose logprobs tell whether the server heeds the temperature."""
@@ -112,8 +115,10 @@ class VllmDialect(ServerDialect):
         self._base_name = ""
         self._context_length = 0
         self._is_raw = False
-        self._version: int | None = None
-        """The version of the whole weights that the server has; None: those that it was started with."""
+        self._own = f"{PUBLISHED}-{uuid.uuid4().hex[:10]}"
+        """Names the weights that this process brings: servers outlive runs, and several runs may share one."""
+        self._num_replaced = 0
+        """Times that the server's whole weights were replaced from here."""
         self._turnstile = Turnstile()
 
     async def facts(self) -> ServerFacts:
@@ -156,8 +161,8 @@ class VllmDialect(ServerDialect):
             "token_ids": list(map(int, request.prompt)),
             "sampling_params": self._params(request),
         }
-        if self._version is not None:  # what older weights left in the prefix cache is not for these
-            body["cache_salt"] = f"turnwise-{self._version}"
+        if self._num_replaced:  # what older weights left in the prefix cache is not for these
+            body["cache_salt"] = f"{self._own}-{self._num_replaced}"
         try:
             answer = await self._server.post(GENERATE, body, deadline_s=GENERATE_S)
         except ServerRefusedError as error:
@@ -165,9 +170,9 @@ class VllmDialect(ServerDialect):
                 raise ServerGoneError(str(error)) from error
             raise
         try:
-            return _to_response(answer, request, weights)
+            return self._to_response(answer, request, weights)
         except (KeyError, TypeError, ValueError, IndexError) as cause:
-            raise ServiceError(f"{self.url}{GENERATE} does not answer as vLLM does: {cause!r}") from cause
+            raise ServerGoneError(f"{self.url}{GENERATE} does not answer as vLLM does: {cause!r}") from cause
 
     async def load(self, weights: ServedWeights) -> None:
         body = {"lora_name": weights.name, "lora_path": str(weights.adapter)}
@@ -191,8 +196,9 @@ class VllmDialect(ServerDialect):
         try:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             await self._server.post(RPC, body, deadline_s=LOAD_S)
-            await self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s=ASK_S)
-            self._version = version
+            body = {"new_version": f"{self._own}-{version}"}
+            await self._server.post("/update_weight_version", body, deadline_s=ASK_S)
+            self._num_replaced += 1
             if self._across_updates == "recompute":
                 await self._server.post(f"{RESET}?reset_running_requests=true", deadline_s=ASK_S)
         finally:
@@ -203,6 +209,50 @@ class VllmDialect(ServerDialect):
 
     async def close(self) -> None:
         await self._server.close()
+
+    def _to_response(self, answer: Any, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        prompt, topk = _prompt_logprobs(answer.get("prompt_logprobs"), request)
+        return SampleResponse(
+            sequences=[self._to_sequence(choice, weights) for choice in choices],
+            prompt_logprobs=prompt if request.include_prompt_logprobs else None,
+            topk_prompt_logprobs=topk if request.topk_prompt_logprobs else None,
+            policy_version=weights.version,
+            num_cached_prompt_tokens=int(details.get("cached_tokens") or 0),
+        )
+
+    def _to_sequence(self, choice: Any, weights: ServedWeights) -> SampledSequence:
+        reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
+        if reason not in ("stop", "length"):
+            raise ServerGoneError(f"the server ended the request after {len(tokens)} tokens: {reason}")
+        versions = self._versions(choice.get("weight_versions"), len(tokens))
+        return SampledSequence(
+            stop_reason=reason,
+            tokens=tokens,
+            logprobs=[float(drawn["logprob"]) for drawn in choice["logprobs"]["content"]],
+            versions=None if weights.adapter_name is not None else versions,
+        )
+
+    def _versions(self, spans: Sequence[Mapping[str, Any]] | None, num_tokens: int) -> list[int] | None:
+        """The version of each token; None where the server's own weights were never replaced from here."""
+        names = [str(span["version"]) for span in spans or ()]
+        others = [name for name in names if not name.startswith(f"{self._own}-")]
+        if not self._replaces_weights:
+            others = [name for name in others if name.startswith(f"{PUBLISHED}-")]
+        if others and (self._num_replaced or not self._replaces_weights):
+            raise ServerGoneError(
+                f"the server at {self.url} has other weights than this run needs ({others[0]}): another run replaced "
+                "them (rollout.publish=weights), or the server was started again. Start it again with the run's model, "
+                "and give each run that replaces weights a server of its own"
+            )
+        if not names or not self._num_replaced:
+            return None
+        ends = [(int(name.rpartition("-")[2]), span) for name, span in zip(names, spans or (), strict=True)]
+        found = [version for version, span in ends for _ in range(int(span["end"]) - int(span["start"]))]
+        if len(found) != num_tokens:
+            raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
+        return found
 
     async def _check_routes(self) -> None:
         described = await self._server.get("/openapi.json", deadline_s=ASK_S)
@@ -278,42 +328,6 @@ class VllmDialect(ServerDialect):
         if request.include_prompt_logprobs or request.topk_prompt_logprobs:
             found["prompt_logprobs"] = request.topk_prompt_logprobs
         return found
-
-
-def _to_response(answer: Any, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    prompt, topk = _prompt_logprobs(answer.get("prompt_logprobs"), request)
-    return SampleResponse(
-        sequences=[_to_sequence(choice, weights) for choice in choices],
-        prompt_logprobs=prompt if request.include_prompt_logprobs else None,
-        topk_prompt_logprobs=topk if request.topk_prompt_logprobs else None,
-        policy_version=weights.version,
-        num_cached_prompt_tokens=int(details.get("cached_tokens") or 0),
-    )
-
-
-def _to_sequence(choice: Any, weights: ServedWeights) -> SampledSequence:
-    reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
-    if reason not in ("stop", "length"):
-        raise ServerGoneError(f"the server ended the request after {len(tokens)} tokens: {reason}")
-    content = choice["logprobs"]["content"]
-    return SampledSequence(
-        stop_reason=reason,
-        tokens=tokens,
-        logprobs=[float(drawn["logprob"]) for drawn in content],
-        versions=None if weights.adapter_name is not None else _versions(choice.get("weight_versions"), len(tokens)),
-    )
-
-
-def _versions(spans: Sequence[Mapping[str, Any]] | None, num_tokens: int) -> list[int] | None:
-    """The version of each token; None where the server's own weights were never replaced by the run."""
-    if not spans or not all(str(span["version"]).isdigit() for span in spans):
-        return None
-    found = [int(span["version"]) for span in spans for _ in range(int(span["end"]) - int(span["start"]))]
-    if len(found) != num_tokens:
-        raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
-    return found
 
 
 def _prompt_logprobs(

@@ -102,18 +102,26 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
 
 
-def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars in the block."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
-    except (OSError, ValueError) as cause:
-        raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
+        yield
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
+
+
+def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            )
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{type(model).__name__} does not let its attention be replaced, so it is not supported")
     return model

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from turnwise.engine.model.load import without_progress_bars
 from turnwise.engine.model.lora import LORA_ALPHA, split_pairs
 from turnwise.engine.training.adapter_files import adapted_names, read_flat, read_lora_config
 from turnwise.errors import CheckpointError
@@ -17,6 +18,7 @@ SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
 @torch.no_grad()
+@without_progress_bars()
 def write_merged(adapter: Path, base: Path, out: Path) -> None:
     """Write W + scale * B A for every adapted linear, in the base's own dtype, with config and tokenizer beside it.
 

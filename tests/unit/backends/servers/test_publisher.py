@@ -26,6 +26,7 @@ from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.local import ServiceClient
 from turnwise.config.files import load_config
 from turnwise.errors import CheckpointError, ConfigError, ServiceError
+from turnwise.training.policy import find_policy
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -170,6 +171,40 @@ async def test_a_server_with_another_model_is_refused_by_what_it_says_and_by_its
                     await publisher.publish(trainer, 0)
         finally:
             stubs[0].vocab_size = None
+
+
+def test_files_are_not_measured_on_a_server_with_another_model(
+    stubs: list[SglangStub], tmp_path: Path, tiny_dir: Path
+) -> None:
+    copy, other = (Path(shutil.copytree(tiny_dir, tmp_path / name)) for name in ("the-same", "another"))
+    weights = {name: value * np.float32(30) for name, value in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    served = ["rollout.backend=sglang", f"rollout.url={stubs[0].url}", "engine.dtype=float32"]
+    with find_policy(str(copy), overrides=served) as policy:
+        assert policy.sample("Hi", max_tokens=2), "the model counts, not what it is called"
+    refused = pytest.raises(ConfigError, match=f"{stubs[0].url} does not serve the run's model")
+    with find_policy(str(other), overrides=served) as policy, refused:
+        policy.sample("Hi", max_tokens=2)
+
+
+async def test_a_publication_that_is_broken_off_leaves_nothing_on_servers_that_have_it_already(
+    stubs: list[SglangStub], tmp_path: Path, tiny_dir: Path
+) -> None:
+    quick, slow = stubs
+    with ServiceClient(data_dir=tmp_path) as service:
+        trainer = service.create_lora_training_client("tiny", rank=4, seed=1)
+        async with make_publisher([stub.url for stub in stubs], tmp_path, tiny_dir) as publisher:
+            kept = await publisher.publish(trainer, 0)
+            slow.load_s = 3.0
+            publication = asyncio.create_task(publisher.publish(trainer, 1))
+            await until(lambda: len(quick.adapters) == 2)
+            publication.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publication
+            assert len(quick.adapters) == 1
+            assert len(list((tmp_path / "served").iterdir())) == 1
+            slow.load_s = 0.0
+            del kept
 
 
 async def test_a_resumed_run_unloads_what_the_process_before_it_left_and_nothing_of_other_runs(
