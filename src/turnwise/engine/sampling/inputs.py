@@ -108,7 +108,7 @@ def uniforms(
 def alternative_uniforms(seed: int, positions: range, count: int) -> np.ndarray:
     """[positions, count] numbers for alternatives to prompt tokens; no sample of the request uses the same ones."""
     draws = ALTERNATIVES + np.arange(count, dtype=np.uint64)
-    return uniforms(np.uint64(seed), draws[None, :], np.asarray(positions, dtype=np.uint64)[:, None])
+    return uniforms(np.array(seed, dtype=np.uint64), draws[None, :], np.asarray(positions, dtype=np.uint64)[:, None])
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

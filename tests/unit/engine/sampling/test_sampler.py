@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,7 +190,7 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine(tiny_di
     assert len(sample(engine, PROMPT, engine.base_policy, max_tokens=4).sequences[0].tokens) == 4
 
 
-def alternatives(engine: Engine, prompt: list[int], count: int, **params: float) -> tuple[np.ndarray, np.ndarray]:
+def alternatives(engine: Engine, prompt: list[int], count: int, **params: Any) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and logprobs [prompt - 1, count]."""
     answers = sample_many(engine, [(prompt, engine.base_policy)], max_tokens=1, prompt_alt_tokens_k=count, **params)
     found = answers[0].prompt_alt_tokens
