@@ -97,7 +97,8 @@ def check_can_hold(directory: Path) -> None:
     """Refuse a directory in which nothing can be written, without writing anything."""
     place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
     if not place.is_dir():
-        raise ConfigError(f"{directory} cannot hold a run: {place} is a file; choose another run.dir")
+        what = "it" if place == directory.absolute() else place
+        raise ConfigError(f"{directory} cannot hold a run: {what} is a file; choose another run.dir")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{directory} cannot hold a run: {place} is not writable; choose another run.dir")
 
