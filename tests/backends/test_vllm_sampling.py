@@ -22,7 +22,7 @@ from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
 from turnwise.errors import DataError
 from turnwise.rollout.config import RolloutConfig
-from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
+from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from vllm_server import RANK, Served
 
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
@@ -188,13 +188,24 @@ async def test_another_run_can_start_on_the_same_server_beside_requests_of_the_f
     async with talking(vllm) as dialect:
         await dialect.load(weights)
         long = SampleRequest(PROMPT, SamplingParams(max_tokens=900, stop=[]))
-        running = [asyncio.create_task(dialect.generate(long, weights)) for _ in range(3)]
+        answers: list[SampleResponse] = []
+
+        async def go_on_asking() -> None:
+            while True:
+                answers.append(await dialect.generate(long, weights))
+
+        running = [asyncio.create_task(go_on_asking()) for _ in range(3)]
         await asyncio.sleep(0.3)
         async with VllmPublisher(setup) as publisher:
             sampler = await publisher.publish(trainer, 0)
             reply = await sampler.sample_async(ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=4))
-            assert not any(task.done() for task in running), "they overlapped"
+            assert not any(task.done() for task in running), "the first run's requests go on"
         expected = trainer_logprobs(trainer, reply.sequences[0], 1.0)
         assert reply.sequences[0].logprobs == pytest.approx(expected, abs=CLOSE)
-        assert all(len(answer.sequences[0].tokens) == 900 for answer in await asyncio.gather(*running))
+        while len(answers) < 3:
+            await asyncio.sleep(0.1)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert all(len(answer.sequences[0].tokens) == 900 for answer in answers)
         await dialect.unload(weights)

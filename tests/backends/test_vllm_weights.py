@@ -26,7 +26,7 @@ from vllm_server import RANK, Served
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
 
 PROMPT = (1, *range(40, 90))
-NUM_DRAWN = 600
+NUM_DRAWN = 900
 """Tokens of a reply that takes a second or more, so that weights change in the middle of it."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
 
@@ -96,7 +96,7 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
                 await dialect.replace_weights(sorted(vllm.model.glob("*.safetensors")), 4)
                 request = SampleRequest(PROMPT, SamplingParams(max_tokens=NUM_DRAWN, stop=[], seed=2))
                 reply = asyncio.create_task(dialect.generate(request, own))
-                await asyncio.sleep(0.7)
+                await asyncio.sleep(0.2)
                 assert not reply.done()
                 await dialect.replace_weights(files, 5)
                 (sequence,) = (await reply).sequences
@@ -150,7 +150,9 @@ def test_a_run_publishes_whole_weights_and_an_evaluation_does_not(
     try:
         assert main([*command, f"run.dir={directory}"]) == 0
         capsys.readouterr()
-        assert main(["eval", str(directory)]) == 2, "an evaluation leaves servers alone that a run may be using"
+        assert main(["eval", str(directory), "eval.tasks=1"]) == 2, (
+            "an evaluation leaves servers alone that a run may be using"
+        )
         assert "would replace the weights of the servers" in capsys.readouterr().err
     finally:
         asyncio.run(put_back(vllm))

@@ -151,7 +151,7 @@ def test_ppo_is_refused_at_a_service_without_critics_before_anything_but_its_nam
         )
     assert code == 2
     assert "has no critics" in capsys.readouterr().err
-    assert asked == ["/healthz"]
+    assert set(asked) == {"/healthz"}
 
 
 def test_an_address_where_nobody_is_fails_at_once_with_one_line(tmp_path: Path) -> None:

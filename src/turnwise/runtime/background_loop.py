@@ -65,6 +65,7 @@ class BackgroundLoop:
             if left:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(asyncio.sleep(0))  # a connection that is being closed needs one more turn
         finally:
             asyncio.set_event_loop(None)
             self._loop.close()

@@ -218,14 +218,18 @@ class Pool:
     def counts(self) -> dict[str, int]:
         """How many groups are in each state."""
         counts = {str(state): 0 for state in (GroupState.QUEUED, GroupState.RUNNING, GroupState.DONE)}
-        for entry in self.entries.values():
+        for entry in self.snapshot():
             counts[entry.state] += 1
         return counts
+
+    def snapshot(self) -> list[PoolEntry]:
+        """The groups as they are now, for a thread that looks while the loop deals and takes groups."""
+        return list(self.entries.values())
 
     @property
     def num_drawn(self) -> int:
         """Number of tokens drawn so far for the groups in the pool."""
-        return sum(entry.stats.num_drawn for entry in self.entries.values())
+        return sum(entry.stats.num_drawn for entry in self.snapshot())
 
     def length_bias(self) -> float | None:
         """Tokens of a group that was learned from over those of one that was started, minus 1.

@@ -163,7 +163,7 @@ class Stream:
 
     @property
     def num_attempts_playing(self) -> int:
-        return sum(entry.num_playing for entry in self.pool.entries.values())
+        return sum(entry.num_playing for entry in self.pool.snapshot())
 
     def _waiting(self) -> list[PoolEntry]:
         """Places that came back from a checkpoint and nobody plays yet."""

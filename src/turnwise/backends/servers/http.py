@@ -30,6 +30,7 @@ class JsonServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._client: Any = None
+        self._is_closed = False
 
     async def get(self, path: str, *, deadline_s: float) -> Any:
         """Ask, and return the JSON that comes back; text that is no JSON comes back as text."""
@@ -40,13 +41,16 @@ class JsonServer:
         return await self._ask("POST", path, body, deadline_s)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A request that comes later is refused: nobody would close a new connection."""
+        self._is_closed = True
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()
 
     async def _ask(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
         httpx, address = _httpx(), f"{self.url}{path}"
+        if self._is_closed:
+            raise ServerGoneError(f"{address}: the connections to this server are closed")
         if self._client is None:
             self._client = _make_client(httpx, self.url)
         try:
