@@ -91,15 +91,18 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
         saved = CheckpointStore(tmp_path).directory(new.save_weights_for_sampler("new").result().path)
         write_merged(saved, vllm.model, tmp_path / "merged")
         files, own = sorted((tmp_path / "merged").glob("*.safetensors")), ServedWeights(version=4)
+        base = sorted(vllm.model.glob("*.safetensors"))
+        request = SampleRequest(PROMPT, SamplingParams(max_tokens=NUM_DRAWN, stop=[], seed=2))
         for choice in ("recompute", "keep", "end"):
             async with talking(vllm, choice) as dialect:
-                await dialect.replace_weights(sorted(vllm.model.glob("*.safetensors")), 4)
-                request = SampleRequest(PROMPT, SamplingParams(max_tokens=NUM_DRAWN, stop=[], seed=2))
-                reply = asyncio.create_task(dialect.generate(request, own))
-                await asyncio.sleep(0.2)
-                assert not reply.done()
-                await dialect.replace_weights(files, 5)
-                (sequence,) = (await reply).sequences
+                for pause_s in (0.2, 0.1, 0.05, 0.4, 0.8):  # until the update falls into the reply
+                    await dialect.replace_weights(base, 4)
+                    reply = asyncio.create_task(dialect.generate(request, own))
+                    await asyncio.sleep(pause_s)
+                    await dialect.replace_weights(files, 5)
+                    (sequence,) = (await reply).sequences
+                    if choice == "end" or len(set(sequence.versions or ())) == 2:
+                        break
                 after = (await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=8)), own)).sequences[0]
             assert after.versions is not None
             assert set(after.versions) == {5}, "the next reply is of the new weights"
