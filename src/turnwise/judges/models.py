@@ -6,9 +6,7 @@ it will not.
 
 from __future__ import annotations
 
-import functools
 import json
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +19,7 @@ from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.choose import get_renderer
+from turnwise.runtime.network import tls_context
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
@@ -98,7 +97,7 @@ class AddressModel:
         address = f"{self.base_url.rstrip('/')}/chat/completions"
         try:
             async with (
-                httpx.AsyncClient(timeout=self.timeout_s, verify=_tls()) as client,
+                httpx.AsyncClient(timeout=self.timeout_s, verify=tls_context()) as client,
                 client.stream("POST", address, json=request, headers=headers) as response,
             ):
                 body = bytearray()
@@ -225,9 +224,3 @@ def _httpx() -> Any:
             "a judge behind an address needs the package httpx2: pip install 'turnwise[judge]'"
         ) from cause
     return httpx2
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Make the TLS context once, because reading the certificates is slow."""
-    return ssl.create_default_context()

@@ -7,15 +7,14 @@ raises `AttemptFailed`, which blames the tool, so that the attempt is recorded b
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.retriever.corpus import Document, Hit
+from turnwise.runtime.network import tls_context
 
 MAX_ANSWER_BYTES = 8 << 20
 BACK_OFF_S = 0.2
@@ -74,7 +73,7 @@ class RetrieverClient:
         try:
             # Ignore the proxies of the environment, because the user named this address.
             async with (
-                httpx.AsyncClient(timeout=self.deadline_s, verify=_tls(), trust_env=False) as client,
+                httpx.AsyncClient(timeout=self.deadline_s, verify=tls_context(), trust_env=False) as client,
                 client.stream("POST", self.address, json=request) as response,
             ):
                 body = bytearray()
@@ -111,9 +110,3 @@ def _httpx() -> Any:
     except ImportError as cause:
         raise ConfigError("a retriever address needs the package httpx2: pip install 'turnwise[retriever]'") from cause
     return httpx2
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Make the TLS context once, because reading the certificates takes longer than a search."""
-    return ssl.create_default_context()

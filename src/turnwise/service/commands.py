@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
+from turnwise.runtime.network import open_port
 from turnwise.runtime.process import settled_process
 from turnwise.service.access import Access, KeyStyle, create_key, revoke_key
 from turnwise.service.config import ServeConfig
@@ -109,18 +110,12 @@ def _serve(config: ServeConfig, uvicorn: Any) -> int:
 
 def _listen(config: ServeConfig) -> socket.socket:
     """Open the port before the models are loaded, which may take minutes."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        return open_port(config.host, config.port, backlog=1024)
     except OSError as cause:
-        listener.close()
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port} ({cause.strerror}); choose another --port, or 0 for any"
         ) from cause
-    listener.listen(1024)
-    return listener
 
 
 def create(data_dir: Path, name: str, style: KeyStyle) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
+from turnwise.runtime.network import open_port
 from turnwise.view.pages import Pages
 
 PORT = 8642
@@ -115,16 +116,9 @@ def _listen(options: ViewOptions) -> socket.socket:
     ports = range(PORT, PORT + TRIES) if options.port is None else [options.port]
     problem: Any = None
     for port in ports:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((options.host, port))
-            listener.listen(128)
+            return open_port(options.host, port, backlog=128)
         except OSError as cause:
-            listener.close()
             problem = cause
-            continue
-        return listener
     which = f"{options.host}:{options.port}" if options.port is not None else f"{options.host}, ports {PORT} and after"
     raise ConfigError(f"cannot listen on {which} ({problem.strerror}); choose another --port, or 0 for any free one")

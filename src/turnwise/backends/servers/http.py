@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from typing import Any
 
 from turnwise.errors import ConfigError, ServiceError
+from turnwise.runtime.network import tls_context
 
 MAX_WORDS = 400
 """Characters of a server's answer that an error quotes."""
@@ -86,6 +86,6 @@ def _httpx() -> Any:
 
 def _make_client(httpx: Any, url: str) -> Any:
     """A client without a limit of its own: the fleet decides how many requests a server gets, and for how long."""
-    verify = ssl.create_default_context() if url.startswith("https") else False  # reading the certificates is slow
+    verify = tls_context() if url.startswith("https") else False
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(timeout=None, limits=limits, verify=verify, trust_env=False)
