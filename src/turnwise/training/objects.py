@@ -18,6 +18,8 @@ from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import LossFunction, as_loss_name
+from turnwise.memory.config import NO_MEMORY, MemoryConfig
+from turnwise.memory.world import MemoryWorld
 from turnwise.methods.lookup import SHIPPED, PassedMethod, as_method_options
 from turnwise.methods.options import MethodOptions
 from turnwise.runlog.reader import RunReader
@@ -41,8 +43,8 @@ class PythonObjects:
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
 
-    def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
-        """The world of a run, with its own reward where there is one.
+    def make_world(self, env: EnvConfig, *, max_turns: int = 0, memory: MemoryConfig = NO_MEMORY) -> World:
+        """The world of a run, with its own reward where there is one, and with a memory if one is asked for.
 
         Args:
             max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
@@ -52,7 +54,8 @@ class PythonObjects:
         if max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ()):
             options.setdefault("max_turns", max_turns)
         world = as_world(target, options, label=env.name)
-        return world if self.reward is None else RewardedWorld(world, self.reward)
+        world = world if self.reward is None else RewardedWorld(world, self.reward)
+        return MemoryWorld(world, memory) if memory.is_on else world
 
     def to_json(self) -> str:
         """The names of what a run directory cannot hold, by parameter."""

@@ -175,7 +175,7 @@ class PolicySampler(ClosedOnExit):
     @property
     def renderer(self) -> Renderer:
         """Turns messages into token ids, as in training."""
-        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
+        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout, self.config.memory)
 
     def sampling_params(self, *, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
         """Settings for a reply that ends where replies end in training: at the end of turn, or at `rollout.stop`."""
@@ -203,7 +203,7 @@ class PolicySampler(ClosedOnExit):
         self.check_world()
         find_publisher(config.rollout.backend)
         # No method and no loss: a policy is measured without what it was trained with.
-        world = self.objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        world = self.objects.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory)
         held_out = held_out_tasks(config, world)
         if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
