@@ -25,7 +25,7 @@ MEMORY = "memory"
 
 def request(num_tokens: int) -> Message:
     """The message that asks the policy for a summary."""
-    text = f"Memory is full. Write what you must remember, in at most {num_tokens} tokens."
+    text = f"Memory is full. Sum up what to remember, in at most {num_tokens} tokens."
     return Message(role="user", content=text, name=MEMORY)
 
 
