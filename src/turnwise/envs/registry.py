@@ -15,6 +15,7 @@ from turnwise.runtime.suggest import did_you_mean
 
 SHIPPED_WORLDS: Mapping[str, str] = {
     "bargain": "turnwise.envs.library.bargain:Bargain",
+    "browser": "turnwise.envs.library.browser:BrowserWorld",
     "calculator": "turnwise.envs.library.calculator:Calculator",
     "code": "turnwise.envs.library.code:Code",
     "dialogue": "turnwise.envs.library.dialogue:DialogueWorld",
