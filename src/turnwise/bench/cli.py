@@ -41,7 +41,8 @@ BENCHES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every benchmark."""
     parser = argparse.ArgumentParser(
         prog="turnwise bench", description="Measure speed on this machine, and compare it with another library."
     )
@@ -51,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = benches.add_parser(name, help=summary, description=summary)
         report.add_common_options(bench)
         module.add_options(bench)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     report.show(BENCHES[args.bench].run(args), as_json=args.json)
     return 0
 
