@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.household_house import LEVELS, ROOMS, THINGS, Size, draw_house, shortest_play, way
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -51,6 +52,7 @@ class Household:
 
     name: ClassVar[str] = "household"
     max_tokens: ClassVar[int] = 12
+    difficulties: ClassVar[Levels] = tuple({"level": level} for level in range(len(LEVELS)))
 
     level: int = 3
     """Size of the house and of the chores, 0 to 10."""

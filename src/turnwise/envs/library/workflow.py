@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
@@ -51,6 +52,7 @@ class Workflow:
 
     name: ClassVar[str] = "workflow"
     max_tokens: ClassVar[int] = 8
+    difficulties: ClassVar[Levels] = tuple({"level": level} for level in range(len(LEVELS)))
 
     level: int = 5
     """Size of the form, 0 to 10."""
