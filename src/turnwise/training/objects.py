@@ -69,7 +69,7 @@ class PythonObjects:
         world = make_level(env.difficulty)
         if env.tasks and played_by is not None:
             raise ConfigError(
-                f"env.tasks={env.tasks} mixes worlds of several levels, and a worker of cluster.env_workers serves one; "
+                f"env.tasks={env.tasks} mixes levels, and a worker of cluster.env_workers serves one; "
                 "leave one of them out"
             )
         if env.tasks:
