@@ -37,6 +37,7 @@ ADAPTERS: Mapping[str, str] = {
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
     "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
     "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",
+    "served": "turnwise.envs.remote.client:RemoteWorld",
     "skyrl_gym": "turnwise.envs.adapters.skyrl_gym:SkyRLGymWorld",
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",

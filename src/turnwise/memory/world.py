@@ -55,14 +55,17 @@ class MemoryWorld(WorldWrapper):
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """The world's own dialogues, with a scripted summary wherever the policy would be asked for one."""
-        write = cast(WriteSummary, getattr(_innermost(self.inner), "summary", list_replies))
+        write = _script_of(self.inner)
         return [with_summaries(one, self.memory, write) for one in self.inner.demonstrations(count, seed)]
 
 
-def _innermost(world: World) -> World:
-    while isinstance(world, WorldWrapper):
-        world = world.inner
-    return world
+def _script_of(world: object) -> WriteSummary:
+    """How the world, or the one inside its wrappers, sums up."""
+    while not callable(getattr(world, "summary", None)):
+        if not hasattr(world, "inner"):
+            return list_replies
+        world = cast(Any, world).inner
+    return cast(Any, world).summary
 
 
 def with_summaries(dialogue: Sequence[Message], memory: MemoryConfig, write: WriteSummary) -> list[Message]:
