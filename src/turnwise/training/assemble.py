@@ -26,6 +26,7 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.workers import bounded_by_workers, make_played_world
 from turnwise.types import AdamParams
 
 T = TypeVar("T")
@@ -87,12 +88,12 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     """Args:
     objects: What the caller passed as Python objects in place of names in the config.
     """
-    world = objects.make_world(config.env, max_turns=config.rollout.max_turns)
+    world = make_played_world(config, objects)
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.needs_critic and config.critic.pretrain_steps:
         check_pretraining(config.critic, world)
-    rollout = config.rollout.for_world(world, facts.context_length)
+    rollout = bounded_by_workers(config.rollout.for_world(world, facts.context_length), world)
     train = config.train
     task_seed = derive_seed(train.seed, "tasks")
     return Parts(

@@ -42,6 +42,7 @@ from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
+from turnwise.training.workers import worker_line
 from turnwise.watch.loggers import check_loggers
 from turnwise.watch.status import check_can_hold, is_training, run_lock
 
@@ -105,6 +106,7 @@ class Setup:
         if rollout.backend != "local":
             lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
         lines += opponent_line(self.config, self.parts.world)
+        lines += worker_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines
