@@ -15,6 +15,7 @@ from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.full import WeightLayout
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.model.reference import run_plainly
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ModelError
@@ -25,7 +26,8 @@ from turnwise.models.families import check_supported
 class CausalModel:
     """The frozen base model: its body, its head, and the linears that can carry adapters."""
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, is_tested: bool = False) -> None:
+        """With `is_tested`, transformers runs a few tokens before anything is replaced, for the self-test."""
         config = _read_config(directory)
         check_supported(config.to_dict())
         model = _load(directory, config, dtype)
@@ -35,6 +37,7 @@ class CausalModel:
         self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
+        self.reference = run_plainly(model, ATTENTION_NAME) if is_tested else None
         self.linears = _wrap_linears(model, self.holder)
         head = model.get_output_embeddings()
         if not isinstance(head, LoraLinear):
