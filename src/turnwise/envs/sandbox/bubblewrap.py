@@ -8,6 +8,8 @@
     what is shown        files and folders that the job names, read-only
     everything else      not there
 
+A filter on system calls (`seccomp.py`) keeps it from making namespaces of its own.
+
 The program inherits nothing: no environment, no network except an empty loopback, no terminal, no open file. If root
 starts it, it runs under a user id drawn for it alone, because the limit on processes counts per user and does not apply
 to root. Otherwise it runs in a new user namespace.
@@ -83,6 +85,9 @@ class BubblewrapBackend:
             yield from ("--unshare-user", "--uid", str(_INSIDE_ID), "--gid", str(_INSIDE_ID))
             if self._found.can_disable_userns:
                 yield "--disable-userns"
+        if self._found.filter_program is not None:
+            pass_fds.append(data_to_fd(self._found.filter_program, stack))
+            yield from ("--seccomp", str(pass_fds[-1]))
         inside_id = user_id if self._found.is_root else _INSIDE_ID
         yield from self._system(inside_id, pass_fds, stack)
         yield from self._python(job.packages)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from turnwise.envs.sandbox.seccomp import filter_program
 from turnwise.errors import ConfigError
 
 OPT_OUT = (
@@ -61,6 +62,8 @@ class Bubblewrap:
     is_root: bool
     """Whether this process is root. If so, a sandbox runs under a user id of its own, else in a user namespace."""
     can_disable_userns: bool
+    filter_program: bytes | None
+    """The filter on system calls. None where the kernel takes none."""
 
 
 @cache
@@ -85,6 +88,7 @@ def find_bubblewrap() -> Bubblewrap:
         python=find_python(),
         is_root=os.geteuid() == 0 and num_mapped_ids() >= _MIN_IDS,
         can_disable_userns="--disable-userns" in known,
+        filter_program=filter_program(),
     )
     return _tried(found)
 
