@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from turnwise.envs.sandbox.detect import Bubblewrap, num_mapped_ids
@@ -37,6 +38,9 @@ _FIRST_PROCESS = ("/bin/sh", "-c", '"$@"; exit $?', "sandbox")
 child of bubblewrap, which waits for it. The first process that bubblewrap itself would add is left to the host's first
 process, and not every host's first process waits for it."""
 _HIGH_IDS = 1 << 30
+_SHARED_BY = 8
+"""Sessions with the same base have the same user, whose processes the kernel counts together. So its limit is this much
+higher, and the limit of each session is watched from outside."""
 
 
 class BubblewrapBackend:
@@ -46,6 +50,7 @@ class BubblewrapBackend:
 
     def __init__(self, found: Bubblewrap) -> None:
         self._found = found
+        self.has_overlay = found.has_overlay
         self._random = random.SystemRandom()
 
     def launch(self, job: SandboxJob, stack: ExitStack) -> Launch:
@@ -94,7 +99,7 @@ class BubblewrapBackend:
         yield from ("--proc", "/proc", "--dev", "/dev")
         yield from _tmpfs("/dev/shm", _SHM_BYTES, "1777")
         yield from ("--remount-ro", "/dev")
-        yield from _tmpfs("/tmp", job.limits.disk_bytes, "1777")
+        yield from ("--bind", str(job.tmp), "/tmp") if job.tmp else _tmpfs("/tmp", job.limits.disk_bytes, "1777")
         yield from self._work(job, pass_fds, stack)
         yield from _show(job.shown)
         yield from ("--remount-ro", "/", "--chdir", WORK, "--clearenv")
@@ -139,6 +144,9 @@ class BubblewrapBackend:
             yield from ("--ro-bind", str(place), f"/opt/packages/{name}")
 
     def _work(self, job: SandboxJob, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
+        if job.base is not None:
+            yield from ("--overlay-src", str(job.base), "--overlay", str(job.directory), str(job.scratch), WORK)
+            return
         if job.directory is not None:
             yield from ("--bind", str(job.directory), WORK)
             return
@@ -164,6 +172,9 @@ class BubblewrapBackend:
         }
 
     def _limited(self, job: SandboxJob, user_id: int) -> Iterator[str]:
+        if self._found.is_root and job.base is not None:
+            limits = replace(job.limits, processes=_SHARED_BY * job.limits.processes)
+            job = replace(job, limits=limits)
         yield from limit_command(self._found.prlimit, job)
         if self._found.is_root:
             yield from drop_command(self._found.setpriv, user_id)
