@@ -131,6 +131,7 @@ class Session:
         self._cancel: Cancel | None = None
         self._shell: Running | None = None
         self._shell_pid = -1
+        self._full_bytes = 0
         self._state = terms.state
         self._folder = terms.state.folder
         self._closed_because = ""
@@ -344,8 +345,7 @@ class Session:
         while True:
             found = pattern.search(shell.outputs[shell.stdout_fd])
             if found:
-                is_full = self._area.num_bytes() > self._job.limits.disk_bytes
-                return ("disk_limit" if is_full else "finished"), found
+                return ("disk_limit" if self._is_too_full() else "finished"), found
             now = time.monotonic()
             if shell.has_ended:
                 return "finished", None
@@ -353,7 +353,7 @@ class Session:
                 return "timeout", None
             if now >= next_look:
                 broken = shell.broken_limit()
-                if broken is None and self._area.num_bytes() > self._job.limits.disk_bytes:
+                if broken is None and self._is_too_full():
                     broken = "disk_limit"
                 if broken is not None:
                     return broken, None
@@ -362,6 +362,13 @@ class Session:
                 return "cancelled", None
             if len(shell.outputs[shell.stdout_fd]) > self._job.limits.output_bytes:
                 return "output_limit", None
+
+    def _is_too_full(self) -> bool:
+        """Whether there is more on disk than allowed, and more than before: a command may remove files one by one."""
+        used = self._area.num_bytes()
+        is_too_full = used > max(self._job.limits.disk_bytes, self._full_bytes)
+        self._full_bytes = used if used > self._job.limits.disk_bytes else 0
+        return is_too_full
 
     def _interrupt(self, shell: Running, mark: str, output: str) -> str:
         """Stop the command but keep the shell. If the shell itself does not stop, replace it."""
