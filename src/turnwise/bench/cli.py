@@ -11,6 +11,7 @@ from turnwise.bench import (
     both,
     branch,
     busy,
+    families,
     learners,
     report,
     rollout,
@@ -36,6 +37,7 @@ BENCHES = {
     "async": async_train,
     "busy": busy,
     "learners": learners,
+    "families": families,
 }
 
 
