@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from turnwise.commands import flywheel_options
+
 COMMANDS = (
     "train",
     "status",
@@ -20,6 +22,8 @@ COMMANDS = (
     "pairs",
     "tournament",
     "compare",
+    "flywheel",
+    "pools",
 )
 
 _TRAIN_EXAMPLES = """\
@@ -41,6 +45,7 @@ def add_commands(commands: Any) -> None:
     _add_pairs(commands)
     _add_tournament(commands)
     _add_compare(commands)
+    flywheel_options.add_commands(commands)
     certify = commands.add_parser(
         "certify",
         help="check that a run trained on exactly the sampled tokens",
@@ -113,6 +118,8 @@ def run_command(options: argparse.Namespace) -> int:
         from turnwise.compare.compare import run_compare
 
         return run_compare(options.overrides, out=options.out)
+    if options.command in flywheel_options.COMMANDS:
+        return flywheel_options.run_command(options)
     if options.command == "doctor":
         from turnwise.commands.doctor import run_doctor
 
