@@ -22,6 +22,8 @@ from turnwise.training.stored import Origin
 from turnwise.trajectory import trajectory_to_json
 
 SUFFIXES = (".jsonl", ".parquet")
+ORDER = "samples.round, samples.task_id, samples.attempt"
+"""Not by id: groups are written as they end, and a round that was interrupted must train on the same batches."""
 
 
 def pool_rows(store: PoolStore, pool: str, where: str = "1") -> Iterator[dict[str, Any]]:
@@ -36,12 +38,14 @@ def pool_rows(store: PoolStore, pool: str, where: str = "1") -> Iterator[dict[st
             yield {**row, "data": json.loads(row["data"])}
         return
     if pool == "preference":
-        for row in store.query(f"SELECT p.* FROM preference p JOIN samples ON samples.id = p.chosen_id WHERE {where}"):
+        for row in store.query(
+            f"SELECT p.* FROM preference p JOIN samples ON samples.id = p.chosen_id WHERE {where} ORDER BY {ORDER}"
+        ):
             sides = {name: _sample(store, row[f"{name}_id"], {}) for name in ("chosen", "rejected")}
             yield {"round": row["round"], "task_id": sides["chosen"]["task_id"], **sides}
         return
     extra = {"learn": "world" if pool == "continued" else "replies"}
-    rows = store.query(f"SELECT samples.id FROM samples WHERE in_{pool} AND ({where}) ORDER BY samples.id")
+    rows = store.query(f"SELECT samples.id FROM samples WHERE in_{pool} AND ({where}) ORDER BY {ORDER}")
     yield from (_sample(store, row["id"], extra) for row in rows)
 
 
@@ -89,7 +93,10 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_pair_file(store: PoolStore, path: Path, first_round: int, origin: Origin) -> int:
     """The pool `preference` from a round on, as `data.pairs` reads it; how many pairs it has."""
-    rows = store.query("SELECT * FROM preference WHERE round >= ? ORDER BY round, chosen_id", first_round)
+    rows = store.query(
+        f"SELECT p.* FROM preference p JOIN samples ON samples.id = p.chosen_id WHERE p.round >= ? ORDER BY {ORDER}",
+        first_round,
+    )
     pairs: list[StoredPair] = []
     for row in rows:
         chosen, rejected = (_attempt(store, row[name]) for name in ("chosen_id", "rejected_id"))

@@ -65,6 +65,12 @@ def flywheel(
 
     Raises:
         ConfigError: A setting cannot work, or is not the one that the flywheel began with; nothing was spent.
+
+    >>> import turnwise as tw
+    >>> small = ["warmup.steps=1", "flywheel.tasks=2", "flywheel.samples=2", "flywheel.rl_steps=1"]
+    >>> wheel = tw.flywheel("key_door_tiny", rounds=1, overrides=[*small, "flywheel.eval_tasks=2"])
+    >>> [row["round"] for row in wheel.evaluations]
+    [0, 1]
     """
     given = [*check_overrides_list(overrides)]
     given += [f"{SECTION}.dir={json.dumps(str(directory))}"] if directory is not None else []
