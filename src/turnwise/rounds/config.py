@@ -31,8 +31,8 @@ class FlywheelConfig(Section):
     verdict: str = Field(
         default="verifier",
         min_length=1,
-        description="Who says which attempts are good: `verifier` (the world), `judge`, `none` (all are), or the "
-        "directory of an outcome model (docs/outcome_models.md).",
+        description="Who says which attempts are good: `verifier` (the world), `judge` (a model scores each), "
+        "`pairwise` (a model compares those of a group), `none` (all are good), or the directory of an outcome model.",
     )
     threshold: float = Field(default=0.5, description="An attempt with at least this score is good.")
     judge_model: str = Field(default="", description="The judge's model; a name at judge_url, or a model of turnwise.")
@@ -72,12 +72,12 @@ class FlywheelConfig(Section):
     def _every_option_is_read(self) -> Self:
         if not any(self.steps_of(stage) for stage in TRAINED_STAGES):
             raise ValueError("continued_steps, sft_steps, preference_steps and rl_steps are all 0; nothing would learn")
-        asks = self.verdict == "judge"
+        asks = self.verdict in ("judge", "pairwise")
         for name in ("judge_model", "judge_url", "judge_key_variable", "rubric"):
             if getattr(self, name) and not asks:
-                raise ValueError(f"{name} is not read by verdict={self.verdict}; set verdict=judge")
+                raise ValueError(f"{name} is not read by verdict={self.verdict}; set verdict=judge or pairwise")
         if asks and not (self.judge_model and self.rubric):
-            raise ValueError("verdict=judge needs judge_model and rubric")
+            raise ValueError(f"verdict={self.verdict} needs judge_model and rubric")
         if self.preference_learning_rate and not self.preference_steps:
             raise ValueError("preference_learning_rate is not read while preference_steps is 0; leave it out")
         if self.dial == "uniform" and self.start_level:

@@ -17,6 +17,7 @@ from turnwise.client.checkpoints import CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import Tree, config_to_tree, tree_to_config
 from turnwise.envs.listed import ListedTask, write_tasks
+from turnwise.outcomes.model import is_outcome_model
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rounds.config import FlywheelConfig
 from turnwise.rounds.export import write_pair_file, write_pool
@@ -102,6 +103,10 @@ class StageRuns:
         tree = config_to_tree(self._config)
         tree["env"] |= {"tasks": str(tasks), "difficulty": -1}
         tree["warmup"], tree["eval"] = {"steps": 0}, {"tasks": 0}
+        if is_outcome_model(Path(self._options.verdict).expanduser()):
+            # What routes the attempts is also what RL learns from; the world's outcome is only logged and compared.
+            weights = {**tree["reward"]["weights"], "outcome": 0.0}
+            tree["reward"] |= {"model": self._options.verdict, "weights": weights}
         # A round goes on, also if the policy has learned all of its tasks before the last step.
         tree["train"]["max_empty_steps"] = self._options.rl_steps + 1
         return tree

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from turnwise.watch.status import run_lock
 Report = Callable[[str], None]
 MAY_CHANGE = ("rounds", "dir")
 """Options that may differ from those of the call that began the flywheel."""
-VERDICTS_AT_ONCE = 64
 
 
 def flywheel(
@@ -235,8 +235,8 @@ class _Rounds:
         source = open_source(self._options, self._config, self._store.directory)
         try:
             todo = self._store.attempts("a.round = ? AND v.attempt_id IS NULL", number)
-            for first in range(0, len(todo), VERDICTS_AT_ONCE):
-                self._store.add_verdicts(source.judge(todo[first : first + VERDICTS_AT_ONCE]))
+            for _, group in groupby(todo, key=lambda one: one.task_id):
+                self._store.add_verdicts(source.judge(list(group)))
         finally:
             source.close()
         rows = self._store.query(
