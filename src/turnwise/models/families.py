@@ -19,6 +19,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec
+from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
 """The content of a config.json."""
@@ -57,9 +58,12 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(model_type="apertus"),
         Family(model_type="arcee"),
+        Family(model_type="bitnet"),
+        Family(model_type="dots1"),
         Family(model_type="ernie4_5"),
         Family(model_type="ernie4_5_moe"),
         Family(model_type="exaone4", default_window=4096),
+        Family(model_type="flex_olmo"),
         Family(model_type="gemma"),
         Family(model_type="glm"),
         Family(model_type="glm4"),
@@ -67,11 +71,14 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="gpt_neox"),
         Family(model_type="granite"),
         Family(model_type="granitemoe"),
+        Family(model_type="granitemoeshared"),
         Family(model_type="helium"),
         Family(model_type="hunyuan_v1_dense"),
+        Family(model_type="hy_v3"),
         Family(model_type="hyperclovax"),
         Family(model_type="jais2"),
         Family(model_type="llama", describe=llama_block),
+        Family(model_type="minimax_m2"),
         Family(model_type="ministral3"),
         Family(model_type="mistral", describe=llama_block, default_window=4096),
         Family(model_type="mixtral"),
@@ -109,24 +116,6 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     return None if family is None or family.describe is None else family.describe(config)
 
 
-_OWN_ATTENTION = "computes attention itself and does not let it be replaced"
-_CONV1D = "keeps its projections as Conv1D, and adapters lie on linear layers alone"
-_LATENT = "has keys and values of different sizes (multi-head latent attention), and the KV cache has one size for both"
-_REASONS = {
-    "diffllama": "attends twice in a layer with different values, and the KV cache keeps one of each",
-    "gpt2": _CONV1D,
-    "openai-gpt": _CONV1D,
-    "falcon": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "bloom": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "mpt": _OWN_ATTENTION,
-    "stablelm": _OWN_ATTENTION,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "minicpm3": _LATENT,
-}
-"""Why a family that people ask for is not on the list."""
 _LENGTH_ROPES = {
     "longrope": "LongRoPE",
     "su": "LongRoPE",
@@ -145,6 +134,8 @@ _REFUSED_SETTINGS = (
 def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
     name = str(config.get("model_type", ""))
+    if name in REFUSED:
+        raise ModelError(_unknown_family(name, config))
     for rope in rope_types(config):
         if rope in _LENGTH_ROPES:
             raise ModelError(
@@ -172,9 +163,11 @@ def check_supported(config: ModelJson) -> None:
 def _unknown_family(name: str, config: ModelJson) -> str:
     if not name:
         return "its config.json names no model_type; expected a causal language model that transformers can read"
-    reason = _REASONS.get(name)
-    if reason is None and "text_config" in config:
-        reason = "takes more than text"
+    reason = REFUSED.get(name)
+    if reason is None and config.get("is_encoder_decoder"):
+        reason = ENCODER_DECODER
+    elif reason is None and "text_config" in config:
+        reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
     return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
 

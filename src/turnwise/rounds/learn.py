@@ -117,7 +117,8 @@ class StageRuns:
         rate = self._options.preference_learning_rate if is_pairs else self._options.sft_learning_rate
         train = {name: whole["train"][name] for name in STORED_TRAIN}
         return {
-            **{name: whole[name] for name in ("model", "engine", "cluster", "run")},
+            **{name: whole[name] for name in ("model", "engine", "run")},
+            "cluster": {name: value for name, value in whole["cluster"].items() if "env" not in name},
             "env": {**whole["env"], "tasks": "", "difficulty": -1},
             "rollout": {name: whole["rollout"][name] for name in STORED_ROLLOUT},
             "method": {"name": "dpo" if is_pairs else "sft"},

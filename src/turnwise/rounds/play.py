@@ -8,6 +8,7 @@ from pathlib import Path
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, tree_to_config
+from turnwise.envs.base import World
 from turnwise.envs.listed import ListedTask, write_tasks
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
@@ -20,6 +21,7 @@ from turnwise.training.evaluate import summarize
 from turnwise.training.objects import PythonObjects
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import find_facts
+from turnwise.training.workers import bounded_by_workers, make_played_world, running_workers
 
 
 class RoundPlayer:
@@ -38,15 +40,17 @@ class RoundPlayer:
             return
         config = self._with_tasks(place, tasks)
         with self._policy(config, model) as policy:
-            run_to_end(self._play(policy, number, model, todo, samples))
+            world = make_played_world(config, self._objects)
+            attach_judge(world, policy.service)
+            with running_workers(world):
+                run_to_end(self._play(policy, world, number, todo, samples))
 
     async def _play(
-        self, policy: PolicySampler, number: int, model: str, todo: Sequence[ListedTask], samples: int
+        self, policy: PolicySampler, world: World, number: int, todo: Sequence[ListedTask], samples: int
     ) -> None:
         config = policy.config
-        world = self._objects.make_world(config.env, max_turns=config.rollout.max_turns)
-        attach_judge(world, policy.service)
         rules = config.rollout.for_world(world, find_facts(config).context_length)
+        rules = bounded_by_workers(rules, world)
         rules = rules.model_copy(update={"group_size": samples, "same_start": True})
         rollout = Rollout(world, policy.sampler, policy.renderer, rules)
         seed = derive_seed(config.train.seed, "flywheel", number)
@@ -58,7 +62,7 @@ class RoundPlayer:
                     reasons.append(f"{group.why}: {why}")
                     self._store.add_dropped(number, group.task_id, group.why, why)
                 else:
-                    self._store.add_group(number, model or config.model.name, group)
+                    self._store.add_group(number, policy.checkpoint or config.model.name, group)
         if len(reasons) == len(todo):
             raise TurnwiseError(
                 f"not one of the {len(todo)} groups of round {number} could be played; the first: {reasons[0]}"

@@ -35,6 +35,7 @@ from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders
+from turnwise.training.workers import running_workers
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
@@ -107,7 +108,8 @@ class TrainingSession:
             with self._open_service() as service:
                 attach_judge(self.setup.parts.world, service)
                 attach_outcome_model(self.setup.parts.world, service)
-                with self._open_opponents(service, recorder) as opponents:
+                workers = running_workers(self.setup.parts.world, recorder.observers.message)
+                with workers, self._open_opponents(service, recorder) as opponents:
                     asyncio.run(self._run_loop(service, recorder, opponents))
         except Interrupted:
             recorder.observers.message(f"saved; go on with: turnwise train --resume {self.setup.directory}")
@@ -185,7 +187,7 @@ class TrainingSession:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout, config.memory)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = RunCheckpoints(
                 trainer,
