@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from spurious_world import COLOURS, SpuriousWorld, question
 
 import turnwise as tw
+from e2e.spurious_world import COLOURS, SpuriousWorld, question
 from turnwise.envs.base import assistant
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.runlog.reader import RunReader
