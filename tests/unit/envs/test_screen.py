@@ -7,9 +7,9 @@ from tests.cases import for_each
 
 from turnwise.envs.base import assistant
 from turnwise.envs.screen import (
-    ScreenIds,
     ScreenAction,
     ScreenElement,
+    ScreenIds,
     ScreenProtocol,
     read_screen_reply,
     screen_rules,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from turnwise.envs.screen import ScreenIds, ScreenAction, ScreenElement
+from turnwise.envs.screen import ScreenAction, ScreenElement, ScreenIds
 
 SWITCHES = ("Wi-Fi", "Bluetooth", "Dark mode", "Flight mode", "Location", "Alarm", "Battery saver", "Torch")
 CHOICES: Mapping[str, tuple[str, ...]] = {
