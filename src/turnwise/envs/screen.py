@@ -75,15 +75,15 @@ class _ScreenTools:
     """The actions as tools; only their names and arguments are used."""
 
     @tool
-    def click(self, id: int) -> None:
+    def click(self, id: int) -> None:  # noqa: A002 - the name that a policy writes
         """Click an element."""
 
     @tool
-    def type(self, id: int, text: str) -> None:
+    def type(self, id: int, text: str) -> None:  # noqa: A002 - the name that a policy writes
         """Replace the text of an element."""
 
     @tool
-    def select(self, id: int, option: str) -> None:
+    def select(self, id: int, option: str) -> None:  # noqa: A002 - the name that a policy writes
         """Choose an option of an element."""
 
     @tool

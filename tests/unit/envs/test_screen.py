@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.cases import for_each
 
+from cases import for_each
 from turnwise.envs.base import assistant
 from turnwise.envs.screen import (
     ScreenAction,
