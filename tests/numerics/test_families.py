@@ -67,8 +67,6 @@ OWN: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
 }
-ALL_EXPERTS = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen3_moe")
-"""Families whose MLPs are routed experts and nothing else: no linear layer to adapt there."""
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
 
 
@@ -107,9 +105,8 @@ def test_every_family_that_is_let_in_computes_what_transformers_computes(tmp_pat
         engine = Engine(directory, EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01), name=family)
         errors[family] = largest_error(engine, directory)
         facts = read_facts(directory)
-        flags = {"train_mlp": family not in ALL_EXPERTS}
-        model = ModelConfig.model_validate({"rank": 3, **flags})
-        adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
+        model = ModelConfig.model_validate({"rank": 3})
+        adapter = engine.create_adapter(LoraConfig(rank=3))
         assert facts.num_adapter_parameters(model) == adapter.flat.numel(), family
         assert facts.context_length == engine.max_context_length, family
         assert facts.kv_values_per_token == engine.model.sizes.kv_values_per_token, family
@@ -240,9 +237,11 @@ def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(
     assert "self_attn (k_proj o_proj q_proj v_proj)" in line
     assert "mlp.shared_expert (down_proj gate_proj up_proj)" in line
     assert "not adapted: lm_head" in line
-    assert "routed experts are not adapted (12.3k of" in line
-    assert "routers are not adapted" in line
-    directory = make_model(small_config("mixtral"), tmp_path / "mixtral")
-    assert main(["train", "guess_number", f"model={directory}", "--plan"]) != 0
-    assert "train_mlp=True" in capsys.readouterr().err
-    assert main(["train", "guess_number", f"model={directory}", "model.train_mlp=false", "--plan"]) == 0
+    assert "mlp.experts (down_proj gate_up_proj)" in line
+    assert "each of 4 experts with rank 8" in line
+    assert "routers are not adapted (256 of" in line
+    directory = make_model(small_config("phimoe"), tmp_path / "phimoe")
+    assert main(["train", "guess_number", f"model={directory}", "--plan"]) == 0
+    assert "routers cannot be adapted (256 of" in capsys.readouterr().out
+    assert main(["train", "guess_number", f"model={directory}", "model.train_router=true", "--plan"]) != 0
+    assert "train_router=True" in capsys.readouterr().err

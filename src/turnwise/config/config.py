@@ -17,7 +17,15 @@ from typing import Any, Self, cast
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from turnwise.config.checks import check_full, check_groups, check_lag, check_play, check_service, check_stored
+from turnwise.config.checks import (
+    check_full,
+    check_groups,
+    check_lag,
+    check_play,
+    check_replay,
+    check_service,
+    check_stored,
+)
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
 from turnwise.config.training import (
@@ -83,6 +91,7 @@ class Config(Section):
         self.critic.check(self.method)
         check_play(self)
         check_full(self)
+        check_replay(self)
         check_service(self)
         check_lag(self)
         check_stored(self)
@@ -120,6 +129,8 @@ class Config(Section):
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
         if self.model.train == "full":
             update["full_weights"] = True
+        if self.model.routing_replay:
+            update["routing_replay"] = True
         if self.rollout.backend == "local":
             update |= {name: getattr(self.rollout, name) for name in SHARED_OPTIONS if getattr(self.rollout, name)}
         if self.rollout.deterministic:
