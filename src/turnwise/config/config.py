@@ -21,6 +21,7 @@ from turnwise.config.checks import (
     check_full,
     check_groups,
     check_lag,
+    check_memory,
     check_play,
     check_replay,
     check_service,
@@ -39,6 +40,7 @@ from turnwise.config.training import (
 from turnwise.credit.shaping import RewardConfig
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.envs.config import EnvConfig
+from turnwise.memory.config import MemoryConfig
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
@@ -61,6 +63,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -96,6 +99,7 @@ class Config(Section):
         check_lag(self)
         check_stored(self)
         check_groups(self)
+        check_memory(self)
         if self.rollout.group_size == 1 and not self.reads_stored and not self.method.learns_from_one:
             raise ValueError(
                 f"rollout.group_size=1, and method={self.method.name} compares the attempts at a task; "

@@ -20,6 +20,7 @@ from typing import Any
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.experts import ExpertReader, ExpertSpec
+from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
 """The content of a config.json."""
@@ -58,36 +59,44 @@ def qwen3_block(config: ModelJson) -> BlockSpec:
 QWEN_EXPERTS = ExpertReader(scoring="softmax", normalises=False, has_dense_layers=True)
 SIGMOID_EXPERTS = ExpertReader(scoring="sigmoid", shared="n_shared_experts", has_dense_layers=True)
 LOCAL_EXPERTS = ExpertReader(inner="intermediate_size")
+OLMO_EXPERTS = ExpertReader(scoring="softmax", inner="intermediate_size", normalises=False)
+GRANITE_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family(model_type="apertus"),
         Family(model_type="arcee"),
+        Family(model_type="bitnet"),
+        Family(model_type="dots1", experts=replace(SIGMOID_EXPERTS, normalises=False)),
         Family(model_type="ernie4_5"),
         Family(
             model_type="ernie4_5_moe",
             experts=ExpertReader(shared="moe_num_shared_experts", has_dense_layers=True),
         ),
         Family(model_type="exaone4", default_window=4096),
+        Family(model_type="flex_olmo", experts=OLMO_EXPERTS),
         Family(model_type="gemma"),
         Family(model_type="glm"),
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
         Family(model_type="gpt_neox"),
         Family(model_type="granite"),
-        Family(model_type="granitemoe", experts=replace(LOCAL_EXPERTS, scoring="chosen_softmax")),
+        Family(model_type="granitemoe", experts=GRANITE_EXPERTS),
+        Family(model_type="granitemoeshared", experts=replace(GRANITE_EXPERTS, shared="shared_intermediate_size")),
         Family(model_type="helium"),
         Family(model_type="hunyuan_v1_dense"),
+        Family(model_type="hy_v3", experts=ExpertReader(shared="num_shared_experts", has_dense_layers=True)),
         Family(model_type="hyperclovax"),
         Family(model_type="jais2"),
         Family(model_type="llama", describe=llama_block),
+        Family(model_type="minimax_m2", experts=LOCAL_EXPERTS),
         Family(model_type="ministral3"),
         Family(model_type="mistral", describe=llama_block, default_window=4096),
         Family(model_type="mixtral", describe=llama_block, experts=replace(LOCAL_EXPERTS, scoring="softmax")),
         Family(model_type="olmo"),
         Family(model_type="olmo2"),
-        Family(model_type="olmoe", experts=replace(QWEN_EXPERTS, inner="intermediate_size", has_dense_layers=False)),
+        Family(model_type="olmoe", experts=OLMO_EXPERTS),
         Family(model_type="opt"),
         Family(model_type="persimmon"),
         Family(model_type="phi"),
@@ -130,24 +139,6 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     return None if family is None or family.describe is None else family.describe(config)
 
 
-_OWN_ATTENTION = "computes attention itself and does not let it be replaced"
-_CONV1D = "keeps its projections as Conv1D, and adapters lie on linear layers alone"
-_LATENT = "has keys and values of different sizes (multi-head latent attention), and the KV cache has one size for both"
-_REASONS = {
-    "diffllama": "attends twice in a layer with different values, and the KV cache keeps one of each",
-    "gpt2": _CONV1D,
-    "openai-gpt": _CONV1D,
-    "falcon": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "bloom": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "mpt": _OWN_ATTENTION,
-    "stablelm": _OWN_ATTENTION,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "minicpm3": _LATENT,
-}
-"""Why a family that people ask for is not on the list."""
 _LENGTH_ROPES = {
     "longrope": "LongRoPE",
     "su": "LongRoPE",
@@ -166,6 +157,8 @@ _REFUSED_SETTINGS = (
 def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
     name = str(config.get("model_type", ""))
+    if name in REFUSED:
+        raise ModelError(_unknown_family(name, config))
     for rope in rope_types(config):
         if rope in _LENGTH_ROPES:
             raise ModelError(
@@ -193,9 +186,11 @@ def check_supported(config: ModelJson) -> None:
 def _unknown_family(name: str, config: ModelJson) -> str:
     if not name:
         return "its config.json names no model_type; expected a causal language model that transformers can read"
-    reason = _REASONS.get(name)
-    if reason is None and "text_config" in config:
-        reason = "takes more than text"
+    reason = REFUSED.get(name)
+    if reason is None and config.get("is_encoder_decoder"):
+        reason = ENCODER_DECODER
+    elif reason is None and "text_config" in config:
+        reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
     return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
 

@@ -35,6 +35,7 @@ from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders
+from turnwise.training.workers import running_workers
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
@@ -106,7 +107,8 @@ class TrainingSession:
         try:
             with self._open_service() as service:
                 attach_judge(self.setup.parts.world, service)
-                with self._open_opponents(service, recorder) as opponents:
+                workers = running_workers(self.setup.parts.world, recorder.observers.message)
+                with workers, self._open_opponents(service, recorder) as opponents:
                     asyncio.run(self._run_loop(service, recorder, opponents))
         except Interrupted:
             recorder.observers.message(f"saved; go on with: turnwise train --resume {self.setup.directory}")
@@ -184,7 +186,7 @@ class TrainingSession:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout, config.memory)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = RunCheckpoints(
                 trainer,
@@ -229,6 +231,8 @@ class TrainingSession:
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.start_from:
+            return await service.create_training_client_from_state_async(model.start_from)
         if model.train == "full":
             return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(

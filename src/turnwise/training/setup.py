@@ -40,7 +40,9 @@ from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.opponents import check_opponents, num_panel, opponent_line
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
+from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
+from turnwise.training.workers import worker_line
 from turnwise.watch.loggers import check_loggers
 from turnwise.watch.status import check_can_hold, is_training, run_lock
 
@@ -48,7 +50,7 @@ AnyService = ServiceClient | RemoteServiceClient
 Report = Callable[[str], None]
 """Takes one line about what goes on, such as a download."""
 
-FIXED_SECTIONS = ("model", "env", "warmup")
+FIXED_SECTIONS = ("model", "env", "memory", "warmup")
 """A resumed run keeps them: its weights and its tasks depend on them."""
 FIXED_OPTIONS = ("engine.device", "engine.dtype")
 """A resumed run keeps these too: its numbers depend on them."""
@@ -104,6 +106,7 @@ class Setup:
         if rollout.backend != "local":
             lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
         lines += opponent_line(self.config, self.parts.world)
+        lines += worker_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines
@@ -122,6 +125,7 @@ def set_up_new(
     report: Report = report_nothing,
 ) -> Setup:
     """A run from its first step on."""
+    config = resolve_start(config)
     default_name = _default_name(config)
     run_name = config.run.name or (default_name if config.run.dir else _next_free(default_name))
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name
