@@ -54,23 +54,34 @@ def make_sequences(vocab_size: int) -> list[list[int]]:
     return [first, [*first[:NUM_SHARED], *second[NUM_SHARED:]], third]
 
 
-def run_plainly(model: PreTrainedModel, own_attention: str) -> Reference:
-    """Run the sequences through transformers' own modelling code, then give the model `own_attention` back."""
+def run_plainly(model: PreTrainedModel) -> Reference:
+    """Run the sequences through transformers' own modelling code; the model is then as it was."""
     start = time.perf_counter()
     sequences = make_sequences(int(model.config.vocab_size))
     rounded = None
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            if model.dtype is torch.float32:
+    with torch.no_grad(), _own_code(model):
+        if model.dtype is torch.float32:
+            exact = _run(model, sequences)
+        else:
+            rounded = _run(model, sequences)
+            with _in_float32(model):
                 exact = _run(model, sequences)
-            else:
-                rounded = _run(model, sequences)
-                with _in_float32(model):
-                    exact = _run(model, sequences)
-    finally:
-        model.set_attn_implementation(own_attention)
     return Reference(sequences, exact, rounded, time.perf_counter() - start)
+
+
+@contextmanager
+def _own_code(model: PreTrainedModel) -> Iterator[None]:
+    """Let transformers compute attention and experts itself."""
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    model.set_attn_implementation("eager")
+    if experts is not None:
+        model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        if experts is not None:
+            model.set_experts_implementation(experts)
 
 
 def _run(model: Any, sequences: Sequence[Sequence[int]]) -> PlainRun:
