@@ -90,6 +90,23 @@ def check_groups(config: Config) -> None:
         raise ValueError(f"method.gamma={method.discount} is not read {why}; leave it out")
 
 
+def check_memory(config: Config) -> None:
+    """Refuse a memory where prompts cannot be rewritten, or where the method needs the attempt in one piece."""
+    if not config.memory.is_on:
+        return
+    option = f"memory.{config.memory.changed_options()[0]}"
+    if not config.rollout.use_conversation_multi_turn:
+        raise ValueError(
+            f"{option} rewrites prompts, and rollout.use_conversation_multi_turn=false keeps an attempt in one "
+            "message; leave one of them out"
+        )
+    if config.opponent.train == "both":
+        raise ValueError(f"{option} and opponent.train=both: a game of two trained seats has no memory yet; leave one")
+    why = config.method.why_not_memory()
+    if why is not None:
+        raise ValueError(f"{option}, and method={config.method.name} {why}")
+
+
 def check_play(config: Config) -> None:
     """Refuse rollout options that only evaluations may use, and engine options that `deterministic` makes useless."""
     rollout, engine = config.rollout, config.engine

@@ -16,6 +16,8 @@ from turnwise.config.critic import CriticConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
+from turnwise.memory.config import NO_MEMORY, MemoryConfig
+from turnwise.memory.renderer import MemoryRenderer
 from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.methods.lookup import check_method
 from turnwise.methods.options import FreeLoss
@@ -184,13 +186,14 @@ def critic_rate(config: Config) -> float:
     return config.critic.learning_rate or 2 * config.train.learning_rate
 
 
-def make_renderer(tokenizer: Any, rollout: RolloutConfig) -> Renderer:
-    return get_renderer(
+def make_renderer(tokenizer: Any, rollout: RolloutConfig, memory: MemoryConfig = NO_MEMORY) -> Renderer:
+    renderer = get_renderer(
         tokenizer,
         multi_turn=rollout.use_conversation_multi_turn,
         name=rollout.renderer,
         strip_thinking=rollout.strip_thinking,
     )
+    return MemoryRenderer(renderer, memory) if memory.is_on else renderer
 
 
 def split_evenly(items: Sequence[Any], num_parts: int) -> list[list[Any]]:

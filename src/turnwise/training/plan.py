@@ -16,6 +16,7 @@ from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
 from turnwise.envs.base import Split
 from turnwise.losses.table import LOSSES
+from turnwise.memory.config import MemoryConfig
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
 from turnwise.models.store import format_count
@@ -63,7 +64,11 @@ def make_plan(
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
     eval_attempts = num_evaluations * num_tasks["test"] * evaluation.samples * num_tasks.get("opponents", 1)
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
-    per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
+    per_attempt = config.memory.most_sampled_tokens(
+        max_turns=limits.max_turns,
+        max_tokens=limits.max_tokens_per_turn,
+        max_context=limits.max_trajectory_tokens,
+    )
     num_learned = dialogues_per_optimizer_step(config)
     memory = None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned)
     if memory is not None:
@@ -134,7 +139,8 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
-        f"{limits.max_trajectory_tokens} tokens in all",
+        f"{limits.max_trajectory_tokens} tokens in {'any prompt and its reply' if config.memory.window else 'all'}",
+        **_agent_memory(config.memory),
         "training": _training(config, plan),
         "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
         f"temperature {config.eval.temperature:g}",
@@ -153,6 +159,18 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     }
     notes = [("note", note) for note in _notes(config, plan)]
     return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
+
+
+def _agent_memory(memory: MemoryConfig) -> dict[str, str]:
+    """The line about what the policy remembers, if that is not everything."""
+    parts: list[str] = []
+    if memory.summary_tokens:
+        kept = f", {memory.keep} turns stay" if memory.keep else ""
+        parts.append(f"a summary of up to {memory.summary_tokens} tokens whenever {memory.window} turns are full{kept}")
+    elif memory.window:
+        parts.append(f"the last {memory.window} turns")
+    parts += ["notes by tool"] if memory.notes else []
+    return {"remembers": ", ".join(parts)} if parts else {}
 
 
 def _schedule(train: TrainConfig) -> str:

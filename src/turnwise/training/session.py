@@ -185,7 +185,7 @@ class TrainingSession:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout, config.memory)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = RunCheckpoints(
                 trainer,

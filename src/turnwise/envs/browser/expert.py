@@ -34,15 +34,17 @@ class PlanStep:
     roles: tuple[str, ...] = ()
     name: str = ""
     text: str = ""
+    place: int = 0
+    """Which one, from 0, if several elements have that role and name."""
 
 
-def click(role: str, name: str) -> PlanStep:
-    return PlanStep(kind="click", roles=(role,), name=name)
+def click(role: str, name: str, *, place: int = 0) -> PlanStep:
+    return PlanStep(kind="click", roles=(role,), name=name, place=place)
 
 
-def fill(name: str, text: object) -> PlanStep:
+def fill(name: str, text: object, *, place: int = 0) -> PlanStep:
     """Type into the field with this label."""
-    return PlanStep(kind="type", roles=_FIELDS, name=name, text=str(text))
+    return PlanStep(kind="type", roles=_FIELDS, name=name, text=str(text), place=place)
 
 
 def choose(name: str, option: str) -> PlanStep:
@@ -90,8 +92,9 @@ def plan_player(plan: Sequence[PlanStep], form: ActionForm = "text") -> Scripted
         if not step.roles:
             left.pop(0)
             return Action(kind=step.kind, text=step.text).to_reply(form)
-        element = next((one for one in read_elements(observation) if _fits(one, step)), None)
-        if element is not None:
+        fitting = [one for one in read_elements(observation) if _fits(one, step)]
+        if len(fitting) > step.place:
+            element = fitting[step.place]
             left.pop(0)
             num_scrolls = 0
             return Action(kind=step.kind, element=element.id, text=step.text).to_reply(form)
