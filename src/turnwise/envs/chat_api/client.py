@@ -26,7 +26,7 @@ def _packages() -> tuple[Any, Any]:
         import httpx
         import openai
     except ImportError as cause:
-        raise ConfigError("an agent of (client, task) needs the openai package: pip install 'turnwise[agents]'") from cause
+        raise ConfigError("an agent needs the openai package: pip install 'turnwise[agents]'") from cause
     return httpx, openai
 
 
