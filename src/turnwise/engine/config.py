@@ -102,6 +102,11 @@ class EngineConfig(Section):
         default=False,
         description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Keep which experts the sampler chose, and train with them; a run with `model.routing_replay` "
+        "sets it.",
+    )
     share_prefixes: bool = Field(
         default=True,
         description="Train datums that share leading tokens as one tree, which computes the shared tokens once.",
