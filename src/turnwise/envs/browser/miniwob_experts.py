@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from turnwise.envs.browser.actions import ActionForm
 from turnwise.envs.browser.expert import PlanStep, choose, click, fill, plan_player, read_elements
+from turnwise.envs.screen import ScreenProtocol
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.trajectory import Message
 
@@ -132,7 +132,7 @@ PLANNERS: Mapping[str, Planner] = {
 """The pages that have an expert."""
 
 
-def miniwob_player(page: str, form: ActionForm, forgets: int | None = None) -> ScriptedPlayer:
+def miniwob_player(page: str, protocol: ScreenProtocol, forgets: int | None = None) -> ScriptedPlayer:
     """The expert of a page. With `forgets` it leaves out that step, counted around the plan."""
     planned: list[ScriptedPlayer] = []
 
@@ -143,7 +143,7 @@ def miniwob_player(page: str, form: ActionForm, forgets: int | None = None) -> S
             plan = PLANNERS[page](goal, seen)
             if forgets is not None:
                 plan.pop(forgets % len(plan))
-            planned.append(plan_player(plan, form))
+            planned.append(plan_player(plan, protocol))
         return planned[0](dialogue)
 
     return reply

@@ -57,7 +57,7 @@ class Element:
         return " ".join([*words, *(f"({state})" for state in self.states)])
 
 
-class ElementIds:
+class PageElementIds:
     """Short numbers for the elements of a page. An element keeps its number as long as the page is there."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ElementIds:
         return next((ref for ref, known in self._numbers.items() if known == number), None)
 
 
-def read_snapshot(text: str, ids: ElementIds, *, every_id: bool = False) -> list[Element]:
+def read_snapshot(text: str, ids: PageElementIds, *, every_id: bool = False) -> list[Element]:
     """The elements of Playwright's snapshot (`mode="ai"`) that are worth a line.
 
     Args:
@@ -107,7 +107,7 @@ def read_snapshot(text: str, ids: ElementIds, *, every_id: bool = False) -> list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
+class _SnapshotLine:
     """A line of Playwright's snapshot."""
 
     indent: int
@@ -127,7 +127,7 @@ class _Line:
         return self.role in USABLE_ROLES or ("[cursor=pointer]" in self.marks and self.role not in _CONTAINERS)
 
 
-def _read_line(line: str) -> _Line | None:
+def _read_line(line: str) -> _SnapshotLine | None:
     quoted = re.fullmatch(r"( *- )'((?:[^']|'')*)'(:?.*)", line)  # YAML quotes what has a colon or a hash in it
     if quoted is not None:
         line = quoted[1] + quoted[2].replace("''", "'") + quoted[3]
@@ -135,7 +135,7 @@ def _read_line(line: str) -> _Line | None:
     if match is None or match["role"].startswith("/"):
         return None
     text = _unquote(match["text"] or "")
-    return _Line(
+    return _SnapshotLine(
         indent=len(match["indent"]),
         role=match["role"],
         name=_unquote(match["name"] or ""),
@@ -145,7 +145,7 @@ def _read_line(line: str) -> _Line | None:
     )
 
 
-def _named_from_below(lines: Sequence[_Line], index: int) -> tuple[_Line, int]:
+def _named_from_below(lines: Sequence[_SnapshotLine], index: int) -> tuple[_SnapshotLine, int]:
     """An element without a name has that of the first line inside it, which is then not shown again."""
     line = lines[index]
     for place, below in enumerate(lines[index + 1 :], index + 1):
@@ -156,7 +156,7 @@ def _named_from_below(lines: Sequence[_Line], index: int) -> tuple[_Line, int]:
     return line, index + 1
 
 
-def _usable(line: _Line, number: int) -> Element:
+def _usable(line: _SnapshotLine, number: int) -> Element:
     role, name, value, states = line.role, line.name, line.text, _states(line.marks)
     if role in _SILENT_ROLES:
         return Element(id=number, role="box", name=name or value, states=states)

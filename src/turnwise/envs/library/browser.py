@@ -1,6 +1,6 @@
 """Pages in a real Chromium: shops, forums, mail, forms and MiniWoB++ tasks, seen as text and used by short actions.
 
-    system     Use the page. Each turn write one action: click ID, type ID TEXT, ...
+    system     One action in a reply: click ID, type ID TEXT, ...
     user       Task: Add 1 x Light bag to the cart.
                page: / Welcome
                [1] link "Home"
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.browser.actions import RULES, ActionError, ActionForm, parse_action
 from turnwise.envs.browser.challenge import Challenge, PageVerdict, SiteChallenge
 from turnwise.envs.browser.expert import plan_player, random_player
 from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
@@ -42,6 +41,7 @@ from turnwise.envs.browser.sites.office import Office
 from turnwise.envs.browser.sites.shop import Shop
 from turnwise.envs.browser.sites.site import LEVELS, Site
 from turnwise.envs.schema import check_fractions
+from turnwise.envs.screen import ScreenProtocol, read_screen_reply, screen_rules
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
@@ -69,7 +69,7 @@ class BrowserWorld:
     """Pages of MiniWoB++, by name. The default is a set of ten; `all` takes all."""
     level: int = 1
     """Difficulty, 1 to 5: how much is asked for, and how much is on the site."""
-    protocol: ActionForm = "text"
+    protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
     max_turns: int = 0
     """Turns of an attempt. 0 takes the level's number."""
@@ -180,16 +180,15 @@ class BrowserEnv:
         goal = await self._challenge.begin(self._page)
         observation = await self._page.observe()
         await self._keep_picture()
-        return [system(RULES[self._world.protocol]), user(f"Task: {goal}\n{observation}")]
+        return [system(screen_rules(self._world.protocol)), user(f"Task: {goal}\n{observation}")]
 
     async def step(self, reply: Message) -> EnvStep:
         page = self._opened()
         self._turn += 1
         self._replies.append(reply.content)
-        try:
-            action = parse_action(reply, self._world.protocol)
-        except ActionError as error:
-            return await self._answer(f"error: {error}", None, is_unparsable=True)
+        action = read_screen_reply(reply, self._world.protocol)
+        if isinstance(action, str):
+            return await self._answer(action, None, is_unparsable=True)
         says_done = action.kind == "done"
         observation = "" if says_done else await page.act(action)
         return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))
