@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="apertus"),
         Family(model_type="arcee"),
         Family(model_type="bitnet"),
-        Family(model_type="dots1", experts=replace(SIGMOID_EXPERTS, normalises=False)),
+        Family(model_type="dots1", default_window=4096, experts=replace(SIGMOID_EXPERTS, normalises=False)),
         Family(model_type="ernie4_5"),
         Family(
             model_type="ernie4_5_moe",
