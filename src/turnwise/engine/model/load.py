@@ -26,6 +26,9 @@ from turnwise.models.facts import ModelSizes
 from turnwise.models.families import check_supported, describe_experts
 from turnwise.models.linears import Shape
 
+RANDOM_FILE = "random_weights"
+"""A directory with this file and a config.json stands for a model with random weights."""
+
 
 class CausalModel:
     """The frozen base model: its body, its head, and the linears that can carry adapters."""
@@ -33,7 +36,7 @@ class CausalModel:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         config = _read_config(directory)
         check_supported(config.to_dict())
-        model = _load(directory, config, dtype)
+        model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, device)
         self.config = config
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
@@ -136,6 +139,19 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
+
+
+def is_random(directory: Path) -> bool:
+    """Whether the directory has no weights, and says that they are drawn at random when the model is loaded."""
+    return (directory / RANDOM_FILE).exists()
+
+
+def _draw(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model with random weights, made where it will run: for measurements of speed, without a large file."""
+    torch.manual_seed(0)
+    experts = {"experts_implementation": EXPERTS_NAME} if describe_experts(config.to_dict()) is not None else {}
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME, **experts)
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
