@@ -28,6 +28,9 @@ from turnwise.config.spellings import (
     to_canonical,
 )
 from turnwise.config.training import EvalConfig
+from turnwise.envs.config import EnvConfig
+from turnwise.envs.difficulty import levels_of
+from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import is_outside
 from turnwise.methods.lookup import (
@@ -213,6 +216,7 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
             check_agreement(spelling, written[option], (value, given[option]))
         given[option], written[option] = value, spelling
     notes = [
+        *_leave_level_behind(tree, given, source),
         *_leave_adapter_behind(tree, given, source),
         *_leave_servers_behind(tree, given, source),
         *_leave_behind(tree, given, source),
@@ -221,6 +225,22 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
     for path, value in given.items():
         _apply(tree, path.split("."), value)
     return notes
+
+
+def _leave_level_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Drop a file's options that the level of an override sets."""
+    env = tree.get("env")
+    level, name = given.get("env.difficulty", -1), given.get("env.name", "")
+    if not isinstance(level, int) or level < 0 or not isinstance(env, dict):
+        return []
+    own = cast(Tree, cast(Tree, env).get("options") or {})
+    set_by_levels = {
+        option
+        for one in levels_of(load_target(name or cast(Tree, env).get("name", EnvConfig().name)))
+        for option in one
+    }
+    gone = [f"env.options.{key}={own.pop(key)}" for key in sorted(set_by_levels) if key in own]
+    return [f"left out, because env.difficulty={level} sets it: {', '.join(gone)} of {source}"] if gone else []
 
 
 def _leave_adapter_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:

@@ -17,6 +17,7 @@ SPELLINGS: Mapping[str, str] = {
     "generator.sampling_params.temperature": "rollout.temperature",
     "generator.inference_engine_tensor_parallel_size": "rollout.tensor_parallel_size",
     "generator.engine_init_kwargs": "rollout.server_args",
+    "model.from": "model.start_from",
     "model.device": "engine.device",
     "model.dtype": "engine.dtype",
     "train.micro_batch_tokens": "engine.micro_batch_tokens",
@@ -102,7 +103,7 @@ def to_canonical(tree: Mapping[str, Any], *, is_stored: bool = False) -> Tree:
             check_agreement(path, f"{section}.{key}", (value, held[key]))
         result[section] = {**held, key: value}
         written, _, gone = path.partition(".")
-        if written in result and written != section:
+        if written in result and path != f"{section}.{key}":
             rest: Tree = result[written]
             result[written] = {name: kept for name, kept in rest.items() if name != gone}
     return result

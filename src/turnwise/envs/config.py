@@ -18,3 +18,13 @@ class EnvConfig(Section):
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="The world's own options, such as `env.options.high=16`."
     )
+    difficulty: int = Field(
+        default=-1,
+        ge=-1,
+        description="Level of the world's difficulty dial, from 0 (docs/flywheel.md); -1: as the options say.",
+    )
+    tasks: str = Field(
+        default="",
+        description="A file of tasks to play in place of the world's own draws, one JSON object per line "
+        "(docs/flywheel.md); empty: the world draws.",
+    )

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.registry import get_world
-from turnwise.envs.rewarded import RewardedWorld
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
 from turnwise.errors import ConfigError
@@ -178,7 +177,8 @@ def attach_judge(world: World, service: SamplerSource) -> None:
 
 
 def _embedded_model(world: World) -> EmbeddedModel | None:
-    world = world.inner if isinstance(world, RewardedWorld) else world
+    while isinstance(world, WorldWrapper) and not isinstance(world, JudgedWorld):
+        world = world.inner
     model = world.judge.model if isinstance(world, JudgedWorld) else None
     return model if isinstance(model, EmbeddedModel) else None
 

@@ -30,6 +30,11 @@ class ModelConfig(Section):
         default="lora",
         description="What is trained: a LoRA adapter on the frozen model, or all weights of the model (docs/scale.md).",
     )
+    start_from: str = Field(
+        default="",
+        description="Also written `model.from`: a run directory (its best checkpoint) or a checkpoint whose weights "
+        "training starts with, also one of another world. Empty: the base model as it is.",
+    )
     rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
     train_attn: bool = Field(default=True, description="Adapt the attention projections.")
     train_mlp: bool = Field(default=True, description="Adapt the MLP projections.")

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import World
 from turnwise.envs.config import EnvConfig
+from turnwise.envs.difficulty import level_options
+from turnwise.envs.listed import NO_LEVEL, list_world
 from turnwise.envs.registry import PYTHON_PREFIX, load_target
 from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
@@ -48,10 +51,19 @@ class PythonObjects:
             max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
         """
         target = load_target(env.name) if self.env is None else self.env
-        options = dict(env.options)
-        if max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ()):
-            options.setdefault("max_turns", max_turns)
-        world = as_world(target, options, label=env.name)
+        tells_limit = max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ())
+
+        def make_level(level: int) -> World:
+            options = dict(env.options)
+            if level != NO_LEVEL:
+                options = level_options(target, level, options, env.name)
+            if tells_limit:
+                options.setdefault("max_turns", max_turns)
+            return as_world(target, options, label=env.name)
+
+        world = make_level(env.difficulty)
+        if env.tasks:
+            world = list_world(world, Path(env.tasks), make_level)
         return world if self.reward is None else RewardedWorld(world, self.reward)
 
     def to_json(self) -> str:

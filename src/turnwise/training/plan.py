@@ -127,6 +127,8 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     stand_in = f" (standing in for {model.name})" if model.alias else ""
     trained = f"LoRA rank {model.rank}" if model.train == "lora" else "all weights"
     trained += f", {format_count(plan.num_trained_parameters)} trained"
+    if model.start_from:
+        trained += f", starting from {model.start_from}"
     rows = {
         "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
         **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),

@@ -228,6 +228,8 @@ class TrainingSession:
         config, model, done = self.setup.config, self.setup.config.model, self.setup.start.done
         if done.path:
             return await service.create_training_client_from_state_with_optimizer_async(done.path)
+        if model.start_from:
+            return await service.create_training_client_from_state_async(model.start_from)
         if model.train == "full":
             return await service.create_full_training_client_async(model.name)
         return await service.create_lora_training_client_async(

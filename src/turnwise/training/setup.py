@@ -40,6 +40,7 @@ from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.opponents import check_opponents, num_panel, opponent_line
 from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
+from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
 from turnwise.watch.loggers import check_loggers
 from turnwise.watch.status import check_can_hold, is_training, run_lock
@@ -122,6 +123,7 @@ def set_up_new(
     report: Report = report_nothing,
 ) -> Setup:
     """A run from its first step on."""
+    config = resolve_start(config)
     default_name = _default_name(config)
     run_name = config.run.name or (default_name if config.run.dir else _next_free(default_name))
     directory = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / run_name

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
 from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
+from turnwise.engine.model.gated_mlp import GatedMlp, KeptMlp, MlpPass, Scratch
 from turnwise.engine.model.kept import kept_bytes
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
@@ -69,18 +70,6 @@ class _WantedRows:
     spans: list[SpanWeights]
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """Temporary tensors of a block; the next block overwrites them.
-
-    If they were freed one by one, they would leave gaps between the tensors that are kept, and a pass would need a
-    third more memory.
-    """
-
-    normed: Tensor | None = None
-    act: Tensor | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _StackPass:
     """One pass through all blocks: the positions of its tokens, their attention plan, and their adapters."""
@@ -93,7 +82,7 @@ class _StackPass:
     weights: BodyWeights
     grads: BodyWeights | None = None
     """Where gradients of all weights go; None if only adapters are trained."""
-    scratch: _Scratch | None = None
+    scratch: Scratch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +109,15 @@ class KeptBlock:
     inner_h: Tensor
     inner_rstd: Tensor
     inner_x: Tensor | None
-    low_gate_up: list[Tensor]
-    gate_up: Tensor
-    low_down: list[Tensor]
+    mlp: KeptMlp
 
     def tensors(self) -> list[Tensor]:
         """Everything that is kept; some tensors share their memory."""
-        found: list[Tensor] = []
+        found = list(self.mlp.tensors())
         for one in fields(self):
             value = getattr(self, one.name)
-            found += [] if value is None else [value] if isinstance(value, Tensor) else value
+            if one.name != "mlp":
+                found += [] if value is None else [value] if isinstance(value, Tensor) else value
         return found
 
 
@@ -204,8 +192,7 @@ class FusedBody:
             heads=heads,
             out=_join(layer, names.out),
             inner_norm=_weight(layer, names.inner_norm),
-            gate_up=_join(layer, names.gate, names.up),
-            down=_join(layer, names.down),
+            mlp=GatedMlp(_join(layer, names.gate, names.up), _join(layer, names.down)),
         )
 
     def hidden(
@@ -229,7 +216,7 @@ class FusedBody:
             with torch.no_grad():
                 return self.run(embedded, _StackPass(rotation, plan, route, spans, wanted, weights))
         assert isinstance(plan, TreePlan), "training runs over a prefix tree"
-        scratch = None if self._keeps_normed else _Scratch()
+        scratch = None if self._keeps_normed else Scratch()
         work = _StackPass(rotation, plan, route, spans, wanted, weights, grads, scratch)
         kept = _KeptPass(work, first, self._keeps_all(embedded, spans), input_ids)
         return _Stack.apply(self._anchor, self, embedded, kept)
@@ -286,8 +273,7 @@ class FusedBody:
             mixed, rest_h, spans = mixed[work.wanted.rows], h[work.wanted.rows], work.wanted.spans
         attended, low_out = project(block.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
-        gate_up, low_gate_up = project(block.gate_up, inner_x, route, spans)
-        delta, low_down = project(block.down, self._swiglu(gate_up, work.scratch), route, spans)
+        delta, mlp = block.mlp.forward(inner_x, MlpPass(route, spans, work.scratch))
         kept = KeptBlock(
             h=h,
             rstd=rstd,
@@ -299,26 +285,18 @@ class FusedBody:
             inner_h=inner_h,
             inner_rstd=inner_rstd,
             inner_x=inner_x if self._keeps_normed else None,
-            low_gate_up=low_gate_up,
-            gate_up=gate_up,
-            low_down=low_down,
+            mlp=mlp,
         )
         return inner_h, delta, kept
 
     def _add_norm(
-        self, h: Tensor, delta: Tensor | None, weight: Tensor, scratch: _Scratch | None
+        self, h: Tensor, delta: Tensor | None, weight: Tensor, scratch: Scratch | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if scratch is None:
             return self.ops.layers.add_norm(h, delta, weight, self.eps)
         h, x, rstd = self.ops.layers.add_norm(h, delta, weight, self.eps, room=scratch.normed)
         scratch.normed = x
         return h, x, rstd
-
-    def _swiglu(self, gate_up: Tensor, scratch: _Scratch | None) -> Tensor:
-        if scratch is None:
-            return self.ops.layers.swiglu(gate_up)
-        scratch.act = self.ops.layers.swiglu(gate_up, room=scratch.act)
-        return scratch.act
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
@@ -350,16 +328,9 @@ class FusedBody:
         """The gradient of the residual stream between attention and MLP, at the rows that the MLP ran on."""
         block, spans = work.weights.blocks[index], self._wanted_in(index, work)[1]
         grads = None if work.grads is None else work.grads.blocks[index]
-        dact, dlow = input_gradient(block.down, dh, kept.low_down, spans)
-        dgate_up, act = self.ops.layers.swiglu_backward(dact, kept.gate_up)
-        add_a_gradients(block.down, act, dlow, spans)
         normed = NormedInput(kept.inner_h, kept.inner_rstd, block.inner_norm)
         inner_x = normed if kept.inner_x is None else kept.inner_x
-        if grads is not None:
-            add_product_gradient(grads.down, dh, act)
-            add_product_gradient(grads.gate_up, dgate_up, inner_x)
-        dx, dlow = input_gradient(block.gate_up, dgate_up, kept.low_gate_up, spans)
-        add_a_gradients(block.gate_up, inner_x, dlow, spans)
+        dx = block.mlp.backward(dh, inner_x, kept.mlp, spans, None if grads is None else grads.mlp)
         if grads is not None:
             add_norm_gradient(grads.inner_norm, dx, kept.inner_h, kept.inner_rstd)
         return self.ops.layers.norm_backward(dx, kept.inner_h, kept.inner_rstd, block.inner_norm, dh)

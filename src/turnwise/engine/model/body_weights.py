@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from turnwise.engine.model.gated_mlp import Mlp
 from turnwise.engine.model.lora import LinearGroup
 from turnwise.engine.ops.interface import Heads
 from turnwise.models.blocks import PartNames
@@ -22,12 +23,11 @@ class BlockWeights:
     heads: Heads
     out: LinearGroup
     inner_norm: Tensor
-    gate_up: LinearGroup
-    down: LinearGroup
+    mlp: Mlp
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        return self.qkv, self.out, *self.mlp.groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class BodyWeights:
                     heads=heads,
                     out=join(block.out),
                     inner_norm=norm(f"{layer}{names.inner_norm}"),
-                    gate_up=join(block.gate_up),
-                    down=join(block.down),
+                    mlp=block.mlp.with_tensors(tensor, join),
                 )
             )
         return BodyWeights(norm(names.embedding), blocks, norm(names.last_norm))

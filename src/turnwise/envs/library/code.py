@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.code_data import json_to_test, load_problems
 from turnwise.envs.library.code_problems import Level, draw_problem, problem_levels
 from turnwise.envs.sandbox import Sandbox, SandboxKind
@@ -70,6 +71,11 @@ class Code:
     """The world `code`."""
 
     name: ClassVar[str] = "code"
+    difficulties: ClassVar[Levels] = (
+        {"level": "easy"},
+        {"level": "medium"},
+        {"level": "hard"},
+    )
 
     level: Level = "easy"
     """Level of generated problems."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for
@@ -54,6 +55,13 @@ class GuessNumber:
 
     name: ClassVar[str] = "guess_number"
     max_tokens: ClassVar[int] = 8
+    difficulties: ClassVar[Levels] = (
+        {"high": 4, "max_turns": 3},
+        {"high": 8, "max_turns": 4},
+        {"high": 16, "max_turns": 5},
+        {"high": 32, "max_turns": 6},
+        {"high": 100, "max_turns": 7},
+    )
 
     low: int = 1
     high: int = 16

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
@@ -50,6 +51,14 @@ class KeyDoor:
 
     name: ClassVar[str] = "key_door"
     max_tokens: ClassVar[int] = 12
+    difficulties: ClassVar[Levels] = (
+        {"num_rooms": 1, "num_keys": 2},
+        {"num_rooms": 2, "num_keys": 2},
+        {"num_rooms": 3, "num_keys": 3},
+        {"num_rooms": 4, "num_keys": 4},
+        {"num_rooms": 6, "num_keys": 5},
+        {"num_rooms": 10, "num_keys": 6},
+    )
 
     num_rooms: int = 3
     num_keys: int = 3

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.search_answers import exact_match, f1
 from turnwise.envs.library.search_questions import QuestionKind, load_questions, make_questions, question_to_task
 from turnwise.envs.scripted import play_demonstrations
@@ -119,6 +120,11 @@ class Search:
     """The world `search`."""
 
     name: ClassVar[str] = "search"
+    difficulties: ClassVar[Levels] = (
+        {"kind": "one_hop"},
+        {"kind": "two_hop"},
+        {"kind": "comparison"},
+    )
 
     kind: QuestionKind = "one_hop"
     """Kind of generated questions: one search, two searches that build on each other, a comparison, or all of these."""

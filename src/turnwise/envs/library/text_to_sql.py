@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.sql_compare import asks_for_order, same_result
 from turnwise.envs.library.sql_databases import LEVELS, DatabaseFolder, Level, draw_database
 from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, read_schema
@@ -130,6 +131,11 @@ class TextToSql:
     """The world `text_to_sql`."""
 
     name: ClassVar[str] = "text_to_sql"
+    difficulties: ClassVar[Levels] = (
+        {"difficulty": "easy"},
+        {"difficulty": "medium"},
+        {"difficulty": "hard"},
+    )
 
     difficulty: Difficulty = "easy"
     """Level of generated questions. `mixed` draws from all three levels."""

@@ -1,0 +1,118 @@
+"""Any world, with the tasks of a file in place of its own draws: the option `env.tasks`.
+
+    {"id": "rooms-redblured", "split": "train", "data": {"rooms": [...]}, "difficulty": 1}
+
+One line is one task. `difficulty` is the level of the world that the task belongs to (`env.difficulty`); without it,
+the world is taken as the run's options make it. A file may hold tasks of several levels: each is played in the world of
+its own level. An id that is in both splits is refused, because a policy would be measured on what it learned from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from turnwise.envs.base import Env, Split, Task, World
+from turnwise.envs.wrapped import WorldWrapper
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Message
+
+NO_LEVEL = -1
+"""The level of a task that has none."""
+MakeLevel = Callable[[int], World]
+"""Makes the world of a level."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTask:
+    """A task of a file."""
+
+    task: Task
+    split: Split
+    difficulty: int = NO_LEVEL
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ListedWorld(WorldWrapper):
+    """A world that plays listed tasks."""
+
+    inner: World
+    listed: tuple[ListedTask, ...]
+    levels: Mapping[int, World] = dataclasses.field(default_factory=dict[int, World])
+    """The world of each level that a task names."""
+
+    @property
+    def max_turns(self) -> int:
+        return max(world.max_turns for world in (self.inner, *self.levels.values()))
+
+    @property
+    def max_tokens(self) -> int:
+        return max(world.max_tokens for world in (self.inner, *self.levels.values()))
+
+    def tasks(self, split: Split, count: int, seed: int) -> Sequence[Task]:  # noqa: ARG002 - the file says which
+        """The first `count` tasks of the file; fewer if it has fewer."""
+        return [one.task for one in self.listed if one.split == split][:count]
+
+    def make_env(self, task: Task, seed: int) -> Env:
+        level = next((one.difficulty for one in self.listed if one.task.id == task.id), NO_LEVEL)
+        return self.levels.get(level, self.inner).make_env(task, seed)
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """Those of the world's own tasks: a listed task has no script."""
+        return self.inner.demonstrations(count, seed)
+
+
+def list_world(world: World, path: Path, make_level: MakeLevel) -> ListedWorld:
+    """`world` with the tasks of a file."""
+    listed = read_tasks(path)
+    levels = sorted({one.difficulty for one in listed} - {NO_LEVEL})
+    return ListedWorld(inner=world, listed=listed, levels={level: make_level(level) for level in levels})
+
+
+def write_tasks(path: Path, tasks: Iterable[ListedTask]) -> None:
+    """Write a file of tasks; it appears whole or not at all."""
+    lines = [
+        json.dumps({"id": one.task.id, "split": one.split, "difficulty": one.difficulty, "data": dict(one.task.data)})
+        for one in tasks
+    ]
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    part.replace(path)
+
+
+def read_tasks(path: Path) -> tuple[ListedTask, ...]:
+    """Read a file of tasks."""
+    place = path.expanduser()
+    if not place.is_file():
+        raise ConfigError(f"env.tasks={path} is not there; expected a file with one JSON object per line")
+    found: dict[str, ListedTask] = {}
+    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        one = _read_line(line, f"env.tasks={path}, line {number}")
+        if one.task.id in found:
+            raise ConfigError(f"env.tasks={path}, line {number}: task {one.task.id} is there twice; expected it once")
+        found[one.task.id] = one
+    if not found:
+        raise ConfigError(f"env.tasks={path} holds no task; expected one JSON object per line")
+    return tuple(found.values())
+
+
+def _read_line(line: str, where: str) -> ListedTask:
+    expected = '{"id": ..., "split": "train" or "test", "data": {...}}'
+    try:
+        row: Any = json.loads(line)
+    except ValueError as cause:
+        raise ConfigError(f"{where} is not JSON: {cause}; expected {expected}") from cause
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} holds {type(row).__name__}; expected {expected}")
+    fields = cast(dict[str, Any], row)
+    split, level, data = fields.get("split", "train"), fields.get("difficulty", NO_LEVEL), fields.get("data", {})
+    if not isinstance(fields.get("id"), str) or split not in get_args(Split) or not isinstance(data, dict):
+        raise ConfigError(f"{where}: id={fields.get('id')!r}, split={split!r}; expected {expected}")
+    if not isinstance(level, int):
+        raise ConfigError(f"{where}: difficulty={level!r}; expected the number of a level, from 0")
+    return ListedTask(task=Task(id=fields["id"], data=cast(dict[str, Any], data)), split=split, difficulty=level)
