@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from turnwise.errors import ModelError
-from turnwise.models.blocks import BlockSpec
-from turnwise.models.families import ModelJson, check_supported, describe_block
+from turnwise.models.blocks import PLAIN_LOGITS, BlockSpec, LogitRule
+from turnwise.models.families import ModelJson, check_supported, describe_block, layer_windows, logit_rule
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
 DEFAULT_CONTEXT = 4096
@@ -39,6 +39,9 @@ class ModelSizes:
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    windows: tuple[int | None, ...] = ()
+    """[layers] how many positions each layer sees; None: all of them."""
+    logits: LogitRule = PLAIN_LOGITS
     block: BlockSpec | None = None
     """What a decoder block is; None where only transformers' code knows."""
 
@@ -54,6 +57,8 @@ class ModelSizes:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
+            windows=layer_windows(config),
+            logits=logit_rule(config),
             block=describe_block(config),
             **more,
         )

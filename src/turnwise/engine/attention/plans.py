@@ -30,6 +30,8 @@ from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.errors import ModelError
 
 ATTENTION_NAME = "turnwise"
+MOST_WINDOW_KEYS = 1 << 18
+"""Keys that one call over windows gathers; more nodes are a call of their own, so that the copies stay small."""
 
 
 class AttentionPlan(Protocol):
@@ -177,6 +179,16 @@ class TreePlan:
             known[window] = None if longest <= window else [_window_run(path, window) for path in paths]
         return known[window]
 
+    def window_varlen(self, window: int | None, device: torch.device) -> list[Varlen] | None:
+        """`window_runs` as few variable-length calls, each over at most `MOST_WINDOW_KEYS` keys or one node."""
+        runs = self.window_runs(window)
+        if runs is None:
+            return None
+        known: dict[int | None, list[Varlen]] = self.__dict__.setdefault("_window_varlen", {})
+        if window not in known:
+            known[window] = _window_parts(runs, device)
+        return known[window]
+
     def varlen(self, device: torch.device) -> list[Varlen]:
         """The same attention as few variable-length calls: one for all nodes on themselves, then one per level."""
         if "_varlen" not in self.__dict__:
@@ -206,6 +218,36 @@ def _window_run(path: Sequence[tuple[int, int]], window: int) -> WindowRun:
     if all(a[1] == b[0] for a, b in itertools.pairwise(parts)):
         return WindowRun(slice(start, stop), slice(parts[0][0], stop))
     return WindowRun(slice(start, stop), torch.from_numpy(np.concatenate([np.arange(*part) for part in parts])))
+
+
+def _window_parts(runs: Sequence[WindowRun], device: torch.device) -> list[Varlen]:
+    groups: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
+    num_keys = 0
+    for run in runs:
+        keys = np.arange(run.keys.start, run.keys.stop) if isinstance(run.keys, slice) else run.keys.numpy()
+        if groups[-1] and num_keys + len(keys) > MOST_WINDOW_KEYS:
+            groups.append([])
+            num_keys = 0
+        groups[-1].append((np.arange(run.rows.start, run.rows.stop), keys))
+        num_keys += len(keys)
+    return [_window_part(group, is_all=len(groups) == 1, device=device) for group in groups]
+
+
+def _window_part(nodes: Sequence[tuple[np.ndarray, np.ndarray]], *, is_all: bool, device: torch.device) -> Varlen:
+    queries, keys = zip(*nodes, strict=True)
+    lengths = [[len(one) for one in side] for side in (queries, keys)]
+    bounds = [np.append(0, np.cumsum(side)).astype(np.int32) for side in lengths]
+    arrays = [*bounds, np.concatenate(queries), np.concatenate(keys)]
+    q_bounds, k_bounds, q_index, k_index = for_device(device).transfer.upload_all(arrays)
+    return Varlen(
+        q_bounds=q_bounds,
+        k_bounds=k_bounds,
+        max_q=max(lengths[0]),
+        max_k=max(lengths[1]),
+        num_pairs=sum(q * k for q, k in zip(*lengths, strict=True)),
+        q_index=None if is_all else q_index,
+        k_index=k_index,
+    )
 
 
 def _level_arrays(level: Sequence[Pair]) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.full import WeightLayout
+from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
@@ -73,6 +74,10 @@ class CausalModel:
                 out = torch.func.functional_call(self.body, own, kwargs={**inputs, **settings})
         hidden = out.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
+
+    def logits(self, hidden: Tensor, route: Route) -> Tensor:
+        """Logits [rows, V] of hidden states [rows, H]."""
+        return finish_logits(self.head.apply_route(hidden, route), self.sizes.logits)
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:

@@ -30,7 +30,8 @@ class CpuKernels:
         self._linear.argtypes = [pointer, int64, int64, pointer, int64, *[pointer] * 3, int32]
         self._linear.restype = None
         self._paged_decode = library.tw_paged_decode
-        self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, float32, float32, int64, pointer, int32]
+        rule = float32, float32, int64, pointer
+        self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, *rule, int32]
         self._paged_decode.restype = int32
         self._sample_rows = library.tw_sample_rows
         self._sample_rows.argtypes = [*[pointer] * 5, int64, int64, int32]

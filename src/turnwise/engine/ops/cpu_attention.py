@@ -53,9 +53,7 @@ def tree_forward(
     return with_sinks(out, logsumexp, rule)
 
 
-def tree_backward(
-    grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule
-) -> tuple[Tensor, Tensor, Tensor]:
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
     query, key, value, out, logsumexp = saved
     if not fits(query, key, value) and _is_not_for_flash(plan, rule):
@@ -106,8 +104,14 @@ def _attend_forest_backward(
             grad.zero_()
         for one in windowed:
             parts = grads[0][:, :, one.rows], *(_picked(grad, one.keys) for grad in grads[1:])
-            attend_backward(grad_out[:, :, one.rows], _between(sides, one.rows, one.keys), parts, rule, is_causal=True,
-                            is_added=True)
+            attend_backward(
+                grad_out[:, :, one.rows],
+                _between(sides, one.rows, one.keys),
+                parts,
+                rule,
+                is_causal=True,
+                is_added=True,
+            )
             if not isinstance(one.keys, slice):
                 for grad, part in zip(grads[1:], parts[1:], strict=True):
                     grad[:, :, one.keys] = part
@@ -140,9 +144,7 @@ def _picked(side: Tensor, keys: slice | Tensor) -> Tensor:
     return side[:, :, keys] if isinstance(keys, slice) else side.transpose(1, 2)[:, keys].transpose(1, 2)
 
 
-def prefill(
-    query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
-) -> Tensor:
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule) -> Tensor:
     """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens - plan.num_decode, num_heads, head_size)

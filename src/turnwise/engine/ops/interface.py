@@ -91,7 +91,10 @@ class AttentionRule:
 
     def within(self, length: int) -> AttentionRule:
         """The rule of a sequence of `length` tokens: a window that is as long is no window."""
-        return self if self.window is None or length > self.window else replace(self, window=None)
+        return self if self.window is None or length > self.window else self.without_window()
+
+    def without_window(self) -> AttentionRule:
+        return self if self.window is None else replace(self, window=None)
 
 
 class Saved(NamedTuple):

@@ -36,9 +36,7 @@ def tree_forward(
     return with_sinks(out, logsumexp, rule)
 
 
-def tree_backward(
-    grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule
-) -> tuple[Tensor, Tensor, Tensor]:
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
     query, key, value, out, logsumexp = saved
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
@@ -53,9 +51,7 @@ def tree_backward(
     return grads
 
 
-def prefill(
-    query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
-) -> Tensor:
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule) -> Tensor:
     """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
     first = plan.num_decode
     out = torch.empty_like(query[0, :, first:].transpose(0, 1))

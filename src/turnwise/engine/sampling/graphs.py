@@ -231,7 +231,7 @@ class DecodeGraphs(StepGraphs):
             chunks=(),
         )
         hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
-        return self.draw_to_lanes(self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes)
+        return self.draw_to_lanes(self.model.logits(hidden, route), columns[3], columns[4], lanes)
 
 
 def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:

@@ -45,13 +45,15 @@ class KvCache:
         for side, new in zip(self._layers[layer], (key, value), strict=True):
             side.flatten(0, 1).index_copy_(0, slots, new)
 
-    def read(self, layer: int, blocks: np.ndarray, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `num_tokens` of a sequence, heads first: two of [1, KV heads, num_tokens, D]."""
+    def read(self, layer: int, blocks: np.ndarray, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Positions [first, stop) of a sequence, heads first: two of [1, KV heads, positions, D]."""
         keys, values = self._layers[layer]
-        index = torch.from_numpy(blocks[: -(-num_tokens // self.block_size)]).to(keys.device)
+        low = first // self.block_size
+        index = torch.from_numpy(blocks[low : -(-stop // self.block_size)]).to(keys.device)
+        inside = slice(first - low * self.block_size, stop - low * self.block_size)
         return (
-            keys[index].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
-            values[index].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
+            keys[index].flatten(0, 1)[inside].transpose(0, 1).unsqueeze(0),
+            values[index].flatten(0, 1)[inside].transpose(0, 1).unsqueeze(0),
         )
 
     def copy_block(self, source: int, target: int) -> None:

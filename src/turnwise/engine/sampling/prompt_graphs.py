@@ -198,7 +198,7 @@ class PromptGraphs(StepGraphs):
         if not shape.draws:
             return hidden
         lasts = (q_bounds[1:] - 1).clamp_min(0)
-        logits = self.model.head.apply_route(hidden[lasts], route)
+        logits = self.model.logits(hidden[lasts], route)
         return self.draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1])
 
 
