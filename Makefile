@@ -8,6 +8,7 @@
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
 #   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, doctor_table, random_orders
+#   make docs                      the documentation as a site, in build/site; dead links fail
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
 #   make browser                   install Chromium, in which the tests look at `turnwise view` (as root)
 #   make setup TORCH=torch         with a CUDA build of torch; without TORCH the pinned version is installed
@@ -24,11 +25,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup sandbox browser train test check quick quick-worlds quick-play quick-others format bench campaign clean
+.PHONY: help setup sandbox browser train test check quick quick-worlds quick-play quick-others format docs bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 13
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 14
 
 setup: $(STAMP)
 
@@ -117,6 +118,17 @@ quick-others: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The generator has an environment of its own. Its menu and its reference pages are made by docs/site.
+MKDOCS := .venvs/mkdocs-material-9.8.1
+$(MKDOCS)/bin/mkdocs:
+	$(PYTHON) -m venv $(MKDOCS)
+	$(MKDOCS)/bin/python -m pip install --quiet mkdocs-material==9.8.1
+
+docs: $(STAMP) $(MKDOCS)/bin/mkdocs
+	$(BIN)/python docs/site/pages.py
+	NO_MKDOCS_2_WARNING=1 $(MKDOCS)/bin/mkdocs build --strict --quiet
+	@echo 'look at it: $(PYTHON) -m http.server --directory build/site'
 
 campaign: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.$(NAME) $(ARGS)

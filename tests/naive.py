@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from turnwise.bench.family_samples import write_model
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import LoraWeights, Policy
 from turnwise.engine.sampling.sampler import Sampler
@@ -106,16 +107,7 @@ def rl_datum(ids: Sequence[int], start: int, seed: int = 0, **columns: Sequence[
 
 def make_model(config: PretrainedConfig, directory: Path, spread: float = 0.12) -> Path:
     """A random model with logits of a healthy spread, saved like any Hugging Face model."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 3 * spread if "embed" in name or "lm_head" in name else spread)
-            elif "bias" in name:
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(directory)
-    return directory
+    return write_model(config, directory, spread)
 
 
 class NaiveModel:

@@ -88,7 +88,7 @@ def _aliased(aliases: Sequence[str]) -> Iterator[None]:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _build_parser()
+    parser = build_parser()
     if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
         from turnwise.bench.cli import main as bench_main  # it parses its own options
 
@@ -173,7 +173,8 @@ def _print_models(rows: Sequence[ModelRow]) -> None:
             console.print(f"{row.name} is missing: {row.how_to_get}", soft_wrap=True, markup=False)
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command but the benchmarks, which have their own."""
     parser = argparse.ArgumentParser(
         prog="turnwise",
         description="Multi-turn reinforcement learning for LLM agents.",

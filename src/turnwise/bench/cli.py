@@ -11,6 +11,7 @@ from turnwise.bench import (
     both,
     branch,
     busy,
+    families,
     learners,
     report,
     rollout,
@@ -36,10 +37,12 @@ BENCHES = {
     "async": async_train,
     "busy": busy,
     "learners": learners,
+    "families": families,
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every benchmark."""
     parser = argparse.ArgumentParser(
         prog="turnwise bench", description="Measure speed on this machine, and compare it with another library."
     )
@@ -49,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = benches.add_parser(name, help=summary, description=summary)
         report.add_common_options(bench)
         module.add_options(bench)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     report.show(BENCHES[args.bench].run(args), as_json=args.json)
     return 0
 

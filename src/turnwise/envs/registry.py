@@ -15,6 +15,7 @@ from turnwise.runtime.suggest import did_you_mean
 
 SHIPPED_WORLDS: Mapping[str, str] = {
     "bargain": "turnwise.envs.library.bargain:Bargain",
+    "browser": "turnwise.envs.library.browser:BrowserWorld",
     "calculator": "turnwise.envs.library.calculator:Calculator",
     "code": "turnwise.envs.library.code:Code",
     "dialogue": "turnwise.envs.library.dialogue:DialogueWorld",
@@ -22,6 +23,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "guess_number": "turnwise.envs.library.guess_number:GuessNumber",
     "key_door": "turnwise.envs.library.key_door:KeyDoor",
     "negotiate": "turnwise.envs.library.negotiate:Negotiate",
+    "phone": "turnwise.envs.library.phone:Phone",
     "swe": "turnwise.envs.library.swe:Swe",
     "text_to_sql": "turnwise.envs.library.text_to_sql:TextToSql",
     "tic_tac_toe": "turnwise.envs.library.tic_tac_toe:TicTacToe",

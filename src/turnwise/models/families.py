@@ -19,6 +19,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec, LogitRule
+from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
 """The content of a config.json."""
@@ -33,10 +34,12 @@ class Family:
     """What a decoder block of a model with this config is; None: only transformers' code knows."""
     default_window: int | None = None
     """`sliding_window` of a config that does not name one."""
-    windows_by_default: bool = True
-    """`use_sliding_window` of a config that does not say; families without that switch use the window they name."""
+    has_window_switch: bool = False
+    """Whether the window counts only where the config says `use_sliding_window`."""
     window_pattern: str = "L"
     """Which layers have the window where the config does not say, repeated: L (local) has it, G (global) has none."""
+    window_start: int | None = None
+    """`max_window_layers` where the config does not say: the layers before it have no window. None: no such setting."""
     logits: Callable[[ModelJson], LogitRule] | None = None
     """What becomes of the head's product; None: nothing."""
     settings: frozenset[str] = frozenset()
@@ -83,12 +86,15 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(model_type="apertus"),
         Family(model_type="arcee"),
+        Family(model_type="bitnet"),
+        Family(model_type="dots1", default_window=4096, window_start=62),
         Family(model_type="ernie4_5"),
         Family(model_type="ernie4_5_moe"),
         Family(model_type="cohere", **_COHERE),
         Family(model_type="cohere2", default_window=4096, window_pattern="LLLG", **_COHERE),
         Family(model_type="cwm", describe=llama_block, default_window=8192, window_pattern="GLLL"),
         Family(model_type="exaone4", default_window=4096, window_pattern="LLLG"),
+        Family(model_type="flex_olmo"),
         Family(model_type="gemma"),
         Family(model_type="gemma2", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
         Family(
@@ -106,13 +112,16 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="granite", **_GRANITE),
         Family(model_type="granite_swa", default_window=128, window_pattern="GLLL", **_GRANITE),
         Family(model_type="granitemoe", **_GRANITE),
+        Family(model_type="granitemoeshared", **_GRANITE),
         Family(model_type="helium"),
         Family(model_type="hunyuan_v1_dense"),
+        Family(model_type="hy_v3"),
         Family(
             model_type="hyperclovax", logits=scaled_logits("logits_scaling"), settings=frozenset({"logits_scaling"})
         ),
         Family(model_type="jais2"),
         Family(model_type="llama", describe=llama_block),
+        Family(model_type="minimax_m2"),
         Family(model_type="ministral", describe=llama_block, default_window=4096),
         Family(model_type="ministral3"),
         Family(model_type="mistral", describe=llama_block, default_window=4096),
@@ -126,12 +135,12 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="phi"),
         Family(model_type="phi3"),
         Family(model_type="phimoe"),
-        Family(model_type="qwen2", describe=llama_block, windows_by_default=False),
-        Family(model_type="qwen2_moe", windows_by_default=False),
-        Family(model_type="qwen3", describe=qwen3_block, windows_by_default=False),
-        Family(model_type="qwen3_moe", windows_by_default=False),
+        Family(model_type="qwen2", describe=llama_block, has_window_switch=True, window_start=28),
+        Family(model_type="qwen2_moe", has_window_switch=True),
+        Family(model_type="qwen3", describe=qwen3_block, has_window_switch=True, window_start=28),
+        Family(model_type="qwen3_moe", has_window_switch=True),
         Family(model_type="seed_oss", describe=llama_block),
-        Family(model_type="smollm3", windows_by_default=False, window_pattern="LLLG"),
+        Family(model_type="smollm3", has_window_switch=True, window_pattern="GGGL"),
         Family(model_type="solar_open"),
         Family(model_type="starcoder2"),
         Family(model_type="vaultgemma", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
@@ -158,7 +167,7 @@ def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
     family = FAMILIES.get(str(config.get("model_type", "")), Family(model_type=""))
     num_layers = int(config.get("num_hidden_layers") or 0)
     window = config.get("sliding_window", family.default_window) or None
-    if window is None or not config.get("use_sliding_window", family.windows_by_default):
+    if window is None or (family.has_window_switch and not config.get("use_sliding_window")):
         return (None,) * num_layers
     if window >= (config.get("max_position_embeddings") or window + 1):
         return (None,) * num_layers
@@ -166,8 +175,8 @@ def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
     if kinds is None:
         pattern = config.get("sliding_window_pattern") or family.window_pattern
         pattern = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
-        num_full = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
-        letters = [pattern[i % len(pattern)] if i >= num_full else "G" for i in range(num_layers)]
+        start = 0 if family.window_start is None else config.get("max_window_layers", family.window_start)
+        letters = [pattern[i % len(pattern)] if i >= start else "G" for i in range(num_layers)]
         return tuple(window if letter == "L" else None for letter in letters)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -178,24 +187,6 @@ def logit_rule(config: ModelJson) -> LogitRule:
     return LogitRule() if family is None or family.logits is None else family.logits(config)
 
 
-_OWN_ATTENTION = "computes attention itself and does not let it be replaced"
-_CONV1D = "keeps its projections as Conv1D, and adapters lie on linear layers alone"
-_LATENT = "has keys and values of different sizes (multi-head latent attention), and the KV cache has one size for both"
-_REASONS = {
-    "diffllama": "attends twice in a layer with different values, and the KV cache keeps one of each",
-    "gpt2": _CONV1D,
-    "openai-gpt": _CONV1D,
-    "falcon": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "bloom": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "mpt": _OWN_ATTENTION,
-    "stablelm": _OWN_ATTENTION,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "minicpm3": _LATENT,
-}
-"""Why a family that people ask for is not on the list."""
 _LENGTH_ROPES = {
     "longrope": "LongRoPE",
     "su": "LongRoPE",
@@ -214,6 +205,8 @@ _CHECKED_SETTINGS = (
 def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
     name = str(config.get("model_type", ""))
+    if name in REFUSED:
+        raise ModelError(_unknown_family(name, config))
     for rope in rope_types(config):
         if rope in _LENGTH_ROPES:
             raise ModelError(
@@ -242,9 +235,11 @@ def check_supported(config: ModelJson) -> None:
 def _unknown_family(name: str, config: ModelJson) -> str:
     if not name:
         return "its config.json names no model_type; expected a causal language model that transformers can read"
-    reason = _REASONS.get(name)
-    if reason is None and "text_config" in config:
-        reason = "takes more than text"
+    reason = REFUSED.get(name)
+    if reason is None and config.get("is_encoder_decoder"):
+        reason = ENCODER_DECODER
+    elif reason is None and "text_config" in config:
+        reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
     return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
 

@@ -32,6 +32,8 @@ from turnwise.types import LoraConfig
 CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"
 HEAD_FILE = "value_head.safetensors"
 _PREFIX = "base_model.model."
+_BASE_OF_HEAD = (".base_layer.weight", ".base_layer.bias")
+"""With an adapter on the head, PEFT writes the head itself too; the model has it already."""
 _REFUSED = (
     "use_dora",
     "modules_to_save",
@@ -210,7 +212,7 @@ def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
             if other is None:
                 raise CheckpointError(f"{directory}: {key} has no lora_B beside it")
             pairs[stem.removeprefix(_PREFIX)] = (tensors[key].float(), other.float())
-        elif not key.endswith(".lora_B.weight"):
+        elif not key.endswith((".lora_B.weight", *_BASE_OF_HEAD)):
             raise CheckpointError(f"{directory}: tensor {key} is not part of a plain LoRA adapter")
     return pairs
 

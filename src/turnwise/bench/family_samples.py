@@ -1,0 +1,134 @@
+"""Tiny random models of every supported family, for `turnwise bench families` and the tests.
+
+Every entry of `FAMILIES` has a model here. A family whose config needs settings of its own has a line in `OWN`. A part
+that only some models of a family have (a window, a rotation) gets a further model in `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from turnwise.models.families import FAMILIES
+
+VOCAB = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "shared_expert_intermediate_size": 16,
+}
+"""Under the names of all families; each reads its own."""
+WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
+"""Families with as many key heads as query heads."""
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
+OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None, "n_group": 1, "topk_group": 1},
+    "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "cwm": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
+    "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
+    "gpt_oss": {"sliding_window": 21, "head_dim": 8},
+    "granite": {"logits_scaling": 3.0},
+    "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "ministral": {"sliding_window": 21, "head_dim": 8},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "ministral3": {"sliding_window": None},
+    "olmo3": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi3": {"sliding_window": None},
+    "phimoe": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    "vaultgemma": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
+}
+"""Settings that a family's config needs besides `SHAPE`."""
+PEFT_MOVES_MLP = ("dots1", "ernie4_5_moe", "glm4_moe", "solar_open")
+"""Families with shared experts. PEFT takes an adapter on these for one on routed experts, so that the comparison leaves
+the MLPs without an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySample:
+    """One tiny model."""
+
+    name: str
+    """The row of the table: the model type, and what is special about this model."""
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Besides those of its family."""
+
+    def config(self) -> PretrainedConfig:
+        left_out = ("num_key_value_heads",) if self.model_type in WITHOUT_GROUPS else ()
+        shape = {key: value for key, value in SHAPE.items() if key not in left_out}
+        return CONFIG_MAPPING[self.model_type](**{**shape, **EXPERTS, **OWN.get(self.model_type, {}), **self.settings})
+
+
+VARIANTS: Sequence[FamilySample] = (
+    FamilySample(name="qwen3, tied head", model_type="qwen3", settings={"tie_word_embeddings": True}),
+    FamilySample(
+        name="llama, YaRN",
+        model_type="llama",
+        settings={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    FamilySample(
+        name="llama, dynamic NTK",
+        model_type="llama",
+        settings={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
+    FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
+    FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),
+)
+"""Models with parts that the first model of their family lacks."""
+
+
+def family_samples() -> list[FamilySample]:
+    """One model of each family, and the variants, sorted by name."""
+    plain = [FamilySample(name=model_type, model_type=model_type) for model_type in FAMILIES]
+    return sorted([*plain, *VARIANTS], key=lambda sample: sample.name)
+
+
+def write_model(config: PretrainedConfig, directory: Path, spread: float = 0.12) -> Path:
+    """A random model with logits of a healthy spread, saved like any Hugging Face model."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 3 * spread if "embed" in name or "lm_head" in name else spread)
+            elif parameter.dim() == 3 and "experts" in name:
+                parameter.normal_(0, spread)
+            elif "bias" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(directory)
+    return directory

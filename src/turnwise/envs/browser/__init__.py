@@ -1,0 +1,18 @@
+"""Pages in a real Chromium: `PageSession` is one page, `WebApp` is what it talks to, `sites/` are our own apps."""
+
+from turnwise.envs.browser.actions import Action, ActionError, parse_action
+from turnwise.envs.browser.gateway import FolderApp, UploadedFile, WebApp, WebRequest, WebResponse
+from turnwise.envs.browser.page import PageOptions, PageSession
+
+__all__ = [
+    "Action",
+    "ActionError",
+    "FolderApp",
+    "PageOptions",
+    "PageSession",
+    "UploadedFile",
+    "WebApp",
+    "WebRequest",
+    "WebResponse",
+    "parse_action",
+]

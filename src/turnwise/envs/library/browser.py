@@ -1,0 +1,202 @@
+"""Pages in a real Chromium: shops, forums, mail, forms and MiniWoB++ tasks, seen as text and used by short actions.
+
+    system     Use the page. Each turn write one action: click ID, type ID TEXT, ...
+    user       Task: Add 1 x Light bag to the cart.
+               page: / Welcome
+               [1] link "Home"
+               ...
+               [11] link "Light bag"
+    assistant  click 11
+    user       page: /product/4 Light bag
+               ...
+               [7] button "Add to cart"
+    assistant  click 7
+    user       page: /cart Cart ...
+    assistant  done                                outcome 1.0, terminated, a success
+
+At our own sites an attempt ends with `done`, and the site's database decides: it must hold what was asked for, and
+nothing else may have changed. A MiniWoB++ page ends the attempt itself. If the page or the browser dies, the env is to
+blame: the attempt is played again and never scored.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.browser.actions import RULES, ActionError, ActionForm, parse_action
+from turnwise.envs.browser.challenge import Challenge, PageVerdict, SiteChallenge
+from turnwise.envs.browser.expert import plan_player, random_player
+from turnwise.envs.browser.page import PageOptions, PageSession
+from turnwise.envs.browser.sites.shop import Shop
+from turnwise.envs.browser.sites.site import LEVELS, Site
+from turnwise.envs.schema import check_fractions
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.errors import ConfigError
+from turnwise.trajectory import Message
+
+SITES: dict[str, type[Site]] = {site.name: site for site in (Shop,)}
+NUM_SEEDS = 100_000
+"""Number of different contents of a site."""
+MAX_TURNS = {1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
+"""Turns of an attempt by level: what the expert needs, and about a third more."""
+DEMONSTRATIONS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrowserWorld:
+    """The world `browser`."""
+
+    name: ClassVar[str] = "browser"
+    max_tokens: ClassVar[int] = 48
+
+    site: Literal["shop"] = "shop"
+    level: int = 1
+    """Difficulty, 1 to 5: how much is asked for, and how much is on the site."""
+    protocol: ActionForm = "text"
+    """Actions as lines of text, or as tool calls."""
+    max_turns: int = 0
+    """Turns of an attempt. 0 takes the level's number."""
+    max_chars: int = 1200
+    """Budget of an observation. What does not fit is reached by scrolling."""
+    screenshots: Literal["none", "last", "all"] = "none"
+    """Pictures of the page that are kept with an attempt, for the viewer."""
+    demonstration_skill: float = 1.0
+    """Share of demonstrations that reach the goal. The others leave a step out."""
+    chromium: str = ""
+    """Path of a Chromium, instead of the one that is found."""
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ConfigError(f"level={self.level}; expected {LEVELS[0]} to {LEVELS[-1]}")
+        if self.max_turns < 0:
+            raise ConfigError(f"max_turns={self.max_turns}; expected 0 or more")
+        check_fractions(self, "demonstration_skill")
+        _ = self.page_options
+        if self.max_turns == 0:
+            object.__setattr__(self, "max_turns", MAX_TURNS[self.level])
+
+    @property
+    def page_options(self) -> PageOptions:
+        return PageOptions(max_chars=self.max_chars, chromium=self.chromium or None)
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw_tasks(self._draw_task, split, count, random_for(self.name, self.site, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> BrowserEnv:  # noqa: ARG002 - the content is drawn with the task
+        return BrowserEnv(self, self.make_challenge(task))
+
+    def make_challenge(self, task: Task) -> SiteChallenge:
+        return SiteChallenge(SITES[task.data["site"]], task.data["seed"], task.data["level"])
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        return play_demonstrations(
+            self,
+            lambda task: self.expert(task, random_for("demo", seed, task.id)),
+            count,
+            seed,
+            concurrency=DEMONSTRATIONS_AT_ONCE,
+        )
+
+    def expert(self, task: Task, rng: random.Random) -> ScriptedPlayer:
+        """A player that knows the way. With probability 1 - `demonstration_skill` it forgets a step."""
+        challenge = self.make_challenge(task)
+        plan = list(challenge.plan())
+        challenge.close()
+        if rng.random() >= self.demonstration_skill:
+            plan.pop(rng.randrange(len(plan)))
+        return plan_player(plan, self.protocol)
+
+    def random_player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
+        """A player that does anything to any element."""
+        return random_player(rng, task.id.split("-"), self.protocol)
+
+    def _draw_task(self, rng: random.Random) -> Task:
+        seed = rng.randrange(NUM_SEEDS)
+        data = {"site": self.site, "level": self.level, "seed": seed}
+        return Task(id=f"{self.site}-{self.level}-{seed}", data=data)
+
+
+class BrowserEnv:
+    """One attempt at one page."""
+
+    def __init__(self, world: BrowserWorld, challenge: Challenge) -> None:
+        self._world = world
+        self._challenge = challenge
+        self._page: PageSession | None = None
+        self._turn = 0
+        self._replies: list[str] = []
+        self._pictures: dict[str, str] = {}
+
+    async def start(self) -> Sequence[Message]:
+        options = self._challenge.options(self._world.page_options)
+        self._page = await PageSession.open(
+            self._challenge.app, options, path=self._challenge.path, name=self._world.site
+        )
+        goal = await self._challenge.begin(self._page)
+        observation = await self._page.observe()
+        await self._keep_picture()
+        return [system(RULES[self._world.protocol]), user(f"Task: {goal}\n{observation}")]
+
+    async def step(self, reply: Message) -> EnvStep:
+        page = self._opened()
+        self._turn += 1
+        self._replies.append(reply.content)
+        try:
+            action = parse_action(reply, self._world.protocol)
+        except ActionError as error:
+            return await self._answer(f"error: {error}", None, is_unparsable=True)
+        says_done = action.kind == "done"
+        observation = "" if says_done else await page.act(action)
+        return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))
+
+    async def close(self) -> None:
+        page, self._page = self._page, None
+        try:
+            if page is not None:
+                await page.close()
+        finally:
+            self._challenge.close()
+
+    def state_key(self) -> str:
+        """The state of the site and of the page; where the page has a state of its own, all that was done to it."""
+        site = self._challenge.state()
+        shown = [str(element) for element in self._opened().elements]
+        parts = self._replies if site is None else [site, self._opened().place, *shown]
+        return f"turn {self._turn} {hashlib.sha256(chr(10).join(parts).encode('utf-8', 'replace')).hexdigest()[:16]}"
+
+    def potential(self) -> float:
+        """The share of the goal that is reached, where the site can tell."""
+        return self._challenge.progress() or 0.0
+
+    def _opened(self) -> PageSession:
+        if self._page is None:
+            raise RuntimeError("this env was not started, or is closed")
+        return self._page
+
+    async def _answer(self, observation: str, verdict: PageVerdict | None, *, is_unparsable: bool = False) -> EnvStep:
+        is_last = verdict is not None or self._turn >= self._world.max_turns
+        if self._world.screenshots == "all" or (self._world.screenshots == "last" and is_last):
+            await self._keep_picture()
+        reached = self._challenge.progress() if is_last else None
+        pictures, self._pictures = self._pictures, {}
+        return EnvStep(
+            messages=[user(observation)] if observation else [],
+            reward=verdict.reward if verdict is not None else 0.0,
+            terminated=is_last,
+            is_success=(verdict is not None and verdict.is_success) if is_last else None,
+            is_unparsable=is_unparsable,
+            info={"actions": self._turn, **({} if reached is None else {"progress": reached})} if is_last else {},
+            labels=pictures,
+        )
+
+    async def _keep_picture(self) -> None:
+        if self._world.screenshots == "all" or self._turn:
+            picture = base64.b64encode(await self._opened().screenshot()).decode("ascii")
+            self._pictures[f"screenshot.{self._turn}"] = f"data:image/jpeg;base64,{picture}"
