@@ -68,6 +68,17 @@ class ModelSizes:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """What the groups of layers see that have KV blocks of their own: everything (None) first, then each window."""
+        windows = sorted({window for window in self.windows if window is not None})
+        return (None, *windows) if None in self.windows or not windows else tuple(windows)
+
+    def kv_group_values(self, window: int | None) -> int:
+        """Keys and values per token of the layers with this window."""
+        num_layers = self.windows.count(window) if window in self.windows else self.num_layers
+        return 2 * num_layers * self.num_kv_heads * self.head_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts(ModelSizes):

@@ -49,8 +49,13 @@ class CausalModel:
         """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
+        windows = self.sizes.kv_windows
         self.kv_shape = KvShape(
-            num_layers=self.sizes.num_layers, num_kv_heads=self.sizes.num_kv_heads, head_size=self.sizes.head_size
+            num_layers=self.sizes.num_layers,
+            num_kv_heads=self.sizes.num_kv_heads,
+            head_size=self.sizes.head_size,
+            windows=windows,
+            group_of=tuple(windows.index(window) for window in self.sizes.windows),
         )
 
     @property

@@ -87,8 +87,9 @@ class Found(NamedTuple):
 class PromptGraphs(StepGraphs):
     """Captured lazily, per shape and weights."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
-        super().__init__(model, cache, scratch_block, last_tokens)
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_blocks: Sequence[int], last_tokens: Tensor) -> None:
+        super().__init__(model, cache, scratch_blocks, last_tokens)
+        (self.scratch_slot,) = self.scratch_slots
         self._seen: Counter[PromptShape] = Counter()
         self._is_full = False
         sizes = model.sizes
