@@ -31,7 +31,6 @@ from turnwise.errors import ConfigError, ModelError
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
 from turnwise.models.families import FAMILIES, Family, add_family, check_supported, layer_windows, qwen3_block
-from turnwise.models.linears import linear_kind
 from turnwise.runtime import tolerances
 from turnwise.types import LoraConfig
 
@@ -91,9 +90,8 @@ def test_the_plan_counts_what_the_engine_makes_of_every_family(tmp_path: Path) -
         directory = make_model(small_config(family), tmp_path / family)
         engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01}), name=family)
         facts = read_facts(directory)
-        flags = {"train_mlp": any(linear_kind(name) == "mlp" for name in engine.model.linears)}
-        model = ModelConfig.model_validate({"rank": 3, **flags})
-        adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
+        model = ModelConfig.model_validate({"rank": 3})
+        adapter = engine.create_adapter(LoraConfig(rank=3))
         assert facts.num_adapter_parameters(model) == adapter.flat.numel(), family
         assert facts.context_length == engine.max_context_length, family
         assert facts.kv_values_per_token == engine.model.sizes.kv_values_per_token, family
@@ -213,9 +211,11 @@ def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(
     assert "self_attn (k_proj o_proj q_proj v_proj)" in line
     assert "mlp.shared_expert (down_proj gate_proj up_proj)" in line
     assert "not adapted: lm_head" in line
-    assert "routed experts are not adapted (12.3k of" in line
-    assert "routers are not adapted" in line
-    directory = make_model(small_config("mixtral"), tmp_path / "mixtral")
-    assert main(["train", "guess_number", f"model={directory}", "--plan"]) != 0
-    assert "train_mlp=True" in capsys.readouterr().err
-    assert main(["train", "guess_number", f"model={directory}", "model.train_mlp=false", "--plan"]) == 0
+    assert "mlp.experts (down_proj gate_up_proj)" in line
+    assert "each of 4 experts with rank 8" in line
+    assert "routers are not adapted (256 of" in line
+    directory = make_model(small_config("phimoe"), tmp_path / "phimoe")
+    assert main(["train", "guess_number", f"model={directory}", "--plan"]) == 0
+    assert "routers cannot be adapted (256 of" in capsys.readouterr().out
+    assert main(["train", "guess_number", f"model={directory}", "model.train_router=true", "--plan"]) != 0
+    assert "train_router=True" in capsys.readouterr().err

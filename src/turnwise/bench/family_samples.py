@@ -65,9 +65,6 @@ OWN: dict[str, dict[str, Any]] = {
     "vaultgemma": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
 }
 """Settings that a family's config needs besides `SHAPE`."""
-PEFT_MOVES_MLP = ("dots1", "ernie4_5_moe", "glm4_moe", "solar_open")
-"""Families with shared experts. PEFT takes an adapter on these for one on routed experts, so that the comparison leaves
-the MLPs without an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

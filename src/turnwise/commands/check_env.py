@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tasks {args.tasks}; expected at least 1")
     if args.deadline <= 0:
         raise ConfigError(f"--deadline {args.deadline:g}; expected more than 0 seconds")
-    options = dict(_parse_option(text) for text in args.options)
+    options = dict(parse_option(text) for text in args.options)
     target = load_target(args.target)
     report = check_env(target, options, num_tasks=args.tasks, seed=args.seed, deadline_s=args.deadline)
     print(json.dumps(report.to_json(), indent=2) if args.json else report)
     return 0 if report.is_ok else 1
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
     """Read the value as JSON where it is JSON (`high=8`), else as text (`protocol=line`)."""
     name, equals, value = text.partition("=")
     if not equals or not name:

@@ -76,11 +76,11 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
         task = Task(id=stored.trajectory.task_id, data=run.task(stored.trajectory.task_id))
         print("\n".join(dialogue_lines(run, stored.row)))
     directory = find_model(config, say)
-    world = NO_OBJECTS.make_world(config.env, max_turns=config.rollout.max_turns)
+    world = NO_OBJECTS.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory)
     rollout = config.rollout.for_world(world, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
-    renderer = make_renderer(_load_tokenizer(directory), config.rollout)
+    renderer = make_renderer(_load_tokenizer(directory), config.rollout, config.memory)
     with contextlib.ExitStack() as stack:
         if needs_service(world):
             attach_judge(world, stack.enter_context(make_service(config, Path(target))))

@@ -189,7 +189,9 @@ def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
 
 def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
     each = FLOAT32_BYTES if device.facts.widens_gradients else device.dtype_bytes
-    return device.facts.wide_gradients * sizes.inner_size * each
+    # Every expert of a token has rows of its own: gathered inputs, gradients of outputs and of inputs.
+    rows = 3 * sizes.experts.num_chosen * sizes.hidden_size if sizes.experts is not None else 0
+    return (device.facts.wide_gradients * sizes.active_inner_size + rows) * each
 
 
 def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from turnwise.runtime.section import Section
 
 
 class ClusterConfig(Section):
-    """How many processes train together (docs/scale.md)."""
+    """Which processes train together, and which play the envs (docs/scale.md)."""
 
     learners: int = Field(
         default=1,
@@ -23,8 +23,39 @@ class ClusterConfig(Section):
         description="Seconds that learners wait for each other in one call; then the run stops with an error.",
     )
 
+    env_workers: int | tuple[str, ...] = Field(
+        default=0,
+        description="Processes that play the envs: a number starts as many on this machine, addresses "
+        "(`http://a:8100,http://b:8100`) use those of `turnwise env serve`; 0 plays the envs in the training process.",
+    )
+    envs_per_worker: int = Field(
+        default=0,
+        ge=0,
+        description="Most envs at the same time in one worker that the run starts; 0 shares `rollout.max_concurrency` "
+        "out.",
+    )
+
+    @field_validator("env_workers", mode="before")
+    @classmethod
+    def _addresses(cls, given: object) -> object:
+        if isinstance(given, str) and "://" in given:
+            return tuple(address.strip() for address in given.split(",") if address.strip())
+        return given
+
+    @field_validator("env_workers")
+    @classmethod
+    def _enough_workers(cls, given: int | tuple[str, ...]) -> int | tuple[str, ...]:
+        if isinstance(given, int) and given < 0:
+            raise ValueError(f"{given} processes; expected 0 or more, or addresses such as http://127.0.0.1:8100")
+        return given
+
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
+        if self.envs_per_worker and not (isinstance(self.env_workers, int) and self.env_workers):
+            raise ValueError(
+                f"envs_per_worker={self.envs_per_worker} is not read with env_workers={self.env_workers!r}: the run "
+                "starts no worker; leave it out, or give --max-envs to turnwise env serve"
+            )
         if self.learners == 1 and "deadline_s" in self.changed_options():
             raise ValueError(f"deadline_s={self.deadline_s:g} is not read with learners=1; leave it out")
         return self
@@ -70,6 +101,11 @@ class EngineConfig(Section):
     full_weights: bool = Field(
         default=False,
         description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",
+    )
+    routing_replay: bool = Field(
+        default=False,
+        description="Keep which experts the sampler chose, and train with them; a run with `model.routing_replay` "
+        "sets it.",
     )
     share_prefixes: bool = Field(
         default=True,

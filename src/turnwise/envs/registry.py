@@ -29,12 +29,15 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "tic_tac_toe": "turnwise.envs.library.tic_tac_toe:TicTacToe",
     "twenty_questions": "turnwise.envs.library.twenty_questions:TwentyQuestions",
     "search": "turnwise.envs.library.search:Search",
+    "household": "turnwise.envs.library.household:Household",
+    "workflow": "turnwise.envs.library.workflow:Workflow",
 }
 
 ADAPTERS: Mapping[str, str] = {
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
     "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
     "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",
+    "served": "turnwise.envs.remote.client:RemoteWorld",
     "skyrl_gym": "turnwise.envs.adapters.skyrl_gym:SkyRLGymWorld",
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",

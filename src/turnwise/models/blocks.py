@@ -8,6 +8,8 @@ own modelling code.
     q, k, v = rotate(head norms(x Wqkv'))
     h, x = norm(h + attention(q, k, v) Wo')
     added = activation(x Wgate') * (x Wup') Wdown'             mlp = "gated"
+
+Where a model has routed experts (`experts.py`), the last line is the sum over a token's experts, which are gated too.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class PartNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
     embedding: str = "embed_tokens"
     layers: str = "layers"
     last_norm: str = "norm"

@@ -19,6 +19,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec, LogitRule
+from turnwise.models.experts import ExpertReader, ExpertSpec
 from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
@@ -32,6 +33,8 @@ class Family:
     model_type: str
     describe: Callable[[ModelJson], BlockSpec] | None = None
     """What a decoder block of a model with this config is; None: only transformers' code knows."""
+    experts: ExpertReader | None = None
+    """How a config spells the routed experts; None: the family has none."""
     default_window: int | None = None
     """`sliding_window` of a config that does not name one."""
     has_window_switch: bool = False
@@ -61,6 +64,13 @@ def qwen3_block(config: ModelJson) -> BlockSpec:
     return replace(llama_block(config), head_norm="rms")
 
 
+QWEN_EXPERTS = ExpertReader(scoring="softmax", normalises=False, has_dense_layers=True)
+SIGMOID_EXPERTS = ExpertReader(scoring="sigmoid", shared="n_shared_experts", has_dense_layers=True)
+LOCAL_EXPERTS = ExpertReader(inner="intermediate_size")
+OLMO_EXPERTS = ExpertReader(scoring="softmax", inner="intermediate_size", normalises=False)
+GRANITE_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
+
+
 def scaled_logits(setting: str, *, divides: bool = False) -> Callable[[ModelJson], LogitRule]:
     """Logits are multiplied (or divided) by a setting."""
 
@@ -87,14 +97,19 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="apertus"),
         Family(model_type="arcee"),
         Family(model_type="bitnet"),
-        Family(model_type="dots1", default_window=4096, window_start=62),
+        Family(
+            model_type="dots1", default_window=4096, window_start=62, experts=replace(SIGMOID_EXPERTS, normalises=False)
+        ),
         Family(model_type="ernie4_5"),
-        Family(model_type="ernie4_5_moe"),
+        Family(
+            model_type="ernie4_5_moe",
+            experts=ExpertReader(shared="moe_num_shared_experts", has_dense_layers=True),
+        ),
         Family(model_type="cohere", **_COHERE),
         Family(model_type="cohere2", default_window=4096, window_pattern="LLLG", **_COHERE),
         Family(model_type="cwm", describe=llama_block, default_window=8192, window_pattern="GLLL"),
         Family(model_type="exaone4", default_window=4096, window_pattern="LLLG"),
-        Family(model_type="flex_olmo"),
+        Family(model_type="flex_olmo", experts=OLMO_EXPERTS),
         Family(model_type="gemma"),
         Family(model_type="gemma2", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
         Family(
@@ -106,42 +121,51 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(model_type="glm"),
         Family(model_type="glm4"),
-        Family(model_type="glm4_moe"),
+        Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
         Family(model_type="gpt_neox"),
         Family(model_type="gpt_oss", default_window=128, window_pattern="LG"),
         Family(model_type="granite", **_GRANITE),
         Family(model_type="granite_swa", default_window=128, window_pattern="GLLL", **_GRANITE),
-        Family(model_type="granitemoe", **_GRANITE),
-        Family(model_type="granitemoeshared", **_GRANITE),
+        Family(model_type="granitemoe", experts=GRANITE_EXPERTS, **_GRANITE),
+        Family(
+            model_type="granitemoeshared",
+            experts=replace(GRANITE_EXPERTS, shared="shared_intermediate_size"),
+            **_GRANITE,
+        ),
         Family(model_type="helium"),
         Family(model_type="hunyuan_v1_dense"),
-        Family(model_type="hy_v3"),
+        Family(model_type="hy_v3", experts=ExpertReader(shared="num_shared_experts", has_dense_layers=True)),
         Family(
             model_type="hyperclovax", logits=scaled_logits("logits_scaling"), settings=frozenset({"logits_scaling"})
         ),
         Family(model_type="jais2"),
         Family(model_type="llama", describe=llama_block),
-        Family(model_type="minimax_m2"),
+        Family(model_type="minimax_m2", experts=LOCAL_EXPERTS),
         Family(model_type="ministral", describe=llama_block, default_window=4096),
         Family(model_type="ministral3"),
         Family(model_type="mistral", describe=llama_block, default_window=4096),
-        Family(model_type="mixtral"),
+        Family(model_type="mixtral", describe=llama_block, experts=replace(LOCAL_EXPERTS, scoring="softmax")),
         Family(model_type="olmo"),
         Family(model_type="olmo2"),
         Family(model_type="olmo3", default_window=4096, window_pattern="LLLG"),
-        Family(model_type="olmoe"),
+        Family(model_type="olmoe", experts=OLMO_EXPERTS),
         Family(model_type="opt"),
         Family(model_type="persimmon"),
         Family(model_type="phi"),
         Family(model_type="phi3"),
-        Family(model_type="phimoe"),
+        Family(model_type="phimoe", experts=LOCAL_EXPERTS),
         Family(model_type="qwen2", describe=llama_block, has_window_switch=True, window_start=28),
-        Family(model_type="qwen2_moe", has_window_switch=True),
+        Family(
+            model_type="qwen2_moe",
+            describe=llama_block,
+            experts=replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", has_shared_gate=True),
+            has_window_switch=True,
+        ),
         Family(model_type="qwen3", describe=qwen3_block, has_window_switch=True, window_start=28),
-        Family(model_type="qwen3_moe", has_window_switch=True),
+        Family(model_type="qwen3_moe", describe=qwen3_block, experts=QWEN_EXPERTS, has_window_switch=True),
         Family(model_type="seed_oss", describe=llama_block),
         Family(model_type="smollm3", has_window_switch=True, window_pattern="GGGL"),
-        Family(model_type="solar_open"),
+        Family(model_type="solar_open", experts=replace(SIGMOID_EXPERTS, has_dense_layers=False)),
         Family(model_type="starcoder2"),
         Family(model_type="vaultgemma", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
     )
@@ -154,6 +178,12 @@ def add_family(family: Family) -> None:
     if family.model_type in FAMILIES:
         raise ConfigError(f"there is a family {family.model_type!r} already; choose another model_type")
     FAMILIES[family.model_type] = family
+
+
+def describe_experts(config: ModelJson) -> ExpertSpec | None:
+    """The routed experts of this model; None where it has none."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return None if family is None or family.experts is None else family.experts.read(config)
 
 
 def describe_block(config: ModelJson) -> BlockSpec | None:

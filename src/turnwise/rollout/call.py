@@ -35,6 +35,7 @@ CANCEL_GRACE_S = 1.0
 """How long a cancelled call may take to clean up before we stop waiting for it."""
 _ROLES = frozenset(get_args(Role))
 _SMALL_METHODS = frozenset({"state_key", "potential", "reseed"})
+OPTIONAL_METHODS = (*sorted(_SMALL_METHODS), "fork")
 _POLL_S = 0.01
 
 
@@ -148,6 +149,11 @@ class EnvCalls:
     @property
     def can_fork(self) -> bool:
         return hasattr(self._env, "fork")
+
+    @property
+    def optional_methods(self) -> tuple[str, ...]:
+        """Names of the optional methods that the env has."""
+        return tuple(name for name in OPTIONAL_METHODS if hasattr(self._env, name))
 
     async def fork(self) -> EnvCalls:
         """An independent copy of the env in its current state."""

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from turnwise.envs.remote.wire import message_from_json, message_to_json
 from turnwise.errors import DataError
-from turnwise.trajectory import Message, ToolCall, Trajectory, trajectory_from_json, trajectory_to_json
+from turnwise.trajectory import Message, Trajectory, trajectory_from_json, trajectory_to_json
 
 _DTYPES = {b"i": "<i4", b"f": "<f4", b"d": "<f8", b"?": "|b1"}
 _RAW, _DEFLATED, _CONSTANT = b"r", b"z", b"c"
@@ -51,11 +52,11 @@ def unpack_array(data: bytes) -> NDArray[Any]:
 
 
 def messages_to_json(messages: Sequence[Message]) -> str:
-    return json.dumps([_message_to_json(m) for m in messages], ensure_ascii=False)
+    return json.dumps([message_to_json(m) for m in messages], ensure_ascii=False)
 
 
 def messages_from_json(text: str | bytes) -> tuple[Message, ...]:
-    return tuple(_message_from_json(entry) for entry in json.loads(text))
+    return tuple(message_from_json(entry) for entry in json.loads(text))
 
 
 def pack_messages(messages: Sequence[Message]) -> bytes:
@@ -82,18 +83,3 @@ def _pack(array: NDArray[Any], dtype: bytes) -> bytes:
         return _CONSTANT + dtype + struct.pack("<I", len(array)) + raw[:size]
     deflated = zlib.compress(raw)
     return (_DEFLATED + dtype + deflated) if len(deflated) < len(raw) else (_RAW + dtype + raw)
-
-
-def _message_to_json(message: Message) -> dict[str, Any]:
-    entry: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        calls = [{"name": c.name, "arguments": dict(c.arguments), "id": c.id} for c in message.tool_calls]
-        entry["tool_calls"] = calls
-    if message.name is not None:
-        entry["name"] = message.name
-    return entry
-
-
-def _message_from_json(entry: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in entry.pop("tool_calls", ()))
-    return Message(tool_calls=calls, **entry)

@@ -38,18 +38,24 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from turnwise.client.base import ApiFuture, SamplingClient, TrainingClient
 from turnwise.credit.advantages import center_by_group, is_constant_group
-from turnwise.errors import DataError
+from turnwise.envs.prompts import PromptWorld
+from turnwise.envs.rows import Row
+from turnwise.errors import ConfigError, DataError
 from turnwise.single_turn.adapter import AdapterError, Dataset, RLAdapter
 from turnwise.single_turn.config import RLConfig
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleResponse, SamplingParams
 from turnwise.watch.terminal import LineView
+
+if TYPE_CHECKING:
+    from turnwise.training.run import Run
 
 __all__ = ["AdapterError", "RLAdapter", "RLConfig", "RunResult", "StepRecord", "response_to_datum", "run_grpo"]
 
@@ -144,20 +150,48 @@ class _Group:
         ]
 
 
+@overload
 def run_grpo(
     adapter: RLAdapter[Any],
     config: RLConfig | None = None,
     *,
     service_client: TrainingService | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
-) -> RunResult:
-    """Train a new LoRA adapter on a single-turn task and save it for sampling.
+) -> RunResult: ...
+
+
+@overload
+def run_grpo(adapter: Iterable[Row] | Path | str, config: None = None, **train: Any) -> Run: ...
+
+
+def run_grpo(
+    adapter: RLAdapter[Any] | Iterable[Row] | Path | str,
+    config: RLConfig | None = None,
+    *,
+    service_client: TrainingService | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+    **train: Any,
+) -> RunResult | Run:
+    """Train a new LoRA adapter on a single-turn task: an adapter in MinT's form, or a data set in TRL's.
+
+    With `reward_funcs` the first argument is a data set: rows with a `prompt` (a text or messages), as a list of dicts,
+    a `datasets.Dataset` or a file. The functions score completions (`turnwise.envs.prompts`). That is a whole run of
+    `turnwise.train`, with evaluations on held-out rows, checkpoints and a directory, and gives back a `Run`.
 
     Args:
+        adapter: The task, or the data set.
         service_client: Where the training client comes from; default: an in-process `ServiceClient` for this run.
         on_step: Receives each step's record; default: an observer that prints its line.
+        train: With a data set: `reward_funcs`, `reward_weights`, `test_rows`, `max_tokens`, and everything that
+            `turnwise.train` takes, such as `model`, `steps`, `directory`.
 
     >>> import turnwise as tw
+    >>> def is_loud(completions, **columns):
+    ...     return [float(text.isupper()) for text in completions]
+    >>> rows = [{"prompt": f"Say {word} loud."} for word in ("hello", "yes", "no", "good", "bad", "well")]
+    >>> small = {"eval": {"tasks": 0}, "rollout": {"group_size": 2}, "observer": tw.Observer()}
+    >>> tw.run_grpo(rows, reward_funcs=[is_loud], model="tiny", steps=1, max_tokens=4, **small).state
+    'finished'
     >>> class Shouting(tw.RLAdapter[str]):
     ...     def build_dataset(self):
     ...         return ["hello", "good morning"]
@@ -169,6 +203,10 @@ def run_grpo(
     >>> len(tw.run_grpo(Shouting(), settings, on_step=lambda record: None).steps)
     1
     """
+    if not isinstance(adapter, RLAdapter):
+        return _train_on_rows(adapter, config, train)
+    if train:
+        raise ConfigError(f"{', '.join(sorted(train))} goes with a data set; an adapter's settings are in RLConfig")
     config = config or RLConfig()
     report = on_step or _tell_view
     if service_client is not None:
@@ -177,6 +215,20 @@ def run_grpo(
 
     with ServiceClient() as service:
         return _run(adapter, config, service, report)
+
+
+def _train_on_rows(rows: Iterable[Row] | Path | str, config: RLConfig | None, options: dict[str, Any]) -> Run:
+    from turnwise.training.run import train
+
+    if "reward_funcs" not in options:
+        raise ConfigError(
+            f"run_grpo got {type(rows).__name__}; expected an RLAdapter, or a data set with reward_funcs=[function]"
+        )
+    if config is not None:
+        raise ConfigError("RLConfig belongs to an adapter; with a data set give the options of turnwise.train")
+    names = ("reward_funcs", "reward_weights", "test_rows", "max_tokens")
+    world = PromptWorld(rows=rows, **{name: options.pop(name) for name in names if name in options})
+    return train(world, **options)
 
 
 def response_to_datum(prompt: Sequence[int], response: SampledSequence, advantage: float, config: RLConfig) -> Datum:

@@ -7,7 +7,7 @@ evaluates it passes them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import LossFunction, as_loss_name
+from turnwise.memory.config import NO_MEMORY, MemoryConfig
+from turnwise.memory.world import MemoryWorld
 from turnwise.methods.lookup import SHIPPED, PassedMethod, as_method_options
 from turnwise.methods.options import MethodOptions
 from turnwise.runlog.reader import RunReader
@@ -30,6 +32,7 @@ from turnwise.watch.loggers import MetricLogger
 META_KEY = "objects"
 PLAYED_WITH = ("env", "reward")
 """The objects that decide how an attempt is played and scored; the others matter only to training."""
+PlayedBy = Callable[[World, dict[str, Any]], World]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,27 +47,45 @@ class PythonObjects:
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
 
-    def make_world(self, env: EnvConfig, *, max_turns: int = 0) -> World:
-        """The world of a run, with its own reward where there is one.
+    def make_world(
+        self,
+        env: EnvConfig,
+        *,
+        max_turns: int = 0,
+        played_by: PlayedBy | None = None,
+        memory: MemoryConfig = NO_MEMORY,
+    ) -> World:
+        """The world of a run, with its own reward where there is one, and with a memory if one is asked for.
 
         Args:
             max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
+            played_by: Lets others play the world; takes it, and the options that it was made with.
         """
         target = load_target(env.name) if self.env is None else self.env
         tells_limit = max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ())
 
-        def make_level(level: int) -> World:
+        def options_of(level: int) -> dict[str, Any]:
             options = dict(env.options)
             if level != NO_LEVEL:
                 options = level_options(target, level, options, env.name)
             if tells_limit:
                 options.setdefault("max_turns", max_turns)
-            return as_world(target, options, label=env.name)
+            return options
+
+        def make_level(level: int) -> World:
+            return as_world(target, options_of(level), label=env.name)
 
         world = make_level(env.difficulty)
+        if env.tasks and played_by is not None:
+            raise ConfigError(
+                f"env.tasks={env.tasks} mixes levels, and a worker of cluster.env_workers serves one; "
+                "leave one of them out"
+            )
         if env.tasks:
             world = list_world(world, Path(env.tasks), make_level)
-        return world if self.reward is None else RewardedWorld(world, self.reward)
+        world = world if played_by is None else played_by(world, options_of(env.difficulty))
+        world = world if self.reward is None else RewardedWorld(world, self.reward)
+        return MemoryWorld(world, memory) if memory.is_on else world
 
     def to_json(self) -> str:
         """The names of what a run directory cannot hold, by parameter."""

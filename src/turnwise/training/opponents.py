@@ -31,6 +31,7 @@ from turnwise.config.config import Config
 from turnwise.engine.budget import format_bytes
 from turnwise.engine.device_info import find_device
 from turnwise.envs.base import Task, World
+from turnwise.envs.remote.client import WorkedWorld, worked_part
 from turnwise.envs.seats import Opponent, ScriptedOpponent, TwoSidedWorld
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
@@ -127,6 +128,12 @@ def num_panel(config: Config, world: World) -> int:
 def check_opponents(config: Config, world: World) -> None:
     """Refuse opponents that cannot be found, and options that nobody reads, before anything is spent."""
     changed = [f"opponent.{name}" for name in config.opponent.changed_options()]
+    part = worked_part(world)
+    if isinstance(part, WorkedWorld) and needs_opponents(config, part.inner):
+        raise ConfigError(
+            f"cluster.env_workers={config.cluster.env_workers!r}, and {world.name} has an opponent that this process "
+            "samples from; play it here, or set the opponent and its panel to a script of the world"
+        )
     sided = two_sided(world)
     if sided is None:
         if changed:

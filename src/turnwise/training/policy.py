@@ -46,6 +46,7 @@ from turnwise.training.setup import (
     read_config,
     report_nothing,
 )
+from turnwise.training.workers import bounded_by_workers, make_played_world, running_workers
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
@@ -175,7 +176,7 @@ class PolicySampler(ClosedOnExit):
     @property
     def renderer(self) -> Renderer:
         """Turns messages into token ids, as in training."""
-        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
+        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout, self.config.memory)
 
     def sampling_params(self, *, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
         """Settings for a reply that ends where replies end in training: at the end of turn, or at `rollout.stop`."""
@@ -203,13 +204,14 @@ class PolicySampler(ClosedOnExit):
         self.check_world()
         find_publisher(config.rollout.backend)
         # No method and no loss: a policy is measured without what it was trained with.
-        world = self.objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        world = make_played_world(config, self.objects)
         held_out = held_out_tasks(config, world)
         if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
         rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
+        rollout = bounded_by_workers(rollout, world)
         attach_judge(world, self.service)
-        with self.seated(world, rollout) as worlds:
+        with running_workers(world), self.seated(world, rollout) as worlds:
             rollouts = {name: Rollout(one, self.sampler, self.renderer, rollout) for name, one in worlds.items()}
             return run_to_end(evaluate(rollouts, held_out, seed=config.train.seed, label=label, step=self.step))
 

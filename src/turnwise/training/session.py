@@ -19,6 +19,8 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
+from turnwise.models.config import expert_options
+from turnwise.outcomes import attach_outcome_model
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
@@ -34,6 +36,7 @@ from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders
+from turnwise.training.workers import running_workers
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
 from turnwise.watch.observer import Observer
@@ -105,7 +108,9 @@ class TrainingSession:
         try:
             with self._open_service() as service:
                 attach_judge(self.setup.parts.world, service)
-                with self._open_opponents(service, recorder) as opponents:
+                attach_outcome_model(self.setup.parts.world, service)
+                workers = running_workers(self.setup.parts.world, recorder.observers.message)
+                with workers, self._open_opponents(service, recorder) as opponents:
                     asyncio.run(self._run_loop(service, recorder, opponents))
         except Interrupted:
             recorder.observers.message(f"saved; go on with: turnwise train --resume {self.setup.directory}")
@@ -183,7 +188,7 @@ class TrainingSession:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout, config.memory)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = RunCheckpoints(
                 trainer,
@@ -239,6 +244,7 @@ class TrainingSession:
             train_mlp=model.train_mlp,
             train_attn=model.train_attn,
             train_unembed=model.train_unembed,
+            **expert_options(model),
         )
 
     async def _make_critic(self, service: AnyService, renderer: Renderer) -> Critic:

@@ -42,6 +42,7 @@ from turnwise.training.plan import make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
+from turnwise.training.workers import worker_line
 from turnwise.watch.loggers import check_loggers
 from turnwise.watch.status import check_can_hold, is_training, run_lock
 
@@ -49,7 +50,7 @@ AnyService = ServiceClient | RemoteServiceClient
 Report = Callable[[str], None]
 """Takes one line about what goes on, such as a download."""
 
-FIXED_SECTIONS = ("model", "env", "warmup")
+FIXED_SECTIONS = ("model", "env", "memory", "warmup")
 """A resumed run keeps them: its weights and its tasks depend on them."""
 FIXED_OPTIONS = ("engine.device", "engine.dtype")
 """A resumed run keeps these too: its numbers depend on them."""
@@ -105,6 +106,7 @@ class Setup:
         if rollout.backend != "local":
             lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
         lines += opponent_line(self.config, self.parts.world)
+        lines += worker_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
         if self.start.is_new:
             return lines

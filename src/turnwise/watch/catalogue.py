@@ -151,6 +151,11 @@ CATALOGUE: tuple[Metric, ...] = (
         ("train/kl_reference", "nats/token", "KL to the reference policy."),
     ),
     *_rows(
+        "engine/training/routing_memory.py",
+        ("train/routing_flips", "share", "Recorded choices of experts that the trainer would have made otherwise."),
+        ("train/routing_replayed", "share", "Choices of experts that were the sampler's and not the trainer's own."),
+    ),
+    *_rows(
         "engine/training/preference_losses.py",
         ("train/num_pairs", "pairs", "Pairs that the loss compares."),
         ("train/pair_loss", "loss", "Mean loss of a pair."),

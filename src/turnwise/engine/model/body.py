@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
 from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
-from turnwise.engine.model.gated_mlp import GatedMlp, KeptMlp, MlpPass, Scratch
+from turnwise.engine.model.expert_layers import TokenRouter
+from turnwise.engine.model.gated_mlp import GatedMlp, KeptMlp, Mlp, MlpPass, Scratch
 from turnwise.engine.model.kept import kept_bytes
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
@@ -37,6 +38,7 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
+from turnwise.engine.model.routed_mlp import RoutedMlp
 from turnwise.engine.model.weight_gradients import (
     add_head_norm_gradients,
     add_norm_gradient,
@@ -57,6 +59,8 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "activation": ("silu",),
 }
 """The kinds that the fused kernels compute, by field of `BlockSpec`. The angles must not depend on a pass's length."""
+SCORINGS = ("softmax", "chosen_softmax")
+"""How routers may score experts here."""
 MOST_ROWS = 0.75
 """If the caller wants more than this share of the rows, the last block runs on all rows."""
 
@@ -149,7 +153,8 @@ class FusedBody:
         scale = sizes.head_size**-0.5
         self.rules = [AttentionRule(scale, window) for window in sizes.windows]
         """[blocks] how each block attends."""
-        blocks = [self._read_block(layer) for layer in model.get_submodule(names.layers).children()]
+        layers = enumerate(model.get_submodule(names.layers).children())
+        blocks = [self._read_block(index, layer) for index, layer in layers]
         self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
         """The frozen weights that were loaded."""
         self.groups = self.base.groups
@@ -166,6 +171,8 @@ class FusedBody:
         block = sizes.block
         if block is None or sizes.head_size % 2:
             return False
+        if sizes.experts is not None and sizes.experts.scoring not in SCORINGS:
+            return False
         return all(getattr(block, part) in kinds for part, kinds in SUPPORTED.items())
 
     def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -176,7 +183,7 @@ class FusedBody:
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def _read_block(self, layer: nn.Module) -> BlockWeights:
+    def _read_block(self, index: int, layer: nn.Module) -> BlockWeights:
         names, sizes = self.spec.names, self.sizes
         is_normed = self.spec.head_norm == "rms"
         heads = Heads(
@@ -193,7 +200,27 @@ class FusedBody:
             heads=heads,
             out=_join(layer, names.out),
             inner_norm=_weight(layer, names.inner_norm),
-            mlp=GatedMlp(_join(layer, names.gate, names.up), _join(layer, names.down)),
+            mlp=self._read_mlp(index, layer),
+        )
+
+    def _read_mlp(self, index: int, layer: nn.Module) -> Mlp:
+        names, spec = self.spec.names, self.sizes.experts
+        if spec is None or index in spec.dense_layers:
+            return GatedMlp(_join(layer, names.gate, names.up), _join(layer, names.down))
+        shared = names.shared
+        router = cast(TokenRouter, layer.get_submodule(names.router))
+        return RoutedMlp(
+            layer=router.layer,
+            spec=spec,
+            router=LinearGroup.join([router]),
+            correction=router.correction,
+            experts=cast(Any, layer.get_submodule(names.experts)).expert_layer.weights(),
+            shared=GatedMlp(
+                _join(layer, f"{shared}.gate_proj", f"{shared}.up_proj"), _join(layer, f"{shared}.down_proj")
+            )
+            if spec.shared_size
+            else None,
+            shared_gate=_join(layer, names.shared_gate) if spec.has_shared_gate else None,
         )
 
     def hidden(
@@ -241,8 +268,7 @@ class FusedBody:
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
         """The lowest block that holds an adapter's gradient."""
         for index, block in enumerate(self.base.blocks):
-            names = [name for group in block.groups for name in group.names]
-            if any(span.grads is not None and name in span.grads for span in spans for name in names):
+            if any(span.grads is not None and name in span.grads for span in spans for name in block.names):
                 return index
         return None
 
@@ -270,11 +296,13 @@ class FusedBody:
         q, k, v = self.ops.layers.rotate(qkv, block.heads, work.rotation, cache)
         attention = self._attend(index, q, k, v, plan)
         mixed, rest_h = attention.out[0].flatten(1), h
+        rows = None
         if work.wanted is not None and block is work.weights.blocks[-1]:
+            rows = work.wanted.rows
             mixed, rest_h, spans = mixed[work.wanted.rows], h[work.wanted.rows], work.wanted.spans
         attended, low_out = project(block.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
-        delta, mlp = block.mlp.forward(inner_x, MlpPass(route, spans, work.scratch))
+        delta, mlp = block.mlp.forward(inner_x, MlpPass(route, spans, work.scratch, rows))
         kept = KeptBlock(
             h=h,
             rstd=rstd,

@@ -4,7 +4,7 @@
 implementation is a table of modules (`torch_ops.py`, `cpu_ops.py`, `cuda_ops.py`).
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size,
-B rows to draw for, R rows of logits, V vocabulary.
+B rows to draw for, R rows of logits, V vocabulary, M rows and G groups of an expert product.
 """
 
 from __future__ import annotations
@@ -255,6 +255,56 @@ class SoftmaxOps(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows in the order of their groups (of their experts): rows [ends[g - 1], ends[g]) belong to group g.
+
+    Rows after the last end belong to no group.
+    """
+
+    order: Tensor
+    """[M] int64: the row that stands at each place."""
+    places: Tensor
+    """[M] int64: the place of each row."""
+    ends: Tensor
+    """[G] int64."""
+    host_ends: Sequence[int] | None = None
+    """`ends` on the host, where the host may wait for them."""
+    tiles: Tensor | None = None
+    """[3, T] int32 of a kernel that works tile by tile: first place, number of rows, group."""
+
+
+class ExpertOps(Protocol):
+    """Products in which every row has its group's own matrix; none of them records a gradient."""
+
+    can_capture: bool
+    """Whether the host never waits for the device here, so that a step can be captured as a graph."""
+
+    def group(self, keys_M: Tensor, num_groups: int) -> Groups:
+        """Sort rows by their group; a row whose key is `num_groups` belongs to none."""
+        ...
+
+    def multiply(
+        self,
+        x_MI: Tensor,
+        weights_GIO: Tensor,
+        groups: Groups,
+        *,
+        out: Tensor | None = None,
+        alpha: float = 1.0,
+        is_added: bool = False,
+    ) -> Tensor:
+        """alpha x W of each row's group, written to `out` or added to it; x is in the order of the groups.
+
+        Rows of no group become zero, or stay as they are where something is added.
+        """
+        ...
+
+    def add_outer(self, left_MA: Tensor, right_MB: Tensor, groups: Groups, out_GAB: Tensor, alpha: float) -> None:
+        """out += alpha left' right, for the rows of each group."""
+        ...
+
+
 class PendingRead(Protocol):
     """A tensor on its way from the device to the host."""
 
@@ -317,6 +367,7 @@ class Ops:
     draw: Callable[[Tensor, DrawSettings], tuple[Tensor, Tensor]]
     """Logits [B, V] -> tokens [B] int64 and logprobs [B] float32; logits that are not finite give token -1 or NaN."""
     transfer: TransferOps
+    experts: ExpertOps
     add_low_rank: AddLowRank | None = None
     """Serves rows of many adapters in one launch; None where there is no such kernel."""
     new_graph_recorder: Callable[[], GraphRecorder] | None = None

@@ -31,6 +31,8 @@ class KvShape:
     """What each group of layers sees; None: everything."""
     group_of: tuple[int, ...] | None = None
     """[layers] the group of each layer; None: they are one group."""
+    num_choices: tuple[int, int] = (0, 0)
+    """Layers with routed experts, and experts of a token, where the cache keeps which were chosen."""
 
 
 class KvCache:
@@ -48,6 +50,10 @@ class KvCache:
             (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
             for size in sizes
         ]
+        num_layers, num_chosen = shape.num_choices
+        choices = torch.zeros((num_layers, num_blocks[0] * block_size, num_chosen), dtype=torch.int16, device=device)
+        self.choices = choices if num_layers else None
+        """[layers, slots of the first group, K] the experts that each token used (`engine/model/routing.py`)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._layers[layer]
@@ -73,6 +79,16 @@ class KvCache:
             if own == group:
                 keys[target] = keys[source]
                 values[target] = values[source]
+        if self.choices is not None and group == 0:
+            by_block = self.choices.unflatten(1, (-1, self.block_size))
+            by_block[:, target] = by_block[:, source]
+
+    def read_choices(self, blocks: Tensor, num_tokens: int) -> Tensor:
+        """[tokens, layers, K] int16: the experts of the first tokens of a sequence, given its blocks."""
+        assert self.choices is not None, "the cache keeps them"
+        index = blocks[: -(-num_tokens // self.block_size)]
+        by_block = self.choices.unflatten(1, (-1, self.block_size))
+        return by_block[:, index].flatten(1, 2)[:, :num_tokens].transpose(0, 1)
 
 
 class Prefix(NamedTuple):

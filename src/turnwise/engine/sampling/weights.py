@@ -60,7 +60,7 @@ class SamplingWeights:
 
     def merge(self, policy: Policy) -> Route:
         if self._merged_version != policy.version:
-            merge_into(self.merged, self.model.linears, self.model.groups, policy)
+            merge_into(self.merged, self.model.matrices, self.model.groups, policy)
             self._merged_version = policy.version
             for call in self.when_merged:
                 call()

@@ -3,7 +3,7 @@
 
     session = await PageSession.open(app)
     print(await session.observe())                 # page: / Shop ... [3] link "Cart" ...
-    print(await session.act(parse_action(reply)))
+    print(await session.act(ScreenAction(kind="click", element=3)))
     await session.close()
 
 Every method may be awaited from any event loop. What goes wrong because of the policy (an element that is not there, a
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from turnwise.envs.browser.actions import Action
 from turnwise.envs.browser.gateway import WebApp
 from turnwise.envs.browser.pool import BrowserPool, PageSeat, shared_pool
-from turnwise.envs.browser.snapshot import Element, ElementIds, cut_window, read_snapshot
+from turnwise.envs.browser.snapshot import Element, PageElementIds, cut_window, read_snapshot
+from turnwise.envs.screen import ScreenAction
 from turnwise.errors import AttemptFailed, ConfigError, Party
 
 Dialog = Download = Locator = Page = Any  # Playwright is an optional package
@@ -38,6 +38,9 @@ LEAVING_S = 2.0
 """How long a page that said it is about to go may take to do so. A download never goes."""
 QUIET_S = 0.03
 MAX_QUIET_S = 1.0
+MAX_TEXT = 500
+"""Most characters of a text that is typed."""
+KEYS = ("Enter", "Tab", "Escape", "Backspace", "Delete", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Space")
 MAX_DOWNLOAD = 20_000_000
 MAX_ELEMENTS = 30_000
 """A page with more elements is not read."""
@@ -89,7 +92,7 @@ class PageSession:
         self._notes: list[str] = []
         self._first_line = 0
         self._elements: list[Element] = []
-        self._ids = ElementIds()
+        self._ids = PageElementIds()
         self._is_good = True
         self._saving: set[asyncio.Task[None]] = set()
 
@@ -125,7 +128,7 @@ class PageSession:
         """What is on the page: accessible elements as text, with the ids that actions take."""
         return await self._call("reading the page", self._observe())
 
-    async def act(self, action: Action) -> str:
+    async def act(self, action: ScreenAction) -> str:
         """Do something, wait until the page has settled, and return the observation. `done` only looks."""
         return await self._call(f"action {action.kind}", self._act(action))
 
@@ -267,7 +270,7 @@ class PageSession:
             text = again
         return text
 
-    async def _act(self, action: Action) -> str:
+    async def _act(self, action: ScreenAction) -> str:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
         from playwright.async_api import TimeoutError as PlaywrightTimeoutError  # pyright: ignore[reportMissingImports]
 
@@ -275,28 +278,28 @@ class PageSession:
         try:
             await self._perform(action)
         except PlaywrightTimeoutError:
-            self._notes.append(f"{action.kind} {action.element} did not work: the element is covered or not usable")
+            self._notes.append(f"{action.to_text()[:60]} did not work: the element is covered or not usable")
         except _NoSuchElementError as error:
             self._notes.append(str(error))
         except Error as error:
             if self._seat is None or self._seat.lost.is_set() or not _is_about_element(error):
                 raise
-            self._notes.append(f"{action.kind} does not work on element {action.element}")
+            self._notes.append(f"{action.to_text()[:60]} does not work")
         await self._settle()
         if self._page.url != before:
             self._first_line = 0
         return await self._observe()
 
-    async def _perform(self, action: Action) -> None:
-        page, number = self._page, action.element
+    async def _perform(self, action: ScreenAction) -> None:
+        page, number = self._page, action.element or 0
         if action.kind == "click":
             await self._find(number).click(timeout=ACTION_MS)
         elif action.kind == "type":
-            await self._type(self._find(number), action.text)
+            await self._type(self._find(number), action.text[:MAX_TEXT])
         elif action.kind == "select":
             await self._select(self._find(number), action.text)
         elif action.kind == "press":
-            await page.keyboard.press(action.text)
+            await page.keyboard.press(_key(action.text))
         elif action.kind == "scroll":
             await self._scroll(action.text)
         elif action.kind == "back":
@@ -386,6 +389,13 @@ class PageSession:
 
 class _NoSuchElementError(Exception):
     """The policy asked for something that is not there."""
+
+
+def _key(name: str) -> str:
+    found = next((key for key in KEYS if key.lower() == name.lower()), None)
+    if found is None:
+        raise _NoSuchElementError(f"no key {name[:20]!r}; expected {', '.join(KEYS)}")
+    return found
 
 
 def _is_about_element(error: Exception) -> bool:

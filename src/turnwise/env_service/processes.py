@@ -1,0 +1,184 @@
+"""Env workers as processes of this machine: started with a run, watched, started again when one dies, ended with it.
+
+The run holds the listening socket of every worker and hands it down, so a worker that is started again has the address
+of the one that died, and whoever connects meanwhile waits instead of being refused. A worker reads its standard input,
+a pipe that nobody writes to after the first line: it ends when the run does, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from turnwise.envs.remote.workers import EnvWorker, EnvWorkers, WorkerGone, WorkerRefused, request_now
+from turnwise.errors import ConfigError
+from turnwise.runtime.network import open_port
+
+START_S = 120.0
+"""Seconds for a worker to make its world."""
+LOOK_S = 0.05
+END_S = 3.0
+MAX_QUICK_DEATHS = 5
+"""A worker that dies so often in a row, each time within `QUICK_S`, is not started again."""
+QUICK_S = 10.0
+BACKLOG = 512
+TAIL_BYTES = 4000
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker process serves."""
+
+    env: str
+    options: dict[str, Any]
+    max_envs: int
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    number: int
+    listener: socket.socket
+    worker: EnvWorker
+    popen: subprocess.Popen[bytes]
+    words: IO[bytes]
+    started_s: float = field(default_factory=time.monotonic)
+    num_quick_deaths: int = 0
+    is_given_up: bool = False
+
+    def last_words(self) -> str:
+        self.words.seek(0, os.SEEK_END)
+        self.words.seek(max(0, self.words.tell() - TAIL_BYTES))
+        said = self.words.read().decode(errors="replace").strip().splitlines()
+        return said[-1] if said else "it said nothing"
+
+
+class LocalEnvWorkers(EnvWorkers):
+    """Workers that this process starts. Addresses are known before they start."""
+
+    def __init__(self, spec: WorkerSpec, count: int) -> None:
+        self._spec = spec
+        self._count = count
+        self._processes: list[_Process] = []
+        self._ending = threading.Event()
+        self._watch: threading.Thread | None = None
+        self.num_restarts = 0
+        self.on_restart: Callable[[str], None] = lambda _: None
+        """Told about every worker that died, in the thread that watches."""
+        super().__init__([EnvWorker("", spec.max_envs) for _ in range(count)])
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process ids of the workers that run now."""
+        return [process.popen.pid for process in self._processes]
+
+    def start(self) -> None:
+        """Start the workers and wait until each has made its world."""
+        try:
+            for number, worker in enumerate(self.workers):
+                listener = open_port(HOST, 0, BACKLOG)
+                worker.address = f"http://{HOST}:{listener.getsockname()[1]}"
+                self._processes.append(_Process(number, listener, worker, *_launch(self._spec, listener)))
+            for process in self._processes:
+                self._wait_until_ready(process)
+        except BaseException:
+            self.close()
+            raise
+        self._ending.clear()
+        self._watch = threading.Thread(target=self._watch_all, name="turnwise-env-workers", daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """End the workers: ask first, then kill."""
+        self._ending.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
+        for process in self._processes:
+            process.listener.close()
+            _hang_up(process.popen)
+        for process in self._processes:
+            try:
+                process.popen.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+            process.words.close()
+        self._processes = []
+
+    def _wait_until_ready(self, process: _Process) -> None:
+        give_up_s = time.monotonic() + START_S
+        while time.monotonic() < give_up_s:
+            with contextlib.suppress(WorkerGone, WorkerRefused):
+                request_now(process.worker.address, "GET", "/health", None, headers={}, wait_s=1.0)
+                return
+            code = process.popen.poll()
+            if code is not None and code < 0:  # somebody killed it, which says nothing about the world
+                self._restart(process, code)
+            elif code is not None:
+                raise ConfigError(
+                    f"env worker {process.number} ended before it served {self._spec.env}: {process.last_words()}"
+                )
+        raise ConfigError(f"env worker {process.number} did not serve {self._spec.env} within {START_S:g} s")
+
+    def _watch_all(self) -> None:
+        while not self._ending.wait(LOOK_S):
+            for process in self._processes:
+                code = process.popen.poll()
+                if code is not None and not process.is_given_up:
+                    self._restart(process, code)
+
+    def _restart(self, process: _Process, code: int) -> None:
+        is_quick = time.monotonic() - process.started_s < QUICK_S
+        process.num_quick_deaths = process.num_quick_deaths + 1 if is_quick else 0
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        what = f"env worker {process.number} (process {process.popen.pid}) ended with {how}"
+        if process.num_quick_deaths >= MAX_QUICK_DEATHS:
+            process.is_given_up = True
+            process.worker.num_places = 0
+            process.listener.close()  # whoever connects is refused, instead of waiting
+            self.on_restart(f"{what}, {MAX_QUICK_DEATHS} times in a row; given up. Its last words: "
+                            f"{process.last_words()}")  # fmt: skip
+            return
+        process.words.close()
+        _hang_up(process.popen)
+        process.popen, process.words = _launch(self._spec, process.listener)
+        process.started_s = time.monotonic()
+        self.num_restarts += 1
+        self.on_restart(f"{what}; started again as process {process.popen.pid}")
+
+
+def _launch(spec: WorkerSpec, listener: socket.socket) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "turnwise.env_service.process", str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=words,
+        stderr=words,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,  # Ctrl-C is for the run, which ends its workers
+    )
+    assert popen.stdin is not None, "it is a pipe"
+    fields = {"env": spec.env, "options": spec.options, "max_envs": spec.max_envs, "deadline_s": spec.deadline_s}
+    with contextlib.suppress(OSError):  # it died already; the watcher sees it
+        popen.stdin.write(json.dumps(fields).encode() + b"\n")
+        popen.stdin.flush()
+    return popen, words
+
+
+def _hang_up(popen: subprocess.Popen[bytes]) -> None:
+    if popen.stdin is not None:
+        with contextlib.suppress(OSError):
+            popen.stdin.close()

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from served_world import ObedientEnv
+from turnwise.env_service.processes import LocalEnvWorkers, WorkerSpec
+from turnwise.envs.base import Task, assistant
+from turnwise.envs.remote.client import WorkedWorld
+from turnwise.envs.worlds import as_world
+from turnwise.errors import AttemptFailed, ConfigError, Party
+from turnwise.rollout.call import EnvCalls
+from turnwise.rollout.limits import Clock, RolloutLimits
+
+TARGET = f"{Path(__file__).parents[2] / 'served_world.py'}:ObedientEnv"
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[LocalEnvWorkers]:
+    found = LocalEnvWorkers(WorkerSpec(env=TARGET, options={}, max_envs=4, deadline_s=20.0), 2)
+    found.start()
+    yield found
+    found.close()
+
+
+def _calls(workers: LocalEnvWorkers) -> EnvCalls:
+    world = WorkedWorld(as_world(ObedientEnv), workers)
+    return EnvCalls(lambda: world.make_env(Task(id="x", data={"seed": 4}), 0), RolloutLimits(), Clock(60.0))
+
+
+async def _pid(env: EnvCalls) -> int:
+    return int((await env.step(assistant("pid"))).messages[0].content.split()[-1])
+
+
+async def test_attempts_spread_over_processes_that_are_not_this_one(workers: LocalEnvWorkers) -> None:
+    envs = [_calls(workers) for _ in range(4)]
+    for env in envs:
+        await env.start()
+    pids = [await _pid(env) for env in envs]
+    for env in envs:
+        await env.close()
+    assert sorted(pids) == sorted(2 * list(workers.pids))
+    assert os.getpid() not in pids
+
+
+async def test_a_worker_that_is_killed_is_blamed_on_the_env_and_comes_back(workers: LocalEnvWorkers) -> None:
+    said: list[str] = []
+    workers.on_restart = said.append
+    for how in ("killed between calls", "dies in a call"):
+        env = _calls(workers)
+        await env.start()
+        pid, before = await _pid(env), workers.num_restarts
+        if how == "killed between calls":
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(AttemptFailed, match="env worker http") as caught:
+            await env.step(assistant("die"))
+        assert caught.value.party is Party.ENV
+        await env.close()
+        assert env.close_problem is None
+        while workers.num_restarts == before:
+            await asyncio.sleep(0.01)
+        assert f"process {pid}" in said[-1]
+    for _ in range(4):  # both workers take attempts again, at the addresses that they had
+        env = _calls(workers)
+        await env.start()
+        assert await _pid(env) in workers.pids
+        await env.close()
+    assert [worker.num_taken for worker in workers.workers] == [0, 0]
+
+
+def test_a_world_that_cannot_be_made_stops_the_start_with_its_reason() -> None:
+    broken = LocalEnvWorkers(WorkerSpec(env="guess_number", options={"hihg": 3}, max_envs=1, deadline_s=1.0), 1)
+    with pytest.raises(ConfigError, match=r"worker 0 ended before it served guess_number: .*hihg.*high"):
+        broken.start()
+    assert not broken.pids
