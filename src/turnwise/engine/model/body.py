@@ -39,6 +39,7 @@ from turnwise.engine.model.lora_products import (
     spans_of_rows,
 )
 from turnwise.engine.model.routed_mlp import RoutedMlp
+from turnwise.engine.model.trace import EMBEDDING, Trace, layer_part
 from turnwise.engine.model.weight_gradients import (
     add_head_norm_gradients,
     add_norm_gradient,
@@ -162,6 +163,8 @@ class FusedBody:
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self.trace: Trace | None = None
+        """What the self-test fills with the outputs of the parts."""
         self.most_kept_bytes: int | None = None
         """If a pass would keep more bytes than this for its backward pass, it computes each block again instead."""
 
@@ -276,6 +279,8 @@ class FusedBody:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
+        if self.trace is not None:
+            self.trace.add(EMBEDDING, h)
         for index in range(len(weights.blocks)):
             before = BlockInput(h, delta)
             h, delta, own = self.run_block(index, before, work)
@@ -303,6 +308,9 @@ class FusedBody:
         attended, low_out = project(block.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
         delta, mlp = block.mlp.forward(inner_x, MlpPass(route, spans, work.scratch, rows))
+        if self.trace is not None:
+            for part, added in ((self.spec.names.out, attended), (self.spec.names.down, delta)):
+                self.trace.add(layer_part(index, part.partition(".")[0]), added)
         kept = KeptBlock(
             h=h,
             rstd=rstd,

@@ -18,6 +18,7 @@ from turnwise.engine.model.expert_layers import EXPERTS_NAME, ExpertLayer, wrap_
 from turnwise.engine.model.full import WeightLayout
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.model.reference import run_plainly
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
@@ -31,7 +32,8 @@ from turnwise.models.linears import Shape
 class CausalModel:
     """The frozen base model: its body, its head, and the linears that can carry adapters."""
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, is_tested: bool = False) -> None:
+        """With `is_tested`, transformers runs a few tokens before anything is replaced, for the self-test."""
         config = _read_config(directory)
         check_supported(config.to_dict())
         model = _load(directory, config, dtype)
@@ -41,6 +43,7 @@ class CausalModel:
         self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
+        self.reference = run_plainly(model) if is_tested else None
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
         self.shapes = _adaptable_shapes(self.linears, self.experts)
