@@ -12,13 +12,21 @@ from turnwise.rounds.store import PoolStore
 from turnwise.rounds.tables import OVERALL, POOLS
 from turnwise.rounds.wheel import flywheel
 from turnwise.runtime.exit_codes import ExitCode
+from turnwise.watch.observer import Observer
 
 SHOWN = ("round", "task_id", "attempt", "difficulty", "verdict", "score", "is_good", "is_success", "reward")
 
 
+class StageLines(Observer):
+    """Prints a line for every stage, and what the runs have to say, such as alarms."""
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+
 def run_flywheel(file: str, overrides: Sequence[str]) -> ExitCode:
     """Run the command."""
-    wheel = flywheel(file, overrides=list(overrides), report=lambda line: print(line, flush=True))
+    wheel = flywheel(file, overrides=list(overrides), observer=StageLines())
     print()
     _show(wheel.directory)
     print(f"model  {wheel.model}")

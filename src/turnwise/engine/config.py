@@ -118,6 +118,11 @@ class EngineConfig(Section):
         "0: 2048 on a CPU (4096 if they share), as many as fit on a GPU, up to 32768. A pass that "
         "does not fit computes its activations twice instead of keeping them.",
     )
+    self_test: bool = Field(
+        default=True,
+        description="After a model is loaded, compare 32 tokens with plain transformers in trainer, prefill and "
+        "decode, and refuse the model if a part differs (docs/models.md).",
+    )
     seed: int | None = Field(
         default=None,
         description="Seed of requests that have none; null: `train.seed` in a run, random in a service.",

@@ -29,7 +29,7 @@ LEVEL = "level"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSource:
+class LevelTasks:
     """Draws the tasks of a world, level by level."""
 
     config: Config
@@ -51,7 +51,7 @@ class TaskSource:
 class TaskDial:
     """Proposes and retires the tasks of a flywheel."""
 
-    def __init__(self, store: PoolStore, source: TaskSource, options: FlywheelConfig) -> None:
+    def __init__(self, store: PoolStore, source: LevelTasks, options: FlywheelConfig) -> None:
         self._store = store
         self._source = source
         self._options = options

@@ -22,7 +22,7 @@ from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.rounds.config import SECTION, TRAINED_STAGES, FlywheelConfig, FlywheelFile, read_file
-from turnwise.rounds.dial import TaskDial, TaskSource
+from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.learn import StageRuns
 from turnwise.rounds.play import RoundPlayer
 from turnwise.rounds.route import route
@@ -50,7 +50,6 @@ def flywheel(
     overrides: Sequence[str] = (),
     env: Any = None,
     observer: Observer | None = None,
-    report: Report | None = None,
 ) -> Flywheel:
     """Run a flywheel to its last round, and give it back; go on with one that is there.
 
@@ -60,8 +59,7 @@ def flywheel(
         rounds: Rounds in all (`flywheel.rounds`).
         overrides: Options as on the command line: `["flywheel.tasks=8", "train.seed=1"]`.
         env: The world as an object, in place of the file's `env`; the call that goes on passes it again.
-        observer: Is told what happens in the runs of the rounds; default: nobody.
-        report: Is told one line about every stage; default: nobody.
+        observer: Is told one line about every stage (`message`), and what happens in the runs; default: nobody.
 
     Raises:
         ConfigError: A setting cannot work, or is not the one that the flywheel began with; nothing was spent.
@@ -76,7 +74,7 @@ def flywheel(
     given += [f"{SECTION}.dir={json.dumps(str(directory))}"] if directory is not None else []
     given += [f"{SECTION}.rounds={rounds}"] if rounds is not None else []
     wheel = Flywheel(read_file(target, given), PythonObjects(env=env) if env is not None else NO_OBJECTS)
-    wheel.run(observer or Observer(), report or (lambda _: None))
+    wheel.run(observer or Observer())
     return wheel
 
 
@@ -109,16 +107,16 @@ class Flywheel:
         with PoolStore.open(self.directory, read_only=True) as store:
             return [dict(row) for row in store.query(sql)]
 
-    def run(self, observer: Observer, report: Report) -> None:
+    def run(self, observer: Observer) -> None:
         """Do what is left to do."""
         check_source(self.options)
         if not self.file.run.model.base_url:
             find_model(self.file.run)
         with run_lock(self.directory), self._open() as store:
             rounds = _Rounds(store, self._config(store), self.options, self._objects, observer)
-            rounds.begin(report)
+            rounds.begin(observer.message)
             for number in range(1, self.options.rounds + 1):
-                rounds.round(number, report)
+                rounds.round(number, observer.message)
 
     def _open(self) -> PoolStore:
         """The file that is there, if it was begun with the same settings; else a new one."""
@@ -187,7 +185,7 @@ class _Rounds:
         self._store = store
         self._config = config
         self._options = options
-        self._dial = TaskDial(store, TaskSource(config=config, objects=objects), options)
+        self._dial = TaskDial(store, LevelTasks(config=config, objects=objects), options)
         self._runs = StageRuns(store, config, options, objects, observer)
         self._player = RoundPlayer(store, config, objects)
 

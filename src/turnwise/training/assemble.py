@@ -24,6 +24,7 @@ from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
 from turnwise.outcomes import OutcomeWorld, open_outcome_model
 from turnwise.renderers import Renderer, get_renderer
+from turnwise.renderers.restart import RestartRenderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
@@ -190,11 +191,13 @@ def critic_rate(config: Config) -> float:
 
 
 def make_renderer(tokenizer: Any, rollout: RolloutConfig, memory: MemoryConfig = NO_MEMORY) -> Renderer:
-    renderer = get_renderer(
-        tokenizer,
-        multi_turn=rollout.use_conversation_multi_turn,
-        name=rollout.renderer,
-        strip_thinking=rollout.strip_thinking,
+    renderer = RestartRenderer(
+        get_renderer(
+            tokenizer,
+            multi_turn=rollout.use_conversation_multi_turn,
+            name=rollout.renderer,
+            strip_thinking=rollout.strip_thinking,
+        )
     )
     return MemoryRenderer(renderer, memory) if memory.is_on else renderer
 
