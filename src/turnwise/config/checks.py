@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.losses.outside import is_outside
+from turnwise.models.config import EXPERT_OPTIONS
 from turnwise.rollout.server_options import SHARED_OPTIONS
 
 if TYPE_CHECKING:
@@ -145,6 +146,24 @@ def check_full(config: Config) -> None:
         raise ValueError("engine.full_weights is not read with model.train=lora; leave it out, or set model.train=full")
 
 
+def check_replay(config: Config) -> None:
+    """Refuse to replay a choice of experts that this process does not see."""
+    if config.engine.routing_replay and not config.model.routing_replay:
+        raise ValueError("engine.routing_replay is set by model.routing_replay; set that instead")
+    if not config.model.routing_replay or config.model.base_url:
+        return
+    if config.rollout.backend != "local":
+        raise ValueError(
+            f"model.routing_replay with rollout.backend={config.rollout.backend}: another program chooses the experts "
+            "and does not say which; use rollout.backend=local, or leave it out"
+        )
+    if config.cluster.learners > 1:
+        raise ValueError(
+            f"model.routing_replay with cluster.learners={config.cluster.learners}: only the first learner samples and "
+            "knows the experts that were chosen; leave one of them out"
+        )
+
+
 def check_service(config: Config) -> None:
     """Refuse options that a service elsewhere does not read."""
     if not config.model.base_url:
@@ -152,6 +171,8 @@ def check_service(config: Config) -> None:
     # engine.dtype is allowed: the certificate's tolerance needs the service's dtype, which is not known here.
     unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
     unread += [f"cluster.{name}" for name in config.cluster.changed_options() if not name.startswith("env")]
+    experts = (*EXPERT_OPTIONS, "routing_replay")
+    unread += [f"model.{name}" for name in experts if name in config.model.changed_options()]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
     if config.rollout.backend == "local":
         unread += [f"rollout.{name}" for name in SHARED_OPTIONS if getattr(config.rollout, name)]

@@ -23,6 +23,7 @@ from turnwise.config.checks import (
     check_lag,
     check_memory,
     check_play,
+    check_replay,
     check_service,
     check_stored,
 )
@@ -93,6 +94,7 @@ class Config(Section):
         self.critic.check(self.method)
         check_play(self)
         check_full(self)
+        check_replay(self)
         check_service(self)
         check_lag(self)
         check_stored(self)
@@ -131,6 +133,8 @@ class Config(Section):
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
         if self.model.train == "full":
             update["full_weights"] = True
+        if self.model.routing_replay:
+            update["routing_replay"] = True
         if self.rollout.backend == "local":
             update |= {name: getattr(self.rollout, name) for name in SHARED_OPTIONS if getattr(self.rollout, name)}
         if self.rollout.deterministic:

@@ -22,7 +22,9 @@ from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.methods.lookup import check_method
 from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
+from turnwise.outcomes import OutcomeWorld, open_outcome_model
 from turnwise.renderers import Renderer, get_renderer
+from turnwise.renderers.restart import RestartRenderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
@@ -91,6 +93,8 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     objects: What the caller passed as Python objects in place of names in the config.
     """
     world = make_played_world(config, objects)
+    if config.reward.model:
+        world = OutcomeWorld(inner=world, model=open_outcome_model(config.reward.model))
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.needs_critic and config.critic.pretrain_steps:
@@ -187,11 +191,13 @@ def critic_rate(config: Config) -> float:
 
 
 def make_renderer(tokenizer: Any, rollout: RolloutConfig, memory: MemoryConfig = NO_MEMORY) -> Renderer:
-    renderer = get_renderer(
-        tokenizer,
-        multi_turn=rollout.use_conversation_multi_turn,
-        name=rollout.renderer,
-        strip_thinking=rollout.strip_thinking,
+    renderer = RestartRenderer(
+        get_renderer(
+            tokenizer,
+            multi_turn=rollout.use_conversation_multi_turn,
+            name=rollout.renderer,
+            strip_thinking=rollout.strip_thinking,
+        )
     )
     return MemoryRenderer(renderer, memory) if memory.is_on else renderer
 

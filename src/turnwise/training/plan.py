@@ -19,6 +19,7 @@ from turnwise.losses.table import LOSSES
 from turnwise.memory.config import MemoryConfig
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
+from turnwise.models.linears import linear_kind
 from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import critic_rate
@@ -59,6 +60,8 @@ def make_plan(
     """
     if device is not None:
         facts.check_trained(config.model)
+    if config.model.routing_replay and not config.model.base_url:
+        facts.check_replay()
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_tasks["test"] else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
@@ -135,7 +138,8 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     if model.start_from:
         trained += f", starting from {model.start_from}"
     rows = {
-        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
+        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters"
+        f"{_active(facts)}; {trained}",
         **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
@@ -181,14 +185,27 @@ def _schedule(train: TrainConfig) -> str:
     return f"{rise}{fall}{batches}"
 
 
+def _active(facts: ModelFacts) -> str:
+    """Of a mixture of experts, what one token uses."""
+    active = facts.num_active_parameters
+    return "" if active == facts.num_parameters else f" ({format_count(active)} of them for each token)"
+
+
 def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
     """Which layers have an adapter, and which do not."""
     adapted, total = facts.adapted(model), format_count(facts.num_parameters)
     left = [name for name in facts.linears if name not in adapted]
-    parts = [f"not adapted: {_short(left)}"] if left else []
+    routers = [name for name in left if linear_kind(name) == "router"]
+    others = [name for name in left if name not in routers]
+    parts = [f"not adapted: {_short(others)}"] if others else []
+    if routers:
+        count = format_count(sum(facts.linears[name].num_values for name in routers))
+        parts.append(f"routers are not adapted ({count} of {total} parameters; model.train_router=true adapts them)")
     for what, count in facts.frozen.items():
-        parts.append(f"{what} are not adapted ({format_count(count)} of {total} parameters)")
-    return "; ".join([_short(adapted), *parts])
+        parts.append(f"{what} cannot be adapted ({format_count(count)} of {total} parameters)")
+    ranks = {shape.rank(model) for shape in adapted.values() if shape.experts}
+    experts = [f"each of {facts.experts.num_experts} experts with rank {rank}" for rank in ranks if facts.experts]
+    return "; ".join([_short(adapted), *experts, *parts])
 
 
 def _short(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from turnwise.errors import DataError
 from turnwise.runlog.arrays import unpack_messages
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import StoredAttempt, StoredDialogue
-from turnwise.trajectory import EndReason, Message
+from turnwise.trajectory import EndReason, Message, Turn
 from turnwise.view.attempts import group_rows
 from turnwise.view.runs import Json
 from turnwise.view.tokens import token_texts
@@ -93,6 +93,7 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
     missing: list[str] = []
     found: list[Json] = []
     for index, turn in enumerate(stored.trajectory.turns):
+        before = () if index == 0 else _ids(stored.trajectory.turns[index - 1])
         texts = token_texts(model, turn.sampled_ids)
         if texts is None and not missing:
             missing.append(f"the tokenizer of {model} is not on this machine, so tokens are shown as numbers")
@@ -101,6 +102,7 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
                 "ids": list(turn.sampled_ids),
                 "texts": texts or [str(one) for one in turn.sampled_ids],
                 "num_prompt": len(turn.prompt_ids),
+                "is_rewritten": turn.prompt_ids[: len(before)] != before,
                 "sampler": _numbers(np.asarray(turn.sampler_logprobs)),
                 "trainer": _numbers(stored.trainer_logprobs[index]),
                 "advantage": _numbers(stored.advantages[index]),
@@ -113,6 +115,10 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
     elif all(values is None for values in stored.critic_values):
         missing.append("no critic values: the method has no critic; method=ppo has one")
     return found, missing
+
+
+def _ids(turn: Turn) -> tuple[int, ...]:
+    return turn.prompt_ids + turn.sampled_ids
 
 
 def _numbers(values: NDArray[Any] | None) -> list[float | None] | None:

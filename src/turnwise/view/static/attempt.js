@@ -87,7 +87,8 @@ tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },
     h("summary", {}, `${tw.plural(turn.tokens.ids.length, "token")} after a prompt of ${turn.tokens.num_prompt.toLocaleString("en")}`)) : null;
-  return h("section", { class: `turn${isShared ? " shared" : ""}`, "aria-label": `turn ${index + 1}` },
+  const rewritten = turn.tokens && turn.tokens.is_rewritten ? h("p", { class: "note rewritten", title: "memory left out earlier turns, or the chat format changed them; a new datum starts here" }, `the prompt was rewritten here: ${turn.tokens.num_prompt.toLocaleString("en")} tokens`) : null;
+  return h("section", { class: `turn${isShared ? " shared" : ""}`, "aria-label": `turn ${index + 1}` }, rewritten,
     tw.message(turn.reply, { head, body: isText ? null : tw.tokenText(turn, view, most, partsAt), foot }),
     turn.observation.map((message) => tw.message(message)));
 };
