@@ -27,6 +27,7 @@ class LearnerSetup:
     name: str
     rank: int
     size: int
+    store_host: str
     store_port: int
     deadline_s: float
 

@@ -18,6 +18,8 @@ from turnwise.engine.device_info import num_gpus
 
 dist: Any = torch.distributed  # stores and groups have no type stubs
 
+START_DEADLINE_S = 300.0
+"""Seconds for a learner to load its model."""
 MAX_ELEMENTS = 1 << 26
 """Numbers in one message, so that no backend needs a second copy of a large tensor."""
 
@@ -33,7 +35,8 @@ class LearnerCollective:
         self.backend = "nccl" if uses_nccl else "gloo"
         prefixed = dist.PrefixStore(self.backend, store)
         make = dist.ProcessGroupNCCL if uses_nccl else dist.ProcessGroupGloo
-        self._group: Any = make(prefixed, rank, size, self._deadline)
+        # To meet, the others must have loaded their models; each call then has the deadline.
+        self._group: Any = make(prefixed, rank, size, max(self._deadline, timedelta(seconds=START_DEADLINE_S)))
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor on every rank by the sum of all ranks'; every rank gets the same bits."""
@@ -50,13 +53,13 @@ class LearnerCollective:
         work.wait(self._deadline)
 
 
-def lead_store(size: int, *, deadline_s: float) -> Any:
+def lead_store(host: str, size: int, *, deadline_s: float) -> Any:
     """The place where the ranks of a group find each other; rank 0 makes it, on a port that is free."""
-    return dist.TCPStore(
-        "127.0.0.1", 0, size, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
-    )
+    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
+    return dist.TCPStore(host, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
-def join_store(port: int, size: int, *, deadline_s: float) -> Any:
+def join_store(host: str, port: int, size: int, *, deadline_s: float) -> Any:
     """The place that rank 0 has made."""
-    return dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=deadline_s))
+    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
+    return dist.TCPStore(host, port, size, is_master=False, timeout=wait)
