@@ -29,6 +29,7 @@ class LearnerSetup:
     size: int
     store_host: str
     store_port: int
+    backend: Literal["nccl", "gloo"]
     deadline_s: float
 
 

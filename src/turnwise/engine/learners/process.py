@@ -40,7 +40,7 @@ class LearnerProcess:
     def __init__(self, setup: LearnerSetup) -> None:
         self._engine = Engine(setup.model_dir, setup.engine, name=f"{setup.name} (learner {setup.rank})")
         store = join_store(setup.store_host, setup.store_port, setup.size, deadline_s=setup.deadline_s)
-        self._ranks = LearnerCollective(store, setup.rank, setup.size, self._engine.device, deadline_s=setup.deadline_s)
+        self._ranks = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
         self._trainables: dict[int, Trainable] = {}
 
     def answer(self, call: LearnerCall) -> object:

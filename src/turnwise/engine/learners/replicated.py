@@ -36,7 +36,7 @@ from turnwise.engine.learners.calls import (
     StepCall,
     TakeStateCall,
 )
-from turnwise.engine.learners.collective import LearnerCollective, lead_store
+from turnwise.engine.learners.collective import LearnerCollective, choose_backend, lead_store
 from turnwise.engine.learners.group import LearnerGroup, LearnerPlace, start_process
 from turnwise.engine.learners.process import reply_of, take_state
 from turnwise.engine.learners.shares import share_datums
@@ -310,26 +310,39 @@ class ReplicatedEngine(Engine):
 
         return place_on_ray(self._cluster, size, environment=self._environment, takes_gpu=_num_gpus(self.config) > 0)
 
+    def _config_of(self, rank: int, size: int) -> EngineConfig:
+        """A learner's config: with a GPU of its own, if there are enough. Ray shows an actor its own GPU alone."""
+        config = self._peer_config
+        gpus = _num_gpus(config)
+        if gpus and self._cluster.uses_ray:
+            return config.model_copy(update={"device": "cuda"})
+        if gpus < size:
+            return config
+        first = choose_device(config)[0].index or 0
+        return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
+
     def _start_learners(self) -> None:
         size, deadline_s = self._size, self._cluster.deadline_s
         place = self._place(size)
+        backend = choose_backend(self.device, size, is_on_one_machine=not self._cluster.uses_ray)
         store = lead_store(place.host, size, deadline_s=deadline_s)
 
         def make_setup(rank: int) -> LearnerSetup:
             return LearnerSetup(
                 model_dir=self.model_dir,
-                engine=_config_of(self._peer_config, rank, size),
+                engine=self._config_of(rank, size),
                 name=self.name,
                 rank=rank,
                 size=size,
                 store_host=place.host,
                 store_port=store.port,
+                backend=backend,
                 deadline_s=deadline_s,
             )
 
         self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
         try:
-            self._collective = LearnerCollective(store, 0, size, self.device, deadline_s=deadline_s)
+            self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
         except RuntimeError as cause:
             self._group.fail_all("meet", cause)
         self._group.wait_until_ready()
@@ -346,15 +359,6 @@ def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, s
     if gpus < size:  # they share one
         os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
     return peer, {}
-
-
-def _config_of(config: EngineConfig, rank: int, size: int) -> EngineConfig:
-    """A learner's config: with a GPU of its own, if there are enough."""
-    gpus = _num_gpus(config)
-    if gpus < size:
-        return config
-    first = choose_device(config)[0].index or 0
-    return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
 
 
 def _num_gpus(config: EngineConfig) -> int:
