@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from turnwise.envs.registry import world_names
+
 
 def for_each(
     names: str | tuple[str, ...], values: Iterable[Any]
@@ -48,3 +50,12 @@ def for_each(
         return run
 
     return decorate
+
+
+WORLDS_WITH_PACKAGES = {"browser"}
+"""Shipped worlds that need a large package; they are tested where it is, in an environment of its own."""
+
+
+def plain_world_names() -> list[str]:
+    """The shipped worlds that need nothing but turnwise."""
+    return [name for name in world_names() if name not in WORLDS_WITH_PACKAGES]

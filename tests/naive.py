@@ -117,6 +117,7 @@ class NaiveModel:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         self.leaves: dict[str, tuple[Tensor, Tensor]] = {}
         self.scale = 0.0 if weights is None else weights.scale
+        self.expert_scale = 0.0 if weights is None else weights.expert_scale
         if weights is not None:
             self.leaves = {
                 name: (
@@ -131,10 +132,14 @@ class NaiveModel:
         state = dict(self.model.named_parameters())
         if "lm_head.weight" not in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        changed = {
-            f"{name}.weight": state[f"{name}.weight"].detach() + self.scale * (b @ a)
-            for name, (a, b) in self.leaves.items()
-        }
+        changed = {}
+        for name, (a, b) in self.leaves.items():
+            if a.dim() == 3:  # of all experts of a layer
+                delta = self.expert_scale * (b @ a)
+                base = state[name].detach()
+                changed[name] = base + (delta if base.shape == delta.shape else delta.transpose(1, 2))
+            else:
+                changed[f"{name}.weight"] = state[f"{name}.weight"].detach() + self.scale * (b @ a)
         head = changed.pop("lm_head.weight", state["lm_head.weight"])
         hidden = torch.func.functional_call(
             self.model.model,

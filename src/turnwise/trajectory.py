@@ -9,7 +9,7 @@ exactly these ids are trained: text is never encoded again. This module imports 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -75,6 +75,15 @@ class EndReason(StrEnum):
     UPDATED = "updated", "new weights came, and rollout.kv_across_updates is end", True, False
     UNPARSABLE = "unparsable", "the env could not read a reply, and rollout.on_unparsable is end"
     FAILED = "failed", "a party outside the policy failed, see `Trajectory.failure`", False, False
+
+
+RESTART = "restart"
+"""The `Message.name` that marks a new beginning of a dialogue (`renderers.restart`)."""
+
+
+def restarted(messages: Sequence[Message]) -> list[Message]:
+    """The messages as a new beginning: the next prompt shows nothing from before them."""
+    return [replace(messages[0], name=RESTART), *messages[1:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,10 +278,16 @@ class LoraConfig:
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    train_router: bool = False
+    """Adapt the routers of a mixture of experts."""
+    expert_rank: int = 0
+    """Rank of each expert's part; 0: `rank` divided by the experts that a token uses, at least 1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise DataError(f"rank={self.rank}; expected at least 1")
+        if self.expert_rank < 0:
+            raise DataError(f"expert_rank={self.expert_rank}; expected 0 or more")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise DataError("train_unembed, train_mlp and train_attn are all False; nothing would be trained")
 

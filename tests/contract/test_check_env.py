@@ -14,15 +14,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cases import plain_world_names
 from turnwise.cli import main
 from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.envs.check import check_env
-from turnwise.envs.registry import get_world, world_names
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in world_names()),
+    *((name, {}) for name in plain_world_names()),
     ("calculator", {"protocol": "tool_call"}),
     ("calculator", {"max_digits": 1, "operators": "*"}),
     ("dialogue", {"max_words": 0}),

@@ -30,6 +30,7 @@ PUBLIC_NAMES = [
     "World",
     "assistant",
     "eval",
+    "flywheel",
     "run_grpo",
     "start",
     "system",

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cases import plain_world_names
 from command_line import run_here, run_module
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
-from turnwise.envs.registry import world_names
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import Phase
 
@@ -63,7 +63,7 @@ def test_the_optimizers_eps_reaches_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_dir")
-@pytest.mark.parametrize("world", world_names())
+@pytest.mark.parametrize("world", plain_world_names())
 def test_every_world_trains_for_a_few_steps(world: str, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     out = run_here("train", world, *SMALL, "train.steps=2", "warmup.steps=2", f"run.dir={directory}")

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     peak = peak_gib(engine.device)
     parts = step.medians(args)
     merged: dict[str, Tensor] = {}
-    merging = timed(lambda: merge_into(merged, engine.model.linears, engine.model.groups, policy), args, engine.device)
+    merging = timed(lambda: merge_into(merged, engine.model.matrices, engine.model.groups, policy), args, engine.device)
     sampled = num_dialogues * args.turns * args.new_tokens
     trained = sum(len(dialogue.ids) - 1 for dialogue in played)
     return {

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.bench.drive import finish
 from turnwise.bench.family_page import Differences, FamilyRow, replace_tables
-from turnwise.bench.family_samples import PEFT_MOVES_MLP, VOCAB, FamilySample, family_samples, write_model
+from turnwise.bench.family_samples import VOCAB, FamilySample, family_samples, write_model
 from turnwise.bench.report import machine
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -101,7 +101,7 @@ def compare(sample: FamilySample, settings: EngineConfig) -> FamilyRow:
             Path(place) / MODEL, settings.model_copy(update={"kv_cache_gib": 0.01, "seed": 3}), name=sample.name
         )
         try:
-            pair = _Pair(engine, sample, Path(place))
+            pair = _Pair(engine, Path(place))
             differences = Differences(
                 forward=pair.forward(),
                 prefill=pair.prefill(),
@@ -123,12 +123,11 @@ def compare(sample: FamilySample, settings: EngineConfig) -> FamilyRow:
 class _Pair:
     """One model in our engine and in transformers, and an adapter that both train."""
 
-    def __init__(self, engine: Engine, sample: FamilySample, place: Path) -> None:
+    def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
         self.plain = self._load_plain()
-        kinds = {linear_kind(name) for name in engine.model.linears}
-        train_mlp = "mlp" in kinds and sample.model_type not in PEFT_MOVES_MLP
-        self.lora = LoraConfig(rank=RANK, seed=1, train_mlp=train_mlp)
+        routers = any(linear_kind(name) == "router" for name in engine.model.shapes)
+        self.lora = LoraConfig(rank=RANK, seed=1, train_router=routers)
         self.adapter = engine.create_adapter(self.lora)
         noise = torch.randn(self.adapter.flat.shape, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():

@@ -182,6 +182,6 @@ def _operations_per_token(args: argparse.Namespace) -> float:
     """Of a gradient: six per weight of a product, and those of causal attention; nothing is counted twice that is
     computed twice."""
     facts = read_facts(model_directory(args.model))
-    products = sum(outputs * inputs for outputs, inputs in facts.linears.values())
+    products = sum(shape.num_active for shape in facts.linears.values())
     attention = facts.num_layers * facts.num_heads * facts.head_size * args.tokens / 2
     return 6 * products + 12 * attention

@@ -103,9 +103,23 @@ class ServiceClient(ClosedOnExit):
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        *,
+        train_router: bool = False,
+        expert_rank: int = 0,
     ) -> LocalTrainingClient:
-        """Create a client that trains a new adapter on `base_model`."""
-        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+        """Create a client that trains a new adapter on `base_model`.
+
+        `train_router` and `expert_rank` are for a mixture of experts (docs/experts.md).
+        """
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+            train_router=train_router,
+            expert_rank=expert_rank,
+        )
         return self._create(base_model, lambda engine: engine.create_adapter(lora), user_metadata)
 
     create_lora_training_client_async = in_thread(create_lora_training_client)

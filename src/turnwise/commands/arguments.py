@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from turnwise.commands import flywheel_options, orm_options
+
 COMMANDS = (
     "train",
     "status",
@@ -20,8 +22,16 @@ COMMANDS = (
     "pairs",
     "tournament",
     "compare",
+    "flywheel",
+    "pools",
+    "orm",
 )
 
+_ELSEWHERE = {
+    **dict.fromkeys(flywheel_options.COMMANDS, flywheel_options.run_command),
+    "orm": orm_options.run_command,
+}
+"""Commands whose options are in files of their own."""
 _TRAIN_EXAMPLES = """\
 examples:
   turnwise train guess_number model=tiny                  train a preset with another model
@@ -41,6 +51,8 @@ def add_commands(commands: Any) -> None:
     _add_pairs(commands)
     _add_tournament(commands)
     _add_compare(commands)
+    flywheel_options.add_commands(commands)
+    orm_options.add_commands(commands)
     certify = commands.add_parser(
         "certify",
         help="check that a run trained on exactly the sampled tokens",
@@ -71,6 +83,12 @@ def add_commands(commands: Any) -> None:
     curve.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     curve.add_argument(
         "--out", default="curves.svg", metavar="FILE", help="the SVG file to write (default: %(default)s)"
+    )
+    curve.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="draw this metric instead, such as rollout/entropy_estimate (docs/metrics.md)",
     )
     curve.add_argument("--title", default="", help="title of the picture (default: the world and the model)")
 
@@ -113,6 +131,8 @@ def run_command(options: argparse.Namespace) -> int:
         from turnwise.compare.compare import run_compare
 
         return run_compare(options.overrides, out=options.out)
+    if options.command in _ELSEWHERE:
+        return _ELSEWHERE[options.command](options)
     if options.command == "doctor":
         from turnwise.commands.doctor import run_doctor
 
@@ -122,7 +142,7 @@ def run_command(options: argparse.Namespace) -> int:
     if options.command == "certify":
         return inspect_commands.run_certify(options.run, with_turns=options.turns)
     if options.command == "curve":
-        return inspect_commands.run_curve(options.runs, options.out, options.title)
+        return inspect_commands.run_curve(options.runs, options.out, options.title, options.metric)
     return inspect_commands.run_replay(options.run, options.attempt)
 
 

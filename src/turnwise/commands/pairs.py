@@ -173,7 +173,7 @@ def _where(target: str, policy: PolicySampler) -> str:
 async def _play_tasks(
     policy: PolicySampler, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
 ) -> RolloutResult:
-    renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout)
+    renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout, policy.config.memory)
     samples = options.samples or DEFAULT_SAMPLES[options.kind]
     seed = derive_seed(policy.config.train.seed, "pairs")
     if options.kind == "dpo":

@@ -42,7 +42,7 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
     with _open(players, overrides, options.env) as policy:
         config = policy.config
         policy.check_world()
-        world = policy.objects.make_world(config.env, max_turns=config.rollout.max_turns)
+        world = policy.objects.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory)
         sided = two_sided(world)
         if sided is None:
             raise ConfigError(f"{config.env.name} has one side only; expected a world with two, such as negotiate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.losses.outside import is_outside
+from turnwise.models.config import EXPERT_OPTIONS
 from turnwise.rollout.server_options import SHARED_OPTIONS
 
 if TYPE_CHECKING:
@@ -90,6 +91,23 @@ def check_groups(config: Config) -> None:
         raise ValueError(f"method.gamma={method.discount} is not read {why}; leave it out")
 
 
+def check_memory(config: Config) -> None:
+    """Refuse a memory where prompts cannot be rewritten, or where the method needs the attempt in one piece."""
+    if not config.memory.is_on:
+        return
+    option = f"memory.{config.memory.changed_options()[0]}"
+    if not config.rollout.use_conversation_multi_turn:
+        raise ValueError(
+            f"{option} rewrites prompts, and rollout.use_conversation_multi_turn=false keeps an attempt in one "
+            "message; leave one of them out"
+        )
+    if config.opponent.train == "both":
+        raise ValueError(f"{option} and opponent.train=both: a game of two trained seats has no memory yet; leave one")
+    why = config.method.why_not_memory()
+    if why is not None:
+        raise ValueError(f"{option}, and method={config.method.name} {why}")
+
+
 def check_play(config: Config) -> None:
     """Refuse rollout options that only evaluations may use, and engine options that `deterministic` makes useless."""
     rollout, engine = config.rollout, config.engine
@@ -128,6 +146,24 @@ def check_full(config: Config) -> None:
         raise ValueError("engine.full_weights is not read with model.train=lora; leave it out, or set model.train=full")
 
 
+def check_replay(config: Config) -> None:
+    """Refuse to replay a choice of experts that this process does not see."""
+    if config.engine.routing_replay and not config.model.routing_replay:
+        raise ValueError("engine.routing_replay is set by model.routing_replay; set that instead")
+    if not config.model.routing_replay or config.model.base_url:
+        return
+    if config.rollout.backend != "local":
+        raise ValueError(
+            f"model.routing_replay with rollout.backend={config.rollout.backend}: another program chooses the experts "
+            "and does not say which; use rollout.backend=local, or leave it out"
+        )
+    if config.cluster.learners > 1:
+        raise ValueError(
+            f"model.routing_replay with cluster.learners={config.cluster.learners}: only the first learner samples and "
+            "knows the experts that were chosen; leave one of them out"
+        )
+
+
 def check_service(config: Config) -> None:
     """Refuse options that a service elsewhere does not read."""
     if not config.model.base_url:
@@ -137,6 +173,8 @@ def check_service(config: Config) -> None:
     unread += [
         f"cluster.{name}" for name in config.cluster.changed_options() if not name.startswith(("env", "address"))
     ]
+    experts = (*EXPERT_OPTIONS, "routing_replay")
+    unread += [f"model.{name}" for name in experts if name in config.model.changed_options()]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []
     if config.rollout.backend == "local":
         unread += [f"rollout.{name}" for name in SHARED_OPTIONS if getattr(config.rollout, name)]

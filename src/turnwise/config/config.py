@@ -17,7 +17,16 @@ from typing import Any, Self, cast
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from turnwise.config.checks import check_full, check_groups, check_lag, check_play, check_service, check_stored
+from turnwise.config.checks import (
+    check_full,
+    check_groups,
+    check_lag,
+    check_memory,
+    check_play,
+    check_replay,
+    check_service,
+    check_stored,
+)
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
 from turnwise.config.training import (
@@ -31,6 +40,7 @@ from turnwise.config.training import (
 from turnwise.credit.shaping import RewardConfig
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.envs.config import EnvConfig
+from turnwise.memory.config import MemoryConfig
 from turnwise.methods.base import DataConfig
 from turnwise.methods.grpo import Grpo
 from turnwise.methods.lookup import AnyMethodOptions, check_data, every_option
@@ -53,6 +63,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -83,10 +94,12 @@ class Config(Section):
         self.critic.check(self.method)
         check_play(self)
         check_full(self)
+        check_replay(self)
         check_service(self)
         check_lag(self)
         check_stored(self)
         check_groups(self)
+        check_memory(self)
         if self.rollout.group_size == 1 and not self.reads_stored and not self.method.learns_from_one:
             raise ValueError(
                 f"rollout.group_size=1, and method={self.method.name} compares the attempts at a task; "
@@ -120,6 +133,8 @@ class Config(Section):
         update: dict[str, object] = {"seed": self.train.seed if engine.seed is None else engine.seed}
         if self.model.train == "full":
             update["full_weights"] = True
+        if self.model.routing_replay:
+            update["routing_replay"] = True
         if self.rollout.backend == "local":
             update |= {name: getattr(self.rollout, name) for name in SHARED_OPTIONS if getattr(self.rollout, name)}
         if self.rollout.deterministic:

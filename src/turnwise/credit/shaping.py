@@ -44,6 +44,11 @@ class RewardConfig(Section):
     """How the env's rewards are changed before credit is assigned; docs/algorithms/rewards.md explains what cancels."""
 
     weights: RewardWeights = Field(default_factory=RewardWeights, description="Weights of the channels.")
+    model: str = Field(
+        default="",
+        description="Directory of an outcome model (docs/outcome_models.md), whose score of each attempt is added as "
+        "the channel `judge`; empty: none.",
+    )
     potential: bool = Field(
         default=False, description="Shape rewards with the env's `potential()` and the method's own discount."
     )

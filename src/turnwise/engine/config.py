@@ -141,6 +141,11 @@ class EngineConfig(Section):
         default=False,
         description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Keep which experts the sampler chose, and train with them; a run with `model.routing_replay` "
+        "sets it.",
+    )
     share_prefixes: bool = Field(
         default=True,
         description="Train datums that share leading tokens as one tree, which computes the shared tokens once.",
@@ -151,6 +156,11 @@ class EngineConfig(Section):
         description="Tokens in one training pass; datums that share a beginning may take four times as many. "
         "0: 2048 on a CPU (4096 if they share), as many as fit on a GPU, up to 32768. A pass that "
         "does not fit computes its activations twice instead of keeping them.",
+    )
+    self_test: bool = Field(
+        default=True,
+        description="After a model is loaded, compare 32 tokens with plain transformers in trainer, prefill and "
+        "decode, and refuse the model if a part differs (docs/models.md).",
     )
     seed: int | None = Field(
         default=None,

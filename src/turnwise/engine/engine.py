@@ -23,6 +23,7 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
+from turnwise.engine.self_test import SelfTest
 from turnwise.engine.training import adapter_files, full_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.full_weights import FullWeights
@@ -53,7 +54,8 @@ class Engine:
         for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
-        self.model = CausalModel(self.model_dir, self.device, self.dtype)
+        test = SelfTest(self.model_dir, self.device, self.dtype, is_wanted=config.self_test)
+        self.model = CausalModel(self.model_dir, self.device, self.dtype, is_tested=test.is_due)
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
@@ -64,11 +66,13 @@ class Engine:
             self.model.fused.most_kept_bytes = self.memory.training_bytes
         self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
+        self.trainer.routing = self.sampler.routing
         self._references: dict[str, Policy] = {}
+        test.check(self)
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         """Create an adapter: a policy in training."""
-        return LoraAdapter(lora, target_shapes(self.model.linears, lora), self.device)
+        return LoraAdapter(lora, target_shapes(self.model.shapes, lora), self.device)
 
     def create_critic(self, lora: LoraConfig) -> CriticAdapter:
         """Create an adapter with a value head; its only loss is `value`."""
@@ -108,7 +112,7 @@ class Engine:
         """`forward`, before its result is made ready for the client."""
         loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
         if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
-            job = replace(job, weights=self._reference(loss_fn_config))
+            job = replace(job, weights=self._reference(loss_fn_config), replays=False)
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)
         if reference is not None:
@@ -217,8 +221,8 @@ class Engine:
             full_files.read_weights(directory, weights.tensors)
             return FullPolicy(ModelWeights(self.model.layout, weights.flat.to(self.device)))
         lora = adapter_files.read_lora_config(directory)
-        shapes = target_shapes(self.model.linears, lora)
-        flat = adapter_files.read_flat(directory, shapes, lora.rank).to(self.device)
+        shapes = target_shapes(self.model.shapes, lora)
+        flat = adapter_files.read_flat(directory, shapes, lora).to(self.device)
         return Policy(lora, shapes, flat, self.dtype)
 
     def wait(self) -> None:
@@ -270,7 +274,7 @@ class Engine:
             self.config,
             find_device(self.config),
             self.model.sizes,
-            adapted_parameters=sum(linear.weight.numel() for linear in self.model.linears.values()),
+            adapted_parameters=sum(shape.num_values for shape in self.model.shapes.values()),
             context_length=self.max_context_length,
             num_parameters=self.model.layout.size,
         )

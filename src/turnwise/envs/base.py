@@ -64,12 +64,16 @@ class EnvStep:
     """Numbers to log."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     """Words to record with the attempt, such as who its opponent was."""
+    max_tokens: int = 0
+    """Most tokens of the next reply, in place of `rollout.max_tokens_per_turn`; 0: that limit."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
         _check_reward(self.reward)
         if self.terminated and self.truncated:
             raise DataError("EnvStep is both terminated and truncated; set the one that is true: the end, or a cut")
+        if self.max_tokens < 0:
+            raise DataError(f"EnvStep.max_tokens={self.max_tokens}; expected 1 or more, or 0 for the run's limit")
         if not self.messages and not self.is_over:
             raise DataError("EnvStep.messages is empty but the attempt goes on; say something, or end it")
 

@@ -10,7 +10,7 @@
     press Enter    back                         wait                  done, or done ANSWER
 
 The first line of a reply that is an action counts; lines before it are thoughts. With `protocol="tool_call"` the same
-actions are tools of the same names. An element keeps its id for the whole attempt (`ElementIds`).
+actions are tools of the same names. An element keeps its id for the whole attempt (`ScreenIds`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ScreenAction:
         if protocol == "text":
             return self.to_text()
         names = _ARGUMENTS[self.kind]
-        given = {"element": self.element, **{name: self.text for name in names if name != "element"}}
+        given = {"id": self.element, **{name: self.text for name in names if name != "id"}}
         return format_tool_call(self.kind, **{name: given[name] for name in names if given[name] or name != "answer"})
 
 
@@ -75,15 +75,15 @@ class _ScreenTools:
     """The actions as tools; only their names and arguments are used."""
 
     @tool
-    def click(self, element: int) -> None:
+    def click(self, id: int) -> None:  # noqa: A002 - the name that a policy writes
         """Click an element."""
 
     @tool
-    def type(self, element: int, text: str) -> None:
+    def type(self, id: int, text: str) -> None:  # noqa: A002 - the name that a policy writes
         """Replace the text of an element."""
 
     @tool
-    def select(self, element: int, option: str) -> None:
+    def select(self, id: int, option: str) -> None:  # noqa: A002 - the name that a policy writes
         """Choose an option of an element."""
 
     @tool
@@ -169,9 +169,9 @@ def _read_call(reply: Message) -> ScreenAction | str:
         given: dict[str, Any] = match_arguments(_PARAMETERS[call.name], call.arguments)
     except DataError as error:
         return f"error: {call.name}: {error}"
-    texts = [str(value) for name, value in given.items() if name != "element"]
+    texts = [str(value) for name, value in given.items() if name != "id"]
     text = " ".join(texts[0].split("\n")) if texts else ""
-    return ScreenAction(kind=_KINDS[_KINDS.index(call.name)], element=given.get("element"), text=text)
+    return ScreenAction(kind=_KINDS[_KINDS.index(call.name)], element=given.get("id"), text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def screen_to_text(title: str, elements: Sequence[ScreenElement], max_chars: int
 
 
 @dataclass
-class ElementIds:
+class ScreenIds:
     """Gives every element a number when it is first seen, from 1, and keeps it."""
 
     _numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -224,5 +224,5 @@ class ElementIds:
         """The id of the element with this key. A key says which element it is, wherever it stands."""
         return self._numbers.setdefault(key, len(self._numbers) + 1)
 
-    def copy(self) -> ElementIds:
-        return ElementIds(dict(self._numbers))
+    def copy(self) -> ScreenIds:
+        return ScreenIds(dict(self._numbers))

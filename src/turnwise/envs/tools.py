@@ -168,7 +168,7 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def format_tool_call(name: str, **arguments: object) -> str:
+def format_tool_call(name: str, /, **arguments: object) -> str:
     """Write a call as text that `parse_tool_calls` can read, for demonstrations and tests."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 

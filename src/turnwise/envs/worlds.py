@@ -1,4 +1,4 @@
-"""Turns anything that can be a world into a `World`: a world class or object, or an env class by itself.
+"""Turns anything that can be a world into a `World`: a world class or object, an env class by itself, or an agent.
 
 An env class is enough to train on if its constructor takes a `task` or a `seed`. The tasks are then numbers: even ones
 for training, odd ones held out.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnvironmentWorld
+from turnwise.envs.agents import CLIENT, TASK, AgentWorld, is_agent
 from turnwise.envs.base import Env, Split, Task, World
 from turnwise.envs.schema import Parameter, annotation_to_schema, match_arguments, read_signature
 from turnwise.envs.splits import random_for
@@ -84,7 +85,8 @@ def _is_meant_as_env(target: type) -> bool:
 
 
 def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: str = "") -> World:
-    """Make a `World` of a world, a world class, a function that makes one, an env class, or a `BaseEnvironment`.
+    """Make a `World` of a world, a world class, a function that makes one, an env class, a `BaseEnvironment`, or an
+    agent: a function of (client, task).
 
     Args:
         options: Arguments for the constructor. An unknown name is refused, with the nearest known name in the message.
@@ -102,6 +104,8 @@ def as_world(target: Any, options: Mapping[str, Any] | None = None, *, label: st
     if inspect.isclass(target) and is_env(target) and not is_world(target):
         checked = check_options(label, world_parameters(target), given)
         return EnvClassWorld(function, checked)
+    if is_agent(target):
+        return _agent_world(function, given, label)
     if inspect.isclass(target) and _is_meant_as_env(target):
         check_env_methods(target)
     return _checked(function(**check_options(label, world_parameters(target), given)), label)
@@ -114,6 +118,9 @@ def world_parameters(target: Any) -> tuple[Parameter, ...] | None:
     if inspect.isclass(target) and issubclass(target, BaseEnvironment):
         ours = _own_parameters(BaseEnvironmentWorld, without=("env_class", "env_options"))
         return (*ours, *_own_parameters(target, without=[parameter.name for parameter in ours]))
+    if is_agent(target):
+        ours = _own_parameters(AgentWorld, without=("agent", "options"))
+        return (*ours, *_own_parameters(target, without=(CLIENT, TASK)))
     kinds = {parameter.kind for parameter in inspect.signature(target).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return None
@@ -159,6 +166,13 @@ def _base_environment_world(env_class: type[BaseEnvironment], given: dict[str, A
     env_options = {name: value for name, value in checked.items() if name not in own}
     rest = {name: value for name, value in checked.items() if name in own}
     return BaseEnvironmentWorld(env_class, env_options=env_options, **rest)
+
+
+def _agent_world(agent: Callable[..., Any], given: dict[str, Any], label: str) -> World:
+    checked = check_options(label, world_parameters(agent), given)
+    own = {parameter.name for parameter in _own_parameters(AgentWorld)}
+    agent_options = {name: value for name, value in checked.items() if name not in own}
+    return AgentWorld(agent, agent_options, **{name: value for name, value in checked.items() if name in own})
 
 
 def _checked(value: object, label: str) -> World:

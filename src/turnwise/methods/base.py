@@ -160,7 +160,8 @@ class DataConfig(Section):
 
     dialogues: str = Field(
         default="",
-        description="For sft: a run directory; its successes in training are imitated. Empty: the world's dialogues.",
+        description="For sft: a run directory, whose successes in training are imitated, or a .jsonl file that "
+        "`turnwise pools` wrote. Empty: the world's dialogues.",
     )
     pairs: str = Field(default="", description="A file of preference pairs to learn from, made by `turnwise pairs`.")
 

@@ -38,6 +38,11 @@ class Gspo(Grpo):
 
         default_loss = "gspo"
 
+        def why_not_memory(self) -> str | None:
+            if self.sequence == "turn":
+                return None
+            return "has one ratio for a whole attempt, which memory cuts into several datums; set method.sequence=turn"
+
         def build(self, setup: MethodSetup) -> Gspo:
             return Gspo(  # as in grpo, and spelled out: each method's file shows all that the method uses
                 loss_fn=self.loss,

@@ -155,6 +155,10 @@ class MethodOptions(Section):
         """
         return None
 
+    def why_not_memory(self) -> str | None:
+        """Why the method cannot learn from attempts that a memory (`memory.window`) cuts into several datums."""
+        return None
+
     def why_discount_unread(self) -> str | None:
         """Why only potentials use the discount with these options; None if returns use it too."""
         return None

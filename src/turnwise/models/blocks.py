@@ -8,6 +8,8 @@ own modelling code.
     q, k, v = rotate(head norms(x Wqkv'))
     h, x = norm(h + attention(q, k, v) Wo')
     added = activation(x Wgate') * (x Wup') Wdown'             mlp = "gated"
+
+Where a model has routed experts (`experts.py`), the last line is the sum over a token's experts, which are gated too.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class PartNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
     embedding: str = "embed_tokens"
     layers: str = "layers"
     last_norm: str = "norm"
@@ -38,10 +44,22 @@ class PartNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRule:
+    """What becomes of the head's product: cap(scale x), with cap(x) = softcap tanh(x / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+PLAIN_LOGITS = LogitRule()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """The kind of each part of a decoder block; all blocks of a model are alike.
 
-    A linear's bias is not part of it: the model's own module says whether there is one.
+    A linear's bias is not part of it: the model's own module says whether there is one. Windows are not either: they
+    differ from layer to layer (`families.layer_windows`).
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -54,8 +72,6 @@ class BlockSpec:
     """Which coordinates of a head turn together: x_i with x_(i + D/2), x_2i with x_(2i + 1), or none."""
     angles: str = "default"
     """The `rope_type` of the config: how angles follow from positions."""
-    attention: Literal["full", "window"] = "full"
-    """What a position attends to: everything before it, or the last positions."""
     mlp: Literal["gated", "plain"] = "gated"
     activation: str = "silu"
     """The config's name of the MLP's activation."""

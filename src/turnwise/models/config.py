@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from turnwise.runtime.section import Section
 
-ADAPTER_OPTIONS = ("rank", "train_attn", "train_mlp", "train_unembed")
+ADAPTER_OPTIONS = ("rank", "expert_rank", "train_attn", "train_mlp", "train_unembed", "train_router")
 """Options that only a LoRA adapter reads."""
+
+
+EXPERT_OPTIONS = ("expert_rank", "train_router")
+"""Options that only a mixture of experts reads, and only in this process."""
 
 
 class ModelConfig(Section):
@@ -36,9 +40,21 @@ class ModelConfig(Section):
         "training starts with, also one of another world. Empty: the base model as it is.",
     )
     rank: int = Field(default=16, ge=1, description="Rank of the LoRA adapter.")
+    expert_rank: int = Field(
+        default=0,
+        ge=0,
+        description="Rank of each routed expert's adapter; 0: `rank` divided by the experts that a token uses.",
+    )
     train_attn: bool = Field(default=True, description="Adapt the attention projections.")
-    train_mlp: bool = Field(default=True, description="Adapt the MLP projections.")
+    train_mlp: bool = Field(default=True, description="Adapt the MLP projections, those of routed experts too.")
     train_unembed: bool = Field(default=True, description="Adapt the output head.")
+    train_router: bool = Field(
+        default=False, description="Adapt the routers that choose experts; else they are frozen."
+    )
+    routing_replay: bool = Field(
+        default=False,
+        description="Train each token with the experts that the sampler chose for it (docs/experts.md).",
+    )
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
@@ -61,3 +77,8 @@ class ModelConfig(Section):
         if base_url and not base_url.startswith(("http://", "https://")):
             raise ValueError(f"{base_url!r}; expected http://HOST:PORT or https://HOST")
         return base_url.rstrip("/")
+
+
+def expert_options(model: ModelConfig) -> dict[str, Any]:
+    """The options of experts that a run sets."""
+    return {name: getattr(model, name) for name in EXPERT_OPTIONS if getattr(model, name)}

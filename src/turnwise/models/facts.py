@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from turnwise.errors import ModelError
-from turnwise.models.blocks import BlockSpec
-from turnwise.models.families import ModelJson, check_supported, describe_block
+from turnwise.errors import ConfigError, ModelError
+from turnwise.models.blocks import PLAIN_LOGITS, BlockSpec, LogitRule
+from turnwise.models.experts import ExpertSpec
+from turnwise.models.families import (
+    ModelJson,
+    check_supported,
+    describe_block,
+    describe_experts,
+    layer_windows,
+    logit_rule,
+)
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
 DEFAULT_CONTEXT = 4096
@@ -20,11 +28,11 @@ DEFAULT_CONTEXT = 4096
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
 """Names of the embedding; it is the head's matrix too where the two are tied."""
-_FROZEN = (
-    ("routed experts", re.compile(r"\.experts\.")),
-    ("routers", re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.|\.router\.")),
-)
-"""Matrices that transformers keeps outside linear layers; they cannot get an adapter."""
+_LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(mlp|block_sparse_moe)\."
+_EXPERT = re.compile(_LAYER + r"(experts\.|(input|output)_linear)")
+_DOWN = re.compile(r"\.(down_proj|w2|output_linear)(\.weight)?$")
+_ROUTER = re.compile(_LAYER + r"(gate|router)\.(layer\.)?weight$")
+"""Names of experts and routers in files; some keep one matrix per expert, some all experts of a layer in one tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,13 @@ class ModelSizes:
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    windows: tuple[int | None, ...] = ()
+    """[layers] how many positions each layer sees; None: all of them."""
+    logits: LogitRule = PLAIN_LOGITS
     block: BlockSpec | None = None
     """What a decoder block is; None where only transformers' code knows."""
+    experts: ExpertSpec | None = None
+    """The routed experts, where the model has them."""
 
     @classmethod
     def read(cls, config: ModelJson, vocab_size: int, **more: Any) -> Self:
@@ -54,14 +67,34 @@ class ModelSizes:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
+            windows=layer_windows(config),
+            logits=logit_rule(config),
             block=describe_block(config),
+            experts=describe_experts(config),
             **more,
         )
+
+    @property
+    def active_inner_size(self) -> int:
+        """Width of the hidden layer that one token uses: of all its experts together, where there are experts."""
+        spec = self.experts
+        return self.inner_size if spec is None else spec.num_chosen * spec.inner_size + spec.shared_size
 
     @property
     def kv_values_per_token(self) -> int:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """What the groups of layers see that have KV blocks of their own: everything (None) first, then each window."""
+        windows = sorted({window for window in self.windows if window is not None})
+        return (None, *windows) if None in self.windows or not windows else tuple(windows)
+
+    def kv_group_values(self, window: int | None) -> int:
+        """Keys and values per token of the layers with this window."""
+        num_layers = self.windows.count(window) if window in self.windows else self.num_layers
+        return 2 * num_layers * self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +108,18 @@ class ModelFacts(ModelSizes):
     frozen: dict[str, int]
     """Parameters in matrices that cannot get an adapter, by what they are."""
 
-    def num_adapter_parameters(self, model: LoraTargets, rank: int = 0) -> int:
-        """Parameters of an adapter of `rank`; 0 stands for the rank in `model`."""
-        return sum((rank or model.rank) * (o + i) for o, i in self.adapted(model).values())
+    def num_adapter_parameters(self, model: LoraTargets) -> int:
+        return sum(shape.num_adapter_values(model) for shape in self.adapted(model).values())
 
     def num_adapted_parameters(self, model: LoraTargets) -> int:
         """Weights of the base's linears that get an adapter."""
-        return sum(o * i for o, i in self.adapted(model).values())
+        return sum(shape.num_values for shape in self.adapted(model).values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: of routed experts, those that are chosen."""
+        unused = sum(shape.num_values - shape.num_active for shape in self.linears.values() if shape.experts)
+        return self.num_parameters - unused
 
     def adapted(self, model: LoraTargets) -> dict[str, Shape]:
         """The linears that get an adapter."""
@@ -90,6 +128,15 @@ class ModelFacts(ModelSizes):
     def check_trained(self, model: LoraTargets) -> None:
         """Refuse to train kinds of layers that the model does not have."""
         check_kinds(self.linears, model)
+        if model.expert_rank and self.experts is None:
+            raise ConfigError(f"expert_rank={model.expert_rank}, but this model has no routed experts; leave it out")
+
+    def check_replay(self) -> None:
+        """Refuse to replay a choice of experts that cannot be recorded."""
+        if self.experts is None or not self.experts.is_routable:
+            is_dense = self.experts is None
+            why = "this model has no routed experts" if is_dense else "its routers score experts in code of their own"
+            raise ConfigError(f"model.routing_replay=true, but {why}; leave it out")
 
 
 def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
@@ -102,11 +149,11 @@ def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
     if runs_here:
         check_supported(config)
     config = config.get("text_config", config)
-    frozen = {what: _count(shapes, pattern) for what, pattern in _FROZEN}
-    linears = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
+    linears = {n.removesuffix(".weight"): Shape(s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
+    frozen = _add_experts(linears, shapes, describe_experts(config), config.get("hidden_size", 0))
     head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
     if head is not None:
-        linears["lm_head"] = (shapes[head][0], shapes[head][1])
+        linears["lm_head"] = Shape(shapes[head][0], shapes[head][1])
     return ModelFacts.read(
         config,
         shapes[head][0] if head is not None else 0,
@@ -126,8 +173,37 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 def _is_linear(name: str, shape: list[int]) -> bool:
     is_matrix = len(shape) == 2 and name.endswith(".weight") and ".layers." in name and "norm" not in name
-    return is_matrix and not any(pattern.search(name) for _, pattern in _FROZEN)
+    return is_matrix and not _EXPERT.search(name) and not _ROUTER.search(name)
 
 
-def _count(shapes: Mapping[str, list[int]], pattern: re.Pattern[str]) -> int:
-    return sum(math.prod(shape) for name, shape in shapes.items() if pattern.search(name))
+def _add_experts(
+    linears: dict[str, Shape], shapes: Mapping[str, list[int]], spec: ExpertSpec | None, hidden: int
+) -> dict[str, int]:
+    """Add the experts of each layer and its router; returns the parameters of matrices that cannot get an adapter."""
+    frozen: dict[str, int] = {}
+    routers = {name: shape for name, shape in shapes.items() if _ROUTER.search(name)}
+    experts = {name: shape for name, shape in shapes.items() if _EXPERT.search(name) and not name.endswith("_bias")}
+    if spec is None:
+        counts = {"routed experts": experts, "routers": routers}
+        return {what: count for what, found in counts.items() if (count := _count(found))}
+    for name in experts:
+        layer = _layer_of(name, _EXPERT)
+        if _DOWN.search(name):
+            sizes = (spec.num_experts, spec.num_chosen)
+            linears[f"{layer}.mlp.experts.gate_up_proj"] = Shape(2 * spec.inner_size, hidden, *sizes)
+            linears[f"{layer}.mlp.experts.down_proj"] = Shape(hidden, spec.inner_size, *sizes)
+    if not spec.is_routable and routers:
+        frozen["routers"] = _count(routers)
+    else:
+        linears.update({f"{_layer_of(n, _ROUTER)}.mlp.gate": Shape(s[0], s[1]) for n, s in routers.items()})
+    return frozen
+
+
+def _layer_of(name: str, pattern: re.Pattern[str]) -> str:
+    found = pattern.search(name)
+    assert found is not None, "the caller has looked"
+    return found["layer"]
+
+
+def _count(shapes: Mapping[str, list[int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

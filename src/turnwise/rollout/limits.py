@@ -48,9 +48,14 @@ class RolloutLimits(Section):
             raise ValueError("1 is no room for a prompt and a reply; expected 2 or more, or 0")
         return count
 
-    def num_tokens_left(self, num_prompt_tokens: int) -> int:
-        """How many tokens may be sampled after a prompt; 0 or less when it already fills the budget."""
-        return min(self.max_tokens_per_turn, self.max_trajectory_tokens - num_prompt_tokens)
+    def num_tokens_left(self, num_prompt_tokens: int, env_limit: int = 0) -> int:
+        """How many tokens may be sampled after a prompt; 0 or less when it already fills the budget.
+
+        Args:
+            env_limit: What the env allows this reply (`EnvStep.max_tokens`); 0: as many as the run does.
+        """
+        limit = env_limit or self.max_tokens_per_turn
+        return min(limit, self.max_trajectory_tokens - num_prompt_tokens)
 
 
 class Clock:

@@ -61,6 +61,8 @@ class Savepoint:
     metrics: Mapping[str, float]
     labels: Mapping[str, str]
     is_success: bool | None
+    max_reply_tokens: int
+    """The env's limit on the next reply; 0: none."""
     env_state: str | None
     parked: EnvCalls | None
     """The env in that state, ready to be forked. None if a fresh env must replay the same replies."""
@@ -128,6 +130,7 @@ class Player:
         self._metrics: dict[str, float] = {}
         self._labels: dict[str, str] = {}
         self._is_success: bool | None = None
+        self._max_reply_tokens = 0
 
     @property
     def num_turns(self) -> int:
@@ -215,6 +218,7 @@ class Player:
         self._labels.update(step.labels)
         if step.is_success is not None:
             self._is_success = bool(step.is_success)
+        self._max_reply_tokens = step.max_tokens
         end_reason = self._end_after(step)
         if end_reason is None:
             self._prompt_ids = self._extend(self._prompt_ids, step)
@@ -234,6 +238,7 @@ class Player:
             metrics=dict(self._metrics),
             labels=dict(self._labels),
             is_success=self._is_success,
+            max_reply_tokens=self._max_reply_tokens,
             env_state=env_state,
             parked=parked,
         )
@@ -248,6 +253,7 @@ class Player:
         self._start, self._turns, self._history = point.start, list(point.turns), list(point.history)
         self._prompt_ids, self._metrics = list(point.prompt_ids), dict(point.metrics)
         self._labels, self._is_success = dict(point.labels), point.is_success
+        self._max_reply_tokens = point.max_reply_tokens
 
     async def _replay(self, point: Savepoint) -> None:
         check_same_answer(-1, point.start, await self._env.start())
@@ -275,7 +281,7 @@ class Player:
     async def _sample(self, prompt_ids: list[int]) -> SampleResponse:
         config, turn = self._config, len(self._turns)
         params = SamplingParams(
-            max_tokens=config.num_tokens_left(len(prompt_ids)),
+            max_tokens=config.num_tokens_left(len(prompt_ids), self._max_reply_tokens),
             seed=self._seed(turn),
             stop=list(config.stop) or None,
             stop_token_ids=list(self._renderer.stop_ids),

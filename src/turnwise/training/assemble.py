@@ -16,11 +16,15 @@ from turnwise.config.critic import CriticConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
 from turnwise.errors import ConfigError
+from turnwise.memory.config import NO_MEMORY, MemoryConfig
+from turnwise.memory.renderer import MemoryRenderer
 from turnwise.methods.base import AnyMethod, MethodSetup
 from turnwise.methods.lookup import check_method
 from turnwise.methods.options import FreeLoss
 from turnwise.models.facts import ModelFacts
+from turnwise.outcomes import OutcomeWorld, open_outcome_model
 from turnwise.renderers import Renderer, get_renderer
+from turnwise.renderers.restart import RestartRenderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
@@ -89,6 +93,8 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     objects: What the caller passed as Python objects in place of names in the config.
     """
     world = make_played_world(config, objects)
+    if config.reward.model:
+        world = OutcomeWorld(inner=world, model=open_outcome_model(config.reward.model))
     if config.warmup.steps and not world.demonstrations(1, 0):
         raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.needs_critic and config.critic.pretrain_steps:
@@ -184,13 +190,16 @@ def critic_rate(config: Config) -> float:
     return config.critic.learning_rate or 2 * config.train.learning_rate
 
 
-def make_renderer(tokenizer: Any, rollout: RolloutConfig) -> Renderer:
-    return get_renderer(
-        tokenizer,
-        multi_turn=rollout.use_conversation_multi_turn,
-        name=rollout.renderer,
-        strip_thinking=rollout.strip_thinking,
+def make_renderer(tokenizer: Any, rollout: RolloutConfig, memory: MemoryConfig = NO_MEMORY) -> Renderer:
+    renderer = RestartRenderer(
+        get_renderer(
+            tokenizer,
+            multi_turn=rollout.use_conversation_multi_turn,
+            name=rollout.renderer,
+            strip_thinking=rollout.strip_thinking,
+        )
     )
+    return MemoryRenderer(renderer, memory) if memory.is_on else renderer
 
 
 def split_evenly(items: Sequence[Any], num_parts: int) -> list[list[Any]]:

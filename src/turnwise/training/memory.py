@@ -103,7 +103,7 @@ def estimate_memory(
         engine,
         replace(device, free_bytes=max(0, device.free_bytes - weights)),
         facts,
-        adapted_parameters=sum(outputs * inputs for outputs, inputs in facts.linears.values()),
+        adapted_parameters=sum(shape.num_values for shape in facts.linears.values()),
         context_length=facts.context_length,
         num_parameters=facts.num_parameters,
     )
@@ -143,7 +143,6 @@ def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int
         cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
         total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
     if config.method.needs_critic:
-        without_head = model.model_copy(update={"train_unembed": False})
-        num_critic = facts.num_adapter_parameters(without_head, config.critic.rank)
-        total += num_critic * FLOAT32_BYTES * (ADAPTER_COPIES - 2)
+        without_head = model.model_copy(update={"train_unembed": False, "rank": config.critic.rank or model.rank})
+        total += facts.num_adapter_parameters(without_head) * FLOAT32_BYTES * (ADAPTER_COPIES - 2)
     return total

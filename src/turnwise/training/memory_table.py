@@ -8,6 +8,7 @@ from turnwise.config.config import Config
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.facts import ModelFacts
+from turnwise.models.linears import Shape
 from turnwise.rollout.config import RolloutConfig
 from turnwise.training.memory import Memory, estimate_memory
 
@@ -31,17 +32,17 @@ def facts_of_shape(name: str) -> ModelFacts:
     layers, hidden, inner = int(shape["layers"]), int(shape["hidden"]), int(shape["inner"])
     query, key = int(shape["heads"]) * HEAD_SIZE, int(shape["kv"]) * HEAD_SIZE
     parts = {
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        "self_attn.q_proj": Shape(query, hidden),
+        "self_attn.k_proj": Shape(key, hidden),
+        "self_attn.v_proj": Shape(key, hidden),
+        "self_attn.o_proj": Shape(hidden, query),
+        "mlp.gate_proj": Shape(inner, hidden),
+        "mlp.up_proj": Shape(inner, hidden),
+        "mlp.down_proj": Shape(hidden, inner),
     }
     linears = {f"model.layers.{i}.{part}": size for i in range(layers) for part, size in parts.items()}
-    linears["lm_head"] = (VOCAB_SIZE, hidden)
-    in_products = sum(outputs * inputs for outputs, inputs in linears.values())
+    linears["lm_head"] = Shape(VOCAB_SIZE, hidden)
+    in_products = sum(shape.num_values for shape in linears.values())
     norms = layers * (2 * hidden + 2 * HEAD_SIZE) + hidden
     embedding = 0 if shape["tied"] else VOCAB_SIZE * hidden
     config = {

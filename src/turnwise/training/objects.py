@@ -21,6 +21,8 @@ from turnwise.envs.rewarded import RewardedWorld, RewardFunction
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import LossFunction, as_loss_name
+from turnwise.memory.config import NO_MEMORY, MemoryConfig
+from turnwise.memory.world import MemoryWorld
 from turnwise.methods.lookup import SHIPPED, PassedMethod, as_method_options
 from turnwise.methods.options import MethodOptions
 from turnwise.runlog.reader import RunReader
@@ -45,8 +47,15 @@ class PythonObjects:
     loss: LossFunction | None = None
     loggers: Sequence[MetricLogger] = ()
 
-    def make_world(self, env: EnvConfig, *, max_turns: int = 0, played_by: PlayedBy | None = None) -> World:
-        """The world of a run, with its own reward where there is one.
+    def make_world(
+        self,
+        env: EnvConfig,
+        *,
+        max_turns: int = 0,
+        played_by: PlayedBy | None = None,
+        memory: MemoryConfig = NO_MEMORY,
+    ) -> World:
+        """The world of a run, with its own reward where there is one, and with a memory if one is asked for.
 
         Args:
             max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
@@ -75,7 +84,8 @@ class PythonObjects:
         if env.tasks:
             world = list_world(world, Path(env.tasks), make_level)
         world = world if played_by is None else played_by(world, options_of(env.difficulty))
-        return world if self.reward is None else RewardedWorld(world, self.reward)
+        world = world if self.reward is None else RewardedWorld(world, self.reward)
+        return MemoryWorld(world, memory) if memory.is_on else world
 
     def to_json(self) -> str:
         """The names of what a run directory cannot hold, by parameter."""

@@ -16,8 +16,10 @@ from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
 from turnwise.envs.base import Split
 from turnwise.losses.table import LOSSES
+from turnwise.memory.config import MemoryConfig
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import ModelFacts
+from turnwise.models.linears import linear_kind
 from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import critic_rate
@@ -58,12 +60,18 @@ def make_plan(
     """
     if device is not None:
         facts.check_trained(config.model)
+    if config.model.routing_replay and not config.model.base_url:
+        facts.check_replay()
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_tasks["test"] else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
     eval_attempts = num_evaluations * num_tasks["test"] * evaluation.samples * num_tasks.get("opponents", 1)
     shared = train.steps * train.accumulate * train.tasks_per_step if group_size and config.method.branches else 0
-    per_attempt = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
+    per_attempt = config.memory.most_sampled_tokens(
+        max_turns=limits.max_turns,
+        max_tokens=limits.max_tokens_per_turn,
+        max_context=limits.max_trajectory_tokens,
+    )
     num_learned = dialogues_per_optimizer_step(config)
     memory = None if device is None else estimate_memory(config, engine, device, facts, limits, num_learned)
     if memory is not None:
@@ -130,11 +138,13 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     if model.start_from:
         trained += f", starting from {model.start_from}"
     rows = {
-        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters; {trained}",
+        "model": f"{model.alias or model.name}{stand_in}, {format_count(facts.num_parameters)} parameters"
+        f"{_active(facts)}; {trained}",
         **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
-        f"{limits.max_trajectory_tokens} tokens in all",
+        f"{limits.max_trajectory_tokens} tokens in {'any prompt and its reply' if config.memory.window else 'all'}",
+        **_agent_memory(config.memory),
         "training": _training(config, plan),
         "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "
         f"temperature {config.eval.temperature:g}",
@@ -155,6 +165,18 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
 
 
+def _agent_memory(memory: MemoryConfig) -> dict[str, str]:
+    """The line about what the policy remembers, if that is not everything."""
+    parts: list[str] = []
+    if memory.summary_tokens:
+        kept = f", {memory.keep} turns stay" if memory.keep else ""
+        parts.append(f"a summary of up to {memory.summary_tokens} tokens whenever {memory.window} turns are full{kept}")
+    elif memory.window:
+        parts.append(f"the last {memory.window} turns")
+    parts += ["notes by tool"] if memory.notes else []
+    return {"remembers": ", ".join(parts)} if parts else {}
+
+
 def _schedule(train: TrainConfig) -> str:
     """How the learning rate changes, and how many batches make a step; nothing where neither does."""
     rise = f", rising over {train.lr_warmup} steps" if train.lr_warmup else ""
@@ -163,14 +185,27 @@ def _schedule(train: TrainConfig) -> str:
     return f"{rise}{fall}{batches}"
 
 
+def _active(facts: ModelFacts) -> str:
+    """Of a mixture of experts, what one token uses."""
+    active = facts.num_active_parameters
+    return "" if active == facts.num_parameters else f" ({format_count(active)} of them for each token)"
+
+
 def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
     """Which layers have an adapter, and which do not."""
     adapted, total = facts.adapted(model), format_count(facts.num_parameters)
     left = [name for name in facts.linears if name not in adapted]
-    parts = [f"not adapted: {_short(left)}"] if left else []
+    routers = [name for name in left if linear_kind(name) == "router"]
+    others = [name for name in left if name not in routers]
+    parts = [f"not adapted: {_short(others)}"] if others else []
+    if routers:
+        count = format_count(sum(facts.linears[name].num_values for name in routers))
+        parts.append(f"routers are not adapted ({count} of {total} parameters; model.train_router=true adapts them)")
     for what, count in facts.frozen.items():
-        parts.append(f"{what} are not adapted ({format_count(count)} of {total} parameters)")
-    return "; ".join([_short(adapted), *parts])
+        parts.append(f"{what} cannot be adapted ({format_count(count)} of {total} parameters)")
+    ranks = {shape.rank(model) for shape in adapted.values() if shape.experts}
+    experts = [f"each of {facts.experts.num_experts} experts with rank {rank}" for rank in ranks if facts.experts]
+    return "; ".join([_short(adapted), *experts, *parts])
 
 
 def _short(names: Iterable[str]) -> str:

@@ -176,7 +176,7 @@ class PolicySampler(ClosedOnExit):
     @property
     def renderer(self) -> Renderer:
         """Turns messages into token ids, as in training."""
-        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout)
+        return make_renderer(self.sampler.get_tokenizer(), self.config.rollout, self.config.memory)
 
     def sampling_params(self, *, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
         """Settings for a reply that ends where replies end in training: at the end of turn, or at `rollout.stop`."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from turnwise.doctor import Finding, Fix
 from turnwise.envs.base import World
 from turnwise.errors import Party
+from turnwise.memory.dialogue import answers_request
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.rollout.group import RolloutResult
@@ -27,13 +28,19 @@ class AllFailedError(NothingToLearnError):
 
 def check_demonstrations(world: World, renderer: Renderer, limits: RolloutLimits, seed: int) -> Finding | None:
     """Find replies of the world's scripted dialogues that the policy could never give under its limits."""
-    dialogues = [dialogue_to_turns(renderer, one) for one in world.demonstrations(NUM_DEMONSTRATIONS, seed)]
-    replies = [turn for dialogue in dialogues for turn in dialogue]
+    written = world.demonstrations(NUM_DEMONSTRATIONS, seed)
+    dialogues = [dialogue_to_turns(renderer, one) for one in written]
+    replies = [
+        (turn, is_asked)
+        for one, dialogue in zip(written, dialogues, strict=True)
+        for turn, is_asked in zip(dialogue, answers_request(one), strict=True)
+    ]
     if not replies:
         return None
-    lengths = [len(turn.reply_ids) - 1 for turn in replies]  # a reply whose end of turn is cut has said everything
+    # A reply whose end of turn is cut has said everything; a summary has a limit of its own.
+    lengths = [len(turn.reply_ids) - 1 for turn, asked in replies if not asked]
     unfit = sum(length > limits.max_tokens_per_turn for length in lengths)
-    whole = max(len(turn.prompt_ids) + len(turn.reply_ids) for turn in replies)
+    whole = max(len(turn.prompt_ids) + len(turn.reply_ids) for turn, _ in replies)
     num_turns = max(len(dialogue) for dialogue in dialogues)
     fixes: list[Fix] = []
     seen: list[str] = []

@@ -19,6 +19,8 @@ from turnwise.config.config import Config
 from turnwise.config.files import config_to_tree, config_to_yaml
 from turnwise.errors import TurnwiseError
 from turnwise.judges import attach_judge
+from turnwise.models.config import expert_options
+from turnwise.outcomes import attach_outcome_model
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.writer import RunWriter
@@ -106,6 +108,7 @@ class TrainingSession:
         try:
             with self._open_service() as service:
                 attach_judge(self.setup.parts.world, service)
+                attach_outcome_model(self.setup.parts.world, service)
                 workers = running_workers(self.setup.parts.world, recorder.observers.message)
                 with workers, self._open_opponents(service, recorder) as opponents:
                     asyncio.run(self._run_loop(service, recorder, opponents))
@@ -185,7 +188,7 @@ class TrainingSession:
         with self.interrupt.attached(recorder.observers.message):
             recorder.phase("loading the model")
             trainer = await self._make_trainer(service)
-            renderer = make_renderer(trainer.get_tokenizer(), config.rollout)
+            renderer = make_renderer(trainer.get_tokenizer(), config.rollout, config.memory)
             critic = await self._make_critic(service, renderer) if setup.parts.needs_critic else None
             checkpoints = RunCheckpoints(
                 trainer,
@@ -241,6 +244,7 @@ class TrainingSession:
             train_mlp=model.train_mlp,
             train_attn=model.train_attn,
             train_unembed=model.train_unembed,
+            **expert_options(model),
         )
 
     async def _make_critic(self, service: AnyService, renderer: Renderer) -> Critic:

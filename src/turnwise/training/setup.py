@@ -50,7 +50,7 @@ AnyService = ServiceClient | RemoteServiceClient
 Report = Callable[[str], None]
 """Takes one line about what goes on, such as a download."""
 
-FIXED_SECTIONS = ("model", "env", "warmup")
+FIXED_SECTIONS = ("model", "env", "memory", "warmup")
 """A resumed run keeps them: its weights and its tasks depend on them."""
 FIXED_OPTIONS = ("engine.device", "engine.dtype")
 """A resumed run keeps these too: its numbers depend on them."""

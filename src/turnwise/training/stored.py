@@ -7,9 +7,11 @@ what was played for training is ever learned from; evaluations play held-out tas
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +20,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError
 from turnwise.methods.sft import Dialogue
 from turnwise.models.directories import find_local
 from turnwise.rollout.sources import ReadDialogues, ReadPairs
@@ -26,7 +28,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, make_shaping
 from turnwise.training.pairs import read_pairs
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, trajectory_from_json
 
 """Methods that train some turns of an attempt and leave the others out."""
 
@@ -104,6 +106,8 @@ def check_stored_data(parts: Parts) -> None:
     config, source = parts.config, parts.method.source
     if isinstance(source, ReadPairs):
         read_training_pairs(source, config)
+    elif isinstance(source, ReadDialogues) and is_dialogue_file(source.path):
+        read_file_dialogues(source.path, config)
     elif isinstance(source, ReadDialogues) and source.path:
         with open_stored(source.path, config, "data.dialogues"):
             pass
@@ -135,7 +139,9 @@ def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePai
 
 
 def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
-    """The successes that a run had in training, in the ids that were sampled."""
+    """The successes that a run had in training, or the dialogues of a file, in the ids that were sampled."""
+    if is_dialogue_file(path):
+        return read_file_dialogues(path, config)
     found: list[Dialogue] = []
     with open_stored(path, config, "data.dialogues") as (run, _):
         for row in train_rows(run):
@@ -147,6 +153,53 @@ def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
         raise ConfigError(
             f"data.dialogues={path} holds no success of its training with its tokens; there is nothing to imitate"
         )
+    return found
+
+
+def is_dialogue_file(path: str) -> bool:
+    """Whether `data.dialogues` names a file of attempts, not a run."""
+    return path.endswith(".jsonl")
+
+
+def read_file_dialogues(path: str, config: Config) -> list[Dialogue]:
+    """The attempts of a pool that `turnwise pools` wrote: their replies, or the world's words in them."""
+    option, found = f"data.dialogues={path}", list[Dialogue]()
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise ConfigError(f"{option} is not there; expected a file that turnwise pools wrote, or a run directory")
+    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            trajectory = trajectory_from_json(row["trajectory"])
+            origin = Origin(world=row["world"], model=row["base_model"])
+        except (ValueError, KeyError, TypeError, DataError) as cause:
+            raise ConfigError(
+                f"{option}, line {number} is no attempt: {cause!r}; expected a line that turnwise pools wrote"
+            ) from cause
+        check_origin(origin, origin_of(config), f"{option}, line {number}")
+        ids = world_words(trajectory) if row.get("learn") == "world" else replies_of(trajectory)
+        if ids:
+            found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
+    if not found:
+        raise ConfigError(f"{option} holds nothing to learn from")
+    return found
+
+
+def replies_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(context, what is learned) of each turn: the replies, as they were sampled."""
+    return [(turn.prompt_ids, turn.sampled_ids) for turn in trajectory.turns if turn.is_trained]
+
+
+def world_words(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(context, what is learned) of each turn but the last: what the world said to the reply, which is not learned.
+
+    A turn whose successor rewrites the history has no such words of its own, and is left out.
+    """
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for turn, following in pairwise(trajectory.turns):
+        context = (*turn.prompt_ids, *turn.sampled_ids)
+        if following.prompt_ids[: len(context)] == context and len(following.prompt_ids) > len(context):
+            found.append((context, following.prompt_ids[len(context) :]))
     return found
 
 

@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 def make_played_world(config: Config, objects: PythonObjects) -> World:
     """The world of a run, played by the workers that its config names."""
     played_by = _let_workers_play(config) if config.cluster.env_workers else None
-    return objects.make_world(config.env, max_turns=config.rollout.max_turns, played_by=played_by)
+    return objects.make_world(config.env, max_turns=config.rollout.max_turns, played_by=played_by, memory=config.memory)
 
 
 def _let_workers_play(config: Config) -> PlayedBy:

@@ -34,6 +34,8 @@ MIN_RISE = 0.05
 """Nats per token: a smaller rise does not count, even if it is a large multiple of a small baseline."""
 ZERO_GRADIENT_STEPS = 3
 """Steps in a row that learned from tokens, and whose gradient was exactly 0: one such step may be an accident."""
+AGREEMENT_STEPS = 3
+"""Steps over which the agreement of outcome model and verifier is taken."""
 DRIFT_STEPS = 3
 """Steps whose median drift is compared with the first steps: one odd batch is no trend."""
 MIN_DRIFT = 1e-6
@@ -97,6 +99,13 @@ class AlarmConfig(Section):
         default=0.4,
         gt=0,
         description="With a pool: how much more reward the policy may get from its own snapshots than from the others.",
+    )
+    min_outcome_agreement: float = Field(
+        default=0.7,
+        ge=0,
+        lt=1,
+        description="With reward.model: smallest share of attempts on which outcome model and verifier agree, over the "
+        "last steps.",
     )
     stop_after: int = Field(
         default=0, ge=0, description="End the run after this many steps in a row with the same alarm; 0 never ends it."
@@ -193,6 +202,11 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
         "the policy learns to beat itself and not others",
         "Raise opponent.base_weight and opponent.scripted_weight, or opponent.keep_last",
     ),
+    "outcome_model": (
+        "the share of attempts on which the outcome model and the verifier agree",
+        "the policy has found what the outcome model rewards and the verifier does not",
+        "Train the outcome model again on attempts of this run (turnwise orm train), or raise reward.weights.outcome",
+    ),
     "zero_gradient": (
         "the number of steps in a row with a gradient of exactly 0",
         "tokens were learned from, and the weights did not move",
@@ -219,6 +233,8 @@ class AlarmState(TypedDict):
     """Drift of the first steps."""
     last_drifts: NotRequired[list[float]]
     """Drift of the last steps."""
+    agreements: NotRequired[list[float]]
+    """Agreement of outcome model and verifier in the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +262,7 @@ class Alarms:
     _num_zero_gradients: int = 0
     _first_drifts: list[float] = field(default_factory=list[float])
     _last_drifts: list[float] = field(default_factory=list[float])
+    _agreements: list[float] = field(default_factory=list[float])
 
     def check(self, metrics: Mapping[str, float], worst_token: str = "") -> list[Alarm]:
         """The alarms that began or ended with this step.
@@ -282,6 +299,7 @@ class Alarms:
             zero_gradients=self._num_zero_gradients,
             first_drifts=list(self._first_drifts),
             last_drifts=list(self._last_drifts),
+            agreements=list(self._agreements),
         )
 
     def restore(self, state: AlarmState) -> None:
@@ -293,6 +311,7 @@ class Alarms:
         self._num_zero_gradients = state.get("zero_gradients", 0)
         self._first_drifts = list(state.get("first_drifts", []))
         self._last_drifts = list(state.get("last_drifts", []))
+        self._agreements = list(state.get("agreements", []))
 
     def _readings(self, metrics: Mapping[str, float], worst_token: str) -> list[_Reading]:
         """The watched metrics that this step measured."""
@@ -309,6 +328,7 @@ class Alarms:
         if stale is not None:
             readings.append(_Reading("stale", stale, config.max_stale_share, stale > config.max_stale_share))
         readings += self._opponent_readings(metrics)
+        readings += self._outcome_readings(metrics)
         norm = metrics.get("train/grad_norm")
         if norm is not None:  # a step that learned from nothing has none
             self._num_zero_gradients = self._num_zero_gradients + 1 if norm == 0 else 0
@@ -347,6 +367,15 @@ class Alarms:
             for name, key, bound, is_floor in watched
             if key in metrics
         ]
+
+    def _outcome_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
+        """Whether outcome model and verifier have parted, over the last steps: one batch is small."""
+        agreement = metrics.get("rollout/env_outcome_agreement_mean")
+        if agreement is None or not math.isfinite(agreement):
+            return []
+        self._agreements = [*self._agreements, agreement][-AGREEMENT_STEPS:]
+        mean, bound = fmean(self._agreements), self.config.min_outcome_agreement
+        return [_Reading("outcome_model", mean, bound, len(self._agreements) == AGREEMENT_STEPS and mean < bound)]
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
         """Whether the whole entropy is low, and whether the place where it rose most is high."""

@@ -104,6 +104,24 @@ CATALOGUE: tuple[Metric, ...] = (
         ("rollout/entropy_text", "nats/token", "The same for all other replies."),
     ),
     *_rows(
+        "watch/behaviour.py",
+        ("behaviour/entropy_fifth_{fifth}", "nats/token", "Minus the mean logprob of tokens, by fifth of the attempt."),
+        ("behaviour/entropy_first_token", "nats/token", "The same for the first token of replies."),
+        ("behaviour/entropy_inner_token", "nats/token", "The same for the tokens between the first and the last."),
+        ("behaviour/entropy_last_token", "nats/token", "The same for the last token of replies, usually their end."),
+        ("behaviour/entropy_summary", "nats/token", "The same for summaries, which a memory asks for."),
+        ("behaviour/action_entropy", "nats", "Entropy of the step's replies as whole texts: how varied actions are."),
+        (
+            "behaviour/sibling_diversity",
+            "share",
+            "How different a group's replies in a turn are: 0 all equal, 1 none.",
+        ),
+        ("behaviour/repeat_share", "share", "Replies that repeat the one before in the same attempt."),
+        ("behaviour/unparsable_share", "share", "Replies that the env could not read."),
+        ("behaviour/tool_error_share", "share", "Answers of tools that begin with `error:`."),
+        ("behaviour/sampled_tokens_per_attempt", "tokens", "Sampled tokens of an attempt, shared turns included."),
+    ),
+    *_rows(
         "training/metrics.py",
         ("rollout/sampled_tokens_per_s", "tokens/s", "Sampled tokens of kept attempts per second of playing."),
         ("method/groups_trained", "groups", "Groups that the method learned from."),
@@ -149,6 +167,11 @@ CATALOGUE: tuple[Metric, ...] = (
         ("train/correction_factor", "ratio", "Mean factor that corrects old policy over sampler."),
         ("train/correction_factor_max", "ratio", "Largest such factor."),
         ("train/kl_reference", "nats/token", "KL to the reference policy."),
+    ),
+    *_rows(
+        "engine/training/routing_memory.py",
+        ("train/routing_flips", "share", "Recorded choices of experts that the trainer would have made otherwise."),
+        ("train/routing_replayed", "share", "Choices of experts that were the sampler's and not the trainer's own."),
     ),
     *_rows(
         "engine/training/preference_losses.py",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.cases import for_each
 
+from cases import for_each
 from turnwise.envs.base import assistant
 from turnwise.envs.screen import (
-    ElementIds,
     ScreenAction,
     ScreenElement,
+    ScreenIds,
     ScreenProtocol,
     read_screen_reply,
     screen_rules,
@@ -64,8 +64,8 @@ def test_a_reply_without_an_action_is_told_the_grammar(text: str) -> None:
 @for_each(
     ("call", "complaint"),
     [
-        (ToolCall(name="clik", arguments={"element": 4}), "click"),
-        (ToolCall(name="click", arguments={"element": "the button"}), "element"),
+        (ToolCall(name="clik", arguments={"id": 4}), "click"),
+        (ToolCall(name="click", arguments={"id": "the button"}), "id"),
         (ToolCall(name="scroll", arguments={"direction": "left"}), "direction"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_line_has_id_role_name_value_and_states() -> None:
 
 
 def test_an_element_keeps_its_id_and_a_copy_goes_its_own_way() -> None:
-    ids = ElementIds()
+    ids = ScreenIds()
     assert [ids.number(key) for key in ("home", ("contact", 3), "home")] == [1, 2, 1]
     other = ids.copy()
     assert other.number("notes") == 3

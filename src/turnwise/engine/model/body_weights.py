@@ -29,6 +29,11 @@ class BlockWeights:
     def groups(self) -> tuple[LinearGroup, ...]:
         return self.qkv, self.out, *self.mlp.groups
 
+    @property
+    def names(self) -> list[str]:
+        """Everything that can carry an adapter."""
+        return [*(name for group in self.groups for name in group.names), *self.mlp.expert_names]
+
 
 @dataclass(frozen=True, slots=True)
 class BodyWeights:

@@ -44,6 +44,8 @@ class MlpPass:
     route: Route
     spans: Sequence[SpanWeights]
     scratch: Scratch | None = None
+    rows: Tensor | None = None
+    """The tokens of the pass that run here; None: all."""
 
 
 class KeptMlp(Protocol):
@@ -62,6 +64,11 @@ class Mlp(Protocol):
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linears that can carry adapters."""
+        ...
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The names of what else can carry adapters: the matrices of routed experts."""
         ...
 
     def forward(self, x_NH: Tensor, work: MlpPass) -> tuple[Tensor, KeptMlp]:
@@ -100,6 +107,10 @@ class GatedMlp:
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
         return self.gate_up, self.down
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        return ()
 
     def forward(self, x_NH: Tensor, work: MlpPass) -> tuple[Tensor, KeptGatedMlp]:
         gate_up, low_gate_up = project(self.gate_up, x_NH, work.route, work.spans)

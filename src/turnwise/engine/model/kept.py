@@ -42,17 +42,37 @@ def kept_tensors(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts
         "qkv": query + 2 * key,
         **({} if rotates_in_place else {"query": query, "key": key}),
         "out": query,
-        "gate_up": 2 * sizes.inner_size,
         "low_qkv": 3 * rank,
         "low_out": rank,
-        "low_gate_up": 2 * rank,
-        "low_down": rank,
+        **_kept_of_mlp(sizes, rank),
     }
     statistics = {"rstd": 1, "inner_rstd": 1, "logsumexp": sizes.num_heads}
+    if sizes.experts is not None:
+        # Scores are float32; the choice and the order of rows are int64, which is twice as wide.
+        statistics |= {"scores": sizes.experts.num_chosen, "rows": 6 * sizes.experts.num_chosen}
     return (
         *(KeptTensor(name, size, itemsize) for name, size in activations.items()),
         *(KeptTensor(name, size, FLOAT32_BYTES) for name, size in statistics.items()),
     )
+
+
+def _kept_of_mlp(sizes: ModelSizes, rank: int) -> dict[str, int]:
+    """What an MLP keeps; experts keep a row for every expert that a token uses."""
+    spec = sizes.experts
+    if spec is None:
+        return {"gate_up": 2 * sizes.inner_size, "low_gate_up": 2 * rank, "low_down": rank}
+    rows = spec.num_chosen * max(1, rank // spec.num_chosen)
+    kept = {
+        "logits": spec.num_experts,
+        "gate_up": 2 * spec.num_chosen * spec.inner_size,
+        "low_gate_up": rows,
+        "low_down": rows,
+    }
+    if spec.shared_size:
+        kept |= {"shared_gate_up": 2 * spec.shared_size, "low_shared": 3 * rank}
+    if spec.has_shared_gate:
+        kept |= {"shared": sizes.hidden_size, "shared_gate": 1, "low_shared_gate": rank}
+    return kept
 
 
 def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) -> int:

@@ -2,9 +2,10 @@
 
 A forward pass over packed tokens carries a `Route`: which span of tokens belongs to which adapter. Every linear
 computes y = x W' (+ b) once for all tokens and adds scale * (x A') B' on each span (A' = transpose). An
-adapter's weights are views into one flat float32 tensor, so that optimizer, snapshot and norm are single calls.
+adapter's weights are views into one flat float32 tensor, so that optimizer, snapshot and norm are single calls. The
+routed experts of a layer have their A and B side by side: A [E, r, I], B [E, O, r] (`expert_products.py`).
 
-Shape legend: N packed tokens, I inputs, O outputs, r rank.
+Shape legend: N packed tokens, I inputs, O outputs, r rank, E experts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from turnwise.types import LoraConfig
 if TYPE_CHECKING:
     from turnwise.engine.model.full import FullRoute
 
+TILE_ROWS = 16
+"""Rows of a tile of a bank."""
 LORA_ALPHA = 32.0
 """The scale is alpha / rank, so that a good learning rate does not depend on the rank."""
 
@@ -43,8 +46,10 @@ class LoraWeights:
         self.lora = lora
         self.shapes = dict(shapes)
         self.scale = LORA_ALPHA / lora.rank
+        self.expert_scale = next((LORA_ALPHA / s.rank(lora) for s in shapes.values() if s.experts), 1.0)
+        """The scale of what lies on routed experts, whose rank is another one."""
         self.flat = flat
-        self.pairs = split_pairs(flat, shapes, lora.rank)
+        self.pairs = split_pairs(flat, shapes, lora)
 
     def span(self, start: int, stop: int) -> Span:
         """The route of packed tokens [start, stop) through these weights."""
@@ -55,23 +60,25 @@ class LoraWeights:
         with torch.no_grad():
             if all(a.dtype is dtype for a, _ in self.pairs.values()):
                 return {name: (a.detach(), b.detach()) for name, (a, b) in self.pairs.items()}
-            return split_pairs(self.flat.to(dtype), self.shapes, self.lora.rank)
+            return split_pairs(self.flat.to(dtype), self.shapes, self.lora)
 
 
-def num_parameters(shapes: Mapping[str, Shape], rank: int) -> int:
-    return sum(rank * (num_in + num_out) for num_out, num_in in shapes.values())
+def num_parameters(shapes: Mapping[str, Shape], lora: LoraConfig) -> int:
+    return sum(shape.num_adapter_values(lora) for shape in shapes.values())
 
 
-def split_pairs(flat: Tensor, shapes: Mapping[str, Shape], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Views of `flat` as {linear: (A, B)}, in the order of `shapes`."""
+def split_pairs(flat: Tensor, shapes: Mapping[str, Shape], lora: LoraConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Views of `flat` as {linear: (A, B)}, in the order of `shapes`; with a first axis for experts."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     offset = 0
-    for name, (num_out, num_in) in shapes.items():
-        a = flat[offset : offset + rank * num_in].view(rank, num_in)
-        offset += rank * num_in
-        b = flat[offset : offset + rank * num_out].view(num_out, rank)
-        offset += rank * num_out
+    for name, shape in shapes.items():
+        rank, experts = shape.rank(lora), (shape.experts,) if shape.experts else ()
+        middle = offset + rank * shape.inputs * max(1, shape.experts)
+        stop = offset + shape.num_adapter_values(lora)
+        a = flat[offset:middle].view(*experts, rank, shape.inputs)
+        b = flat[middle:stop].view(*experts, shape.outputs, rank)
         pairs[name] = (a, b)
+        offset = stop
     return pairs
 
 
@@ -81,7 +88,7 @@ class Policy(LoraWeights):
     def __init__(self, lora: LoraConfig, shapes: Mapping[str, Shape], flat: Tensor, dtype: torch.dtype):
         super().__init__(lora, shapes, flat)
         self.version = next(_versions)
-        self.pairs = split_pairs(flat.to(dtype), shapes, lora.rank)
+        self.pairs = split_pairs(flat.to(dtype), shapes, lora)
 
     @property
     def has_adapter(self) -> bool:
@@ -115,6 +122,16 @@ class BankRoute:
     """(first row, rows, slot) of each adapter's neighbouring rows."""
     tiles: Tensor
     """[3, T] int32: the runs, cut into tiles."""
+    experts: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """A [slots * E, R, I] and B [slots * E, O, R] of routed experts, scale included."""
+
+    def slots_of_rows(self, num_rows: int) -> Tensor:
+        """[num_rows] int64: the slot of each row's adapter, -1 for rows of the base model."""
+        first, count, slot = self.tiles.long()
+        within = torch.arange(TILE_ROWS, device=first.device)
+        rows = torch.where(within < count[:, None], first[:, None] + within, num_rows)
+        slots = torch.full((num_rows + 1,), -1, device=first.device)
+        return slots.index_copy_(0, rows.flatten(), slot.repeat_interleave(TILE_ROWS))[:num_rows]
 
     def add(self, group: str, x_NI: Tensor, y_NO: Tensor) -> None:
         """Compute y += scale (x A') B' for every row with its own adapter."""
@@ -136,6 +153,8 @@ class Route:
     """Many adapters in one launch, for sampling on a GPU; then there are no spans."""
     full: FullRoute | None = None
     """All weights of the model in place of the base's, for every token; then there are no spans."""
+    routing: Routing | None = None
+    """Whether the choice of experts is recorded or replayed; None: neither."""
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Route:
@@ -145,6 +164,19 @@ class Route:
             return cls(spans=spans)
         assert len(spans) == 1, "tokens of other weights run in a pass of their own"
         return cls(full=full[0])
+
+
+class Routing(Protocol):
+    """Sees, and may replace, the experts that a router chose (`routing.py`)."""
+
+    def choose(self, layer: int, own_NK: Tensor, rows: Tensor | None) -> Tensor:
+        """The experts [N, K] that tokens use in the layer, given the router's own choice for them.
+
+        Args:
+            layer: the number of the layer among those with experts.
+            rows: the tokens of the pass that `own_NK` is about; None: all.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -268,16 +300,16 @@ class _LoraMatmul(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-def target_shapes(linears: Mapping[str, LoraLinear], lora: LoraConfig) -> dict[str, Shape]:
-    """{linear: (outputs, inputs)} of the linears that `lora` puts an adapter on."""
-    check_kinds(linears, lora)
-    return adapted_linears({n: (m.out_features, m.in_features) for n, m in linears.items()}, lora)
+def target_shapes(shapes: Mapping[str, Shape], lora: LoraConfig) -> dict[str, Shape]:
+    """The matrices that `lora` puts an adapter on, of all that can carry one."""
+    check_kinds(shapes, lora)
+    return adapted_linears(shapes, lora)
 
 
 def merge_into(
-    target: dict[str, Tensor], linears: Mapping[str, LoraLinear], groups: Sequence[LinearGroup], policy: Policy
+    target: dict[str, Tensor], matrices: Mapping[str, Tensor], groups: Sequence[LinearGroup], policy: Policy
 ) -> None:
-    """Fill `target` with base + scale * B A for every linear that the policy adapts; buffers are reused.
+    """Fill `target` with base + scale * B A for every matrix that the policy adapts; buffers are reused.
 
     The weights of a group are joined there too, under the group's name.
     """
@@ -290,7 +322,10 @@ def merge_into(
             target[group.name] = group.weight.clone()
             target.update({name: target[group.name][bounds] for name, bounds in group.bounds.items()})
     for name, (a, b) in policy.pairs.items():
-        base = linears[name].weight
+        base = matrices[name]
         if name not in target:
             target[name] = torch.empty_like(base, requires_grad=False)
-        torch.addmm(base.detach(), b, a, alpha=policy.scale, out=target[name])
+        if a.dim() == 3:
+            torch.baddbmm(base, b, a, alpha=policy.expert_scale, out=target[name])
+        else:
+            torch.addmm(base, b.to(base.dtype), a.to(base.dtype), alpha=policy.scale, out=target[name])

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import BankRoute, LinearGroup, Policy
+from turnwise.engine.model.lora import TILE_ROWS, BankRoute, LinearGroup, Policy
 from turnwise.engine.ops import for_device
+from turnwise.models.linears import Shape
 
 FIRST_SLOTS = 4
 MIN_RANK = 16
-TILE_ROWS = 16
 OUTPUT_BLOCK = 64
 
 
@@ -42,8 +42,16 @@ class GroupBank:
 class LoraBank:
     """All slots of one engine."""
 
-    def __init__(self, groups: Sequence[LinearGroup], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LinearGroup],
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: Mapping[str, Shape] | None = None,
+    ) -> None:
         self._groups = list(groups)
+        self._expert_shapes = dict(experts or {})
+        self._expert_rank = 1
         self._dtype, self._device = dtype, device
         self._rank = MIN_RANK
         self._num_slots = 0
@@ -53,6 +61,8 @@ class LoraBank:
         self._targets: set[str] = set()
         self.generation = 0
         self.banks: dict[str, GroupBank] = {}
+        self.experts: dict[str, tuple[Tensor, Tensor]] = {}
+        """A [slots * E, R, I] and B [slots * E, O, R] of the routed experts of each layer, scale included."""
 
     @staticmethod
     def fits(groups: Sequence[LinearGroup]) -> bool:
@@ -63,9 +73,12 @@ class LoraBank:
         """The slot of every policy of one step, by version; the base model has none."""
         wanted = {policy.version: policy for policy in policies if policy.has_adapter}
         rank = max([self._rank, *(policy.lora.rank for policy in wanted.values())])
+        expert_rank = max([self._expert_rank, *(_expert_rank(policy) for policy in wanted.values())])
         adapted = {name for policy in wanted.values() for name in policy.pairs}
-        if rank > self._rank or len(wanted) > self._num_slots or not adapted <= self._targets:
+        is_larger = rank > self._rank or expert_rank > self._expert_rank or len(wanted) > self._num_slots
+        if is_larger or not adapted <= self._targets:
             self._targets |= adapted
+            self._expert_rank = expert_rank
             self._grow(len(wanted), 1 << (rank - 1).bit_length())
         for version in wanted:
             if version in self._slot_of:
@@ -98,6 +111,15 @@ class LoraBank:
                 members=for_device(self._device).transfer.upload(owners),
             )
 
+        self.experts = {
+            name: (
+                self._zeros(self._num_slots * shape.experts, self._expert_rank, shape.inputs),
+                self._zeros(self._num_slots * shape.experts, shape.outputs, self._expert_rank),
+            )
+            for name, shape in self._expert_shapes.items()
+            if name in self._targets
+        }
+
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
@@ -114,6 +136,15 @@ class LoraBank:
                     a, b = pairs[name]
                     bank.a[slot, index, :rank] = a
                     torch.mul(b, policy.scale, out=bank.b[slot, bounds, :rank])
+        for name, (bank_a, bank_b) in self.experts.items():
+            count = self._expert_shapes[name].experts
+            own = slice(slot * count, (slot + 1) * count)
+            bank_a[own].zero_()
+            bank_b[own].zero_()
+            if name in pairs:
+                a, b = pairs[name]
+                bank_a[own, : a.shape[1]] = a
+                bank_b[own, :, : a.shape[1]] = b * policy.expert_scale
 
 
 def make_tiles(runs: Sequence[tuple[int, int, int]], num_tiles: int) -> np.ndarray:
@@ -135,7 +166,11 @@ def bank_route(bank: LoraBank, lengths: Sequence[tuple[Policy, int]], device: to
     """The route of packed rows, given as neighbouring runs of (policy, rows)."""
     runs = _runs(bank.slots([policy for policy, _ in lengths]), lengths)
     tiles = make_tiles(runs, max(1, count_tiles([count for _, count, _ in runs])))
-    return BankRoute(bank.banks, bank.generation, runs, for_device(device).transfer.upload(tiles))
+    return BankRoute(bank.banks, bank.generation, runs, for_device(device).transfer.upload(tiles), bank.experts)
+
+
+def _expert_rank(policy: Policy) -> int:
+    return max((shape.rank(policy.lora) for shape in policy.shapes.values() if shape.experts), default=1)
 
 
 def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> list[tuple[int, int, int]]:
@@ -158,4 +193,5 @@ def make_bank(model: CausalModel) -> LoraBank | None:
     groups = [*model.groups, LinearGroup.join([model.head])]
     if model.ops.add_low_rank is None or model.fused is None or not LoraBank.fits(groups):
         return None
-    return LoraBank(groups, model.dtype, model.device)
+    experts = {name: shape for name, shape in model.shapes.items() if shape.experts}
+    return LoraBank(groups, model.dtype, model.device, experts)

@@ -29,6 +29,8 @@ class SpanWeights:
     scale: float
     pairs: dict[str, tuple[Tensor, Tensor]]
     grads: dict[str, tuple[Tensor, Tensor]] | None
+    expert_scale: float = 1.0
+    """The scale of the parts on routed experts."""
     stacks: dict[str, Tensor] = field(default_factory=dict)
     """The results of `stacked` by group, for the backward pass."""
 
@@ -65,7 +67,16 @@ def read_spans(route: Route, dtype: torch.dtype) -> list[SpanWeights]:
     for span in route.spans:
         if span.weights.pairs:
             weights = span.weights
-            spans.append(SpanWeights(span.start, span.stop, weights.scale, weights.cast(dtype), weights.grad_pairs))
+            spans.append(
+                SpanWeights(
+                    span.start,
+                    span.stop,
+                    weights.scale,
+                    weights.cast(dtype),
+                    weights.grad_pairs,
+                    weights.expert_scale,
+                )
+            )
     return spans
 
 

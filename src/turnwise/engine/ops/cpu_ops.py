@@ -8,6 +8,7 @@ from torch import Tensor
 from turnwise.engine.ops import build, cpu, cpu_attention, cpu_head, cpu_layers, cpu_products, torch_draw, torch_layers
 from turnwise.engine.ops.facts import facts_of
 from turnwise.engine.ops.interface import DrawSettings, Ops, SoftmaxOps
+from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import HostTransfer
 from turnwise.engine.threads import use_allowed_threads
 
@@ -21,6 +22,7 @@ def make_ops(device: torch.device) -> Ops:
         attention=cpu_attention,
         softmax_for=_softmax_for,
         draw=_draw,
+        experts=LoopedExperts(cpu_products),
         transfer=HostTransfer(),
         prepare_process=use_allowed_threads,
     )

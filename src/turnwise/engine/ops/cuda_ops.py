@@ -13,6 +13,7 @@ from turnwise.engine.ops import cuda_attention, torch_draw, torch_layers, torch_
 from turnwise.engine.ops.cuda_support import has_triton
 from turnwise.engine.ops.facts import facts_of
 from turnwise.engine.ops.interface import Captured, DrawSettings, Ops
+from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import PinnedTransfer
 
 
@@ -25,6 +26,7 @@ def make_ops(device: torch.device) -> Ops:
         attention=cuda_attention,
         softmax_for=lambda _: None,
         draw=torch_draw.draw,
+        experts=LoopedExperts(torch_products),
         transfer=PinnedTransfer(device),
         new_graph_recorder=lambda: CudaGraphRecorder(device),
     )
@@ -34,6 +36,7 @@ def make_ops(device: torch.device) -> Ops:
 def _with_triton(plain: Ops) -> Ops:
     from turnwise.engine.ops import triton_head, triton_layers
     from turnwise.engine.ops.triton_draw import draw_rows
+    from turnwise.engine.ops.triton_experts import TritonExperts
     from turnwise.engine.ops.triton_lora import add_low_rank
 
     def draw(logits_BV: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
@@ -41,7 +44,14 @@ def _with_triton(plain: Ops) -> Ops:
             return torch_draw.draw(logits_BV, settings)
         return draw_rows(logits_BV, settings.temperature, settings.uniform)
 
-    return replace(plain, layers=triton_layers, softmax_for=lambda _: triton_head, draw=draw, add_low_rank=add_low_rank)
+    return replace(
+        plain,
+        layers=triton_layers,
+        softmax_for=lambda _: triton_head,
+        draw=draw,
+        experts=TritonExperts(),
+        add_low_rank=add_low_rank,
+    )
 
 
 class CudaGraphRecorder:

@@ -4,13 +4,13 @@
 implementation is a table of modules (`torch_ops.py`, `cpu_ops.py`, `cuda_ops.py`).
 
 Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) heads, D head size, I inner size,
-B rows to draw for, R rows of logits, V vocabulary.
+B rows to draw for, R rows of logits, V vocabulary, M rows and G groups of an expert product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -75,6 +75,26 @@ class Rotation:
     def of_tokens(self) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, D / 2]."""
         return self.cos[self.positions][:, None], self.sin[self.positions][:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How scores become attention in one layer: softmax(cap(scale q k')) v over what a position sees."""
+
+    scale: float
+    window: int | None = None
+    """The positions that a position sees, its own included; None: everything before it."""
+    softcap: float | None = None
+    """Scores become softcap tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[Q] per query head, a score without a value that takes part in the softmax."""
+
+    def within(self, length: int) -> AttentionRule:
+        """The rule of a sequence of `length` tokens: a window that is as long is no window."""
+        return self if self.window is None or length > self.window else self.without_window()
+
+    def without_window(self) -> AttentionRule:
+        return self if self.window is None else replace(self, window=None)
 
 
 class Saved(NamedTuple):
@@ -196,22 +216,24 @@ class AttentionOps(Protocol):
     """
 
     def tree_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, rule: AttentionRule
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp [1, heads, tokens] of a packed forest."""
         ...
 
     def tree_backward(
-        self, grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float
+        self, grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        """Gradients of query, key and value; sinks are in `saved.out` and `saved.logsumexp`."""
         ...
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-        """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+    def prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
         ...
 
-    def paged_decode(self, query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    def paged_decode(self, query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
         """One query row [heads, D] per sequence attends to the blocks of its sequence."""
         ...
 
@@ -230,6 +252,56 @@ class SoftmaxOps(Protocol):
     def row_gradients(self, logits_RV: Tensor, rows: SoftmaxGradients) -> Tensor:
         """Write d loss / d logit, without the target's own part, over the logits:
         -(grad p + grad_entropy p (log p + H)) / T."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows in the order of their groups (of their experts): rows [ends[g - 1], ends[g]) belong to group g.
+
+    Rows after the last end belong to no group.
+    """
+
+    order: Tensor
+    """[M] int64: the row that stands at each place."""
+    places: Tensor
+    """[M] int64: the place of each row."""
+    ends: Tensor
+    """[G] int64."""
+    host_ends: Sequence[int] | None = None
+    """`ends` on the host, where the host may wait for them."""
+    tiles: Tensor | None = None
+    """[3, T] int32 of a kernel that works tile by tile: first place, number of rows, group."""
+
+
+class ExpertOps(Protocol):
+    """Products in which every row has its group's own matrix; none of them records a gradient."""
+
+    can_capture: bool
+    """Whether the host never waits for the device here, so that a step can be captured as a graph."""
+
+    def group(self, keys_M: Tensor, num_groups: int) -> Groups:
+        """Sort rows by their group; a row whose key is `num_groups` belongs to none."""
+        ...
+
+    def multiply(
+        self,
+        x_MI: Tensor,
+        weights_GIO: Tensor,
+        groups: Groups,
+        *,
+        out: Tensor | None = None,
+        alpha: float = 1.0,
+        is_added: bool = False,
+    ) -> Tensor:
+        """alpha x W of each row's group, written to `out` or added to it; x is in the order of the groups.
+
+        Rows of no group become zero, or stay as they are where something is added.
+        """
+        ...
+
+    def add_outer(self, left_MA: Tensor, right_MB: Tensor, groups: Groups, out_GAB: Tensor, alpha: float) -> None:
+        """out += alpha left' right, for the rows of each group."""
         ...
 
 
@@ -295,6 +367,7 @@ class Ops:
     draw: Callable[[Tensor, DrawSettings], tuple[Tensor, Tensor]]
     """Logits [B, V] -> tokens [B] int64 and logprobs [B] float32; logits that are not finite give token -1 or NaN."""
     transfer: TransferOps
+    experts: ExpertOps
     add_low_rank: AddLowRank | None = None
     """Serves rows of many adapters in one launch; None where there is no such kernel."""
     new_graph_recorder: Callable[[], GraphRecorder] | None = None

@@ -7,6 +7,7 @@ import torch
 from turnwise.engine.ops import torch_attention, torch_draw, torch_layers, torch_products
 from turnwise.engine.ops.facts import facts_of
 from turnwise.engine.ops.interface import Ops
+from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import PackedTransfer
 
 
@@ -19,5 +20,6 @@ def make_ops(device: torch.device) -> Ops:
         attention=torch_attention,
         softmax_for=lambda _: None,
         draw=torch_draw.draw,
+        experts=LoopedExperts(torch_products),
         transfer=PackedTransfer(device),
     )

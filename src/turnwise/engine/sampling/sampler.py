@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ from turnwise.engine.sampling.requests import (
 )
 from turnwise.engine.sampling.scheduler import Scheduler
 from turnwise.engine.sampling.weights import SamplingWeights
-from turnwise.errors import DataError
+from turnwise.engine.sampling.windows import WindowPool
+from turnwise.engine.training.routing_memory import RoutingMemory
+from turnwise.errors import ConfigError, DataError
 from turnwise.types import SampledSequence, SampleRequest
 
 PROMPT_ROWS = 128
@@ -71,8 +74,17 @@ class Sampler:
         self.model = model
         self.ops = model.ops
         self.config = config
-        num_blocks = memory.kv_tokens // config.block_size
-        self.cache = KvCache(model.kv_shape, num_blocks, config.block_size, model.dtype, model.device)
+        num_blocks = [tokens // config.block_size for tokens in memory.kv_group_tokens]
+        if config.routing_replay and model.experts and model.kv_shape.windows[0] is not None:
+            raise ConfigError(
+                "routing_replay keeps the experts of a token beside its keys and values, and every layer of this model "
+                "gives those back when its window has passed; set routing_replay=false"
+            )
+        num_choices = model.num_choices if config.routing_replay else (0, 0)
+        self.routing = RoutingMemory(*num_choices) if config.routing_replay else None
+        """What the trainer learns of the experts that were chosen; None where nobody asks."""
+        shape = replace(model.kv_shape, num_choices=num_choices)
+        self.cache = KvCache(shape, num_blocks, config.block_size, model.dtype, model.device)
         self.weights = SamplingWeights(
             model, may_merge=memory.may_merge, merges_always=config.merge_adapter == "always"
         )
@@ -81,12 +93,18 @@ class Sampler:
         """The token that each running row sampled last, by lane."""
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
-        if self.ops.new_graph_recorder is not None:
-            num_blocks -= 1  # padded rows of a captured graph write to the last lane
+        # Without a kernel for experts, the host reads how many rows each expert has, which no graph can hold.
+        can_capture = not model.experts or self.ops.experts.can_capture
+        if self.ops.new_graph_recorder is not None and can_capture:
+            num_blocks = [count - 1 for count in num_blocks]  # padded rows of a captured graph write to the last block
             self._make_graphs(num_blocks)
-        self.pool = BlockPool(num_blocks, config.block_size)
+        self.pools = [
+            BlockPool(count, config.block_size) if window is None else WindowPool(count, config.block_size, window)
+            for count, window in zip(num_blocks, self.cache.windows, strict=True)
+        ]
+        """The blocks of each group of layers."""
         self.scheduler = Scheduler(
-            self.pool,
+            self.pools,
             self.cache.copy_block,
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens or self.ops.facts.prefill_tokens,
@@ -94,18 +112,30 @@ class Sampler:
         )
         self.scheduler.settle = self._settle
         self.stops = StopFinder(tokenizer_dir)
-        self.limits = RequestLimits(model.vocab_size, model.max_context_length, num_blocks * config.block_size)
+        self.limits = RequestLimits(
+            model.vocab_size, model.max_context_length, self.scheduler.tables.most_tokens or model.max_context_length
+        )
         self._requests: dict[int, OpenRequest] = {}
         self._ids = itertools.count(1)
         self._seeds = random.Random(config.seed)
 
-    def _make_graphs(self, scratch_block: int) -> None:
+    def _make_graphs(self, scratch_blocks: Sequence[int]) -> None:
         model = self.model
-        self.decode_graphs = DecodeGraphs(model, self.cache, scratch_block, self._last_tokens)
+        self.decode_graphs = DecodeGraphs(model, self.cache, scratch_blocks, self._last_tokens)
         self.weights.when_merged.append(self.decode_graphs.captures.weights_moved)
-        if model.fused is not None and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size):
-            self.prompt_graphs = PromptGraphs(model, self.cache, scratch_block, self._last_tokens)
+        is_plain = self.cache.windows == (None,)  # a captured prompt reads all keys of its sequence
+        if (
+            is_plain
+            and model.fused is not None
+            and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
+        ):
+            self.prompt_graphs = PromptGraphs(model, self.cache, scratch_blocks, self._last_tokens)
             self.weights.when_merged.append(self.prompt_graphs.captures.weights_moved)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the first group: the layers that see everything, if there are any."""
+        return self.pools[0]
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +204,8 @@ class Sampler:
 
     def drop_cache(self) -> None:
         """Forget every prefix."""
-        self.pool.clear()
+        for pool in self.pools:
+            pool.clear()
 
     def _settle(self) -> bool:
         """Wait for the tokens of the launched step and add them to their rows; False if there are none."""
@@ -226,9 +257,9 @@ class Sampler:
                 return
             hidden = self.prompt_graphs.replay(found, step.prefill)
         lasts = step.sampled_after()
-        # Graphs, banks and scoring need all rows; otherwise the last layer runs only on the rows that are sampled
-        # from.
-        is_whole = hidden is not None or route.bank is not None or step.scores_prompt
+        # Graphs, banks, scoring and the record of chosen experts need all rows; otherwise the last layer runs only on
+        # the rows that are sampled from.
+        is_whole = hidden is not None or route.bank is not None or step.scores_prompt or self.routing is not None
         if hidden is None:
             input_ids, position_ids, plan = step_inputs(step, self.cache, self._last_tokens)
             rows = None if is_whole else self.ops.transfer.upload(np.array(lasts, dtype=np.int64))
@@ -306,6 +337,10 @@ class Sampler:
 
     def _complete(self, row: Row, *, is_stop: bool) -> None:
         request = row.request
+        if self.routing is not None:
+            num_tokens = len(row.tokens) - 1  # the last token was drawn and did not run
+            choices = self.cache.read_choices(self.ops.transfer.upload(np.array(row.blocks)), num_tokens)
+            self.routing.add(row.tokens[:num_tokens], self.ops.transfer.read_later(choices.contiguous()))
         self.scheduler.retire(row)
         sampled = row.tokens[len(request.prompt) :].tolist()
         request.finished[row.index] = SampledSequence("stop" if is_stop else "length", sampled, row.logprobs)

@@ -8,7 +8,6 @@ head is `value_head.safetensors`; PEFT leaves that file alone.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.training.peft_names import SavedPair, from_peft, peft_targets, to_peft
 from turnwise.errors import CheckpointError
 from turnwise.models.linears import Shape, linear_kind
 from turnwise.types import LoraConfig
@@ -37,8 +37,6 @@ _BASE_OF_HEAD = (".base_layer.weight", ".base_layer.bias")
 _REFUSED = (
     "use_dora",
     "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
     "layers_to_transform",
     "trainable_token_indices",
 )
@@ -62,9 +60,10 @@ def write_adapter(
     """
     with new_directory(directory) as temporary:
         tensors: dict[str, Tensor] = {}
-        for name, (a, b) in split_pairs(weights.flat, weights.shapes, weights.lora.rank).items():
-            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
-            tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+        for name, (a, b) in split_pairs(weights.flat, weights.shapes, weights.lora).items():
+            stem, own_a, own_b = to_peft(name, a.detach().cpu(), b.detach().cpu())
+            tensors[f"{_PREFIX}{stem}.lora_A.weight"] = own_a.contiguous()
+            tensors[f"{_PREFIX}{stem}.lora_B.weight"] = own_b.contiguous()
         save_tensors(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         for name, content in (more or {}).items():
             save_tensors(content.tensors, temporary / name, metadata=content.metadata)
@@ -108,7 +107,7 @@ def _peft_config(weights: LoraWeights, base_model: str) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": sorted({name.rpartition(".")[2] for name in weights.shapes}),
+        **peft_targets(weights.shapes, weights.lora),
     }
 
 
@@ -151,8 +150,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_lora_config(directory: Path) -> LoraConfig:
     """The shape of a saved adapter, read from its config and the names of its tensors."""
     rank = int(read_config(directory)["r"])
-    kinds = {linear_kind(name) for name in _read_pairs(directory)}
-    return LoraConfig(rank=rank, train_attn="attn" in kinds, train_mlp="mlp" in kinds, train_unembed="unembed" in kinds)
+    saved = _read_pairs(directory)
+    kinds = {linear_kind(name) for name in saved}
+    return LoraConfig(
+        rank=rank,
+        train_attn="attn" in kinds,
+        train_mlp="mlp" in kinds,
+        train_unembed="unembed" in kinds,
+        train_router="router" in kinds,
+        expert_rank=max((pair.a.shape[1] for pair in saved.values() if pair.a.dim() == 3), default=0),
+    )
 
 
 def adapted_names(directory: Path) -> list[str]:
@@ -160,7 +167,7 @@ def adapted_names(directory: Path) -> list[str]:
     return list(_read_pairs(directory))
 
 
-def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Tensor | None = None) -> Tensor:
+def read_flat(directory: Path, shapes: Mapping[str, Shape], lora: LoraConfig, start: Tensor | None = None) -> Tensor:
     """The saved A and B as one flat tensor in the order of `shapes`; linears without saved ones keep `start` (or
     zeros)."""
     config = read_config(directory)
@@ -168,14 +175,13 @@ def read_flat(directory: Path, shapes: Mapping[str, Shape], rank: int, start: Te
     unknown = sorted(set(saved) - set(shapes))
     if unknown:
         raise CheckpointError(f"{directory} adapts {unknown[0]}, which this adapter does not; is the base the same?")
-    if int(config["r"]) != rank:
-        raise CheckpointError(f"{directory} has rank {config['r']}; this adapter has rank {rank}")
-    flat = torch.zeros(num_parameters(shapes, rank)) if start is None else start.detach().cpu().clone()
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    fold = scale / (LORA_ALPHA / rank)
-    pairs = split_pairs(flat, shapes, rank)
-    for name, (a, b) in saved.items():
+    if int(config["r"]) != lora.rank:
+        raise CheckpointError(f"{directory} has rank {config['r']}; this adapter has rank {lora.rank}")
+    flat = torch.zeros(num_parameters(shapes, lora)) if start is None else start.detach().cpu().clone()
+    pairs = split_pairs(flat, shapes, lora)
+    for name, (a, b, scale) in saved.items():
         own_a, own_b = pairs[name]
+        fold = scale / (LORA_ALPHA / shapes[name].rank(lora))
         if a.shape != own_a.shape or b.shape != own_b.shape:
             raise CheckpointError(
                 f"{directory}: {name} has A {tuple(a.shape)}, B {tuple(b.shape)}; this base needs A "
@@ -202,7 +208,7 @@ def read_head(directory: Path, hidden_size: int) -> Tensor:
     return torch.cat([tensors["weight"].float(), tensors["bias"].float().reshape(1)])
 
 
-def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def _read_pairs(directory: Path) -> dict[str, SavedPair]:
     tensors = load_tensors(directory / WEIGHTS_FILE)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for key in tensors:
@@ -214,7 +220,7 @@ def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
             pairs[stem.removeprefix(_PREFIX)] = (tensors[key].float(), other.float())
         elif not key.endswith((".lora_B.weight", *_BASE_OF_HEAD)):
             raise CheckpointError(f"{directory}: tensor {key} is not part of a plain LoRA adapter")
-    return pairs
+    return from_peft(pairs, read_config(directory), directory)
 
 
 def read_optimizer(directory: Path, num_values: int) -> tuple[dict[str, Tensor], int]:

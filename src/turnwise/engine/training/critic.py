@@ -67,7 +67,7 @@ class CriticAdapter(LoraAdapter):
         }
 
     def _read_parameters(self, directory: Path) -> Tensor:
-        flat = adapter_files.read_flat(directory, self.shapes, self.lora.rank, self.flat)
+        flat = adapter_files.read_flat(directory, self.shapes, self.lora, self.flat)
         head = adapter_files.read_head(directory, len(self.head_flat) - 1)
         flat[-len(head) :] = head
         return flat
@@ -77,7 +77,7 @@ def create_critic(model: CausalModel, lora: LoraConfig) -> CriticAdapter:
     """Create a critic. It has a value head and does not use the model's output head."""
     if lora.train_unembed:
         raise ConfigError("train_unembed=True: a critic has a head of its own, and does not use the model's")
-    shapes = target_shapes(model.linears, lora)
+    shapes = target_shapes(model.shapes, lora)
     return CriticAdapter(lora, shapes, model.head.in_features, model.device)
 
 

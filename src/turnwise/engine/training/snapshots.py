@@ -6,16 +6,17 @@ goes on from it at any point, not only between optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 
-from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.model.lora import LoraWeights, num_parameters, split_pairs
 from turnwise.engine.training import adapter_files
 from turnwise.errors import CheckpointError
+from turnwise.models.linears import Shape
 from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def write_sum(
     if rank > MAX_SUMMED_RANK:
         raise CheckpointError(f"the ranks add up to {rank}; expected at most {MAX_SUMMED_RANK}")
     own = [engine.load_policy(source) for source in directories]
-    shapes: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, Shape] = {}
     for policy in own:
         shapes.update(policy.shapes)
     summed = LoraConfig(
@@ -64,24 +65,21 @@ def write_sum(
         train_unembed=any(lora.train_unembed for lora in loras),
         train_mlp=any(lora.train_mlp for lora in loras),
         train_attn=any(lora.train_attn for lora in loras),
+        train_router=any(lora.train_router for lora in loras),
+        expert_rank=sum(max((s.rank(p.lora) for s in p.shapes.values() if s.experts), default=0) for p in own),
     )
-    flat = torch.zeros(num_parameters(shapes, rank))
-    _fill_sum(split_pairs(flat, shapes, rank), own, coefficients, LORA_ALPHA / rank)
-    weights = LoraWeights(summed, shapes, flat)
+    weights = LoraWeights(summed, shapes, torch.zeros(num_parameters(shapes, summed)))
+    _fill_sum(weights, own, coefficients)
     adapter_files.write_adapter(weights, directory, str(engine.model_dir))
     return summed
 
 
-def _fill_sum(
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    sources: Sequence[LoraWeights],
-    coefficients: Sequence[float],
-    scale: float,
-) -> None:
-    row = 0
+def _fill_sum(total: LoraWeights, sources: Sequence[LoraWeights], coefficients: Sequence[float]) -> None:
+    first: dict[str, int] = {}
     for source, coefficient in zip(sources, coefficients, strict=True):
-        rank = source.lora.rank
-        for name, (a, b) in split_pairs(source.flat, source.shapes, rank).items():
-            pairs[name][0][row : row + rank] = a.cpu()
-            pairs[name][1][:, row : row + rank] = b.cpu() * (coefficient * source.scale / scale)
-        row += rank
+        for name, (a, b) in split_pairs(source.flat, source.shapes, source.lora).items():
+            rows = slice(first.get(name, 0), first.get(name, 0) + a.shape[-2])
+            scales = (source.expert_scale, total.expert_scale) if a.dim() == 3 else (source.scale, total.scale)
+            total.pairs[name][0][..., rows, :] = a.cpu()
+            total.pairs[name][1][..., rows] = b.cpu() * (coefficient * scales[0] / scales[1])
+            first[name] = rows.stop

@@ -89,11 +89,13 @@ class LoraAdapter(LoraWeights):
         self, lora: LoraConfig, shapes: Mapping[str, Shape], device: torch.device, *, num_more: int = 0
     ) -> None:
         """`num_more` parameters at the end of the flat tensor belong to a subclass; they start at zero."""
-        flat = torch.zeros(num_parameters(shapes, lora.rank) + num_more, dtype=torch.float32, device=device)
+        flat = torch.zeros(num_parameters(shapes, lora) + num_more, dtype=torch.float32, device=device)
         super().__init__(lora, shapes, flat)
         generator = torch.Generator().manual_seed(lora.seed if lora.seed is not None else torch.seed() % 2**63)
         for a, _ in self.pairs.values():
-            bound = 1 / math.sqrt(a.shape[1])  # A starts as in PEFT, Kaiming-uniform with a = sqrt(5); B starts at zero
+            bound = 1 / math.sqrt(
+                a.shape[-1]
+            )  # A starts as in PEFT, Kaiming-uniform with a = sqrt(5); B starts at zero
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         self.grad = torch.zeros_like(flat)
         self.exp_avg = torch.zeros_like(flat)
@@ -101,7 +103,7 @@ class LoraAdapter(LoraWeights):
         self.num_steps = 0
         self.has_gradient = False
         self.pairs = {name: (_leaf(a), _leaf(b)) for name, (a, b) in self.pairs.items()}
-        self.grad_pairs = split_pairs(self.grad, shapes, lora.rank)
+        self.grad_pairs = split_pairs(self.grad, shapes, lora)
         for name, (a, b) in self.pairs.items():
             a.grad, b.grad = self.grad_pairs[name]
 
@@ -148,7 +150,7 @@ class LoraAdapter(LoraWeights):
         """Read the value of `flat` from `directory`."""
         if adapter_files.is_critic(directory):
             raise CheckpointError(f"{directory} is a critic, not a policy; create a critic's client from it")
-        return adapter_files.read_flat(directory, self.shapes, self.lora.rank, self.flat)
+        return adapter_files.read_flat(directory, self.shapes, self.lora, self.flat)
 
 
 def _leaf(view: Tensor) -> Tensor:

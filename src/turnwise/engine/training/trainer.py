@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from turnwise.engine.budget import PassLimit
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, Route, Span
+from turnwise.engine.model.routing import ReplayedRouting
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, Objective, PassDatum, PassHead, PassLoss
 from turnwise.engine.training.pack import (
     MIN_SHARED,
@@ -31,6 +32,7 @@ from turnwise.engine.training.pack import (
     pack,
     split_batches,
 )
+from turnwise.engine.training.routing_memory import RoutingMemory, replayed, routing_metrics
 from turnwise.types import ForwardBackwardOutput, TensorData
 
 
@@ -47,6 +49,8 @@ class TrainingJob:
     weights: Routed
     datums: Sequence[PassDatum]
     objective: Objective = TOKEN_LOGPROBS
+    replays: bool = True
+    """Whether the experts are those that the sampler chose, where it kept them; not for another model's logprobs."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,8 @@ class JobResult:
     entropies: Tensor | None
     is_known: Tensor
     """True at positions that were read."""
+    routings: list[ReplayedRouting] = field(default_factory=list)
+    """Of the passes that used the sampler's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class FinishedJob:
     def output(self) -> ForwardBackwardOutput:
         """What the client gets."""
         metrics = self.loss.metrics(self.result.outputs, self.result.entropies, self.result.columns)
+        metrics |= routing_metrics(self.result.routings)
         return ForwardBackwardOutput("ArrayRecord", outputs_by_datum(self.job, self.result), metrics)
 
 
@@ -111,6 +118,8 @@ class Trainer:
         self.model = model
         self.limit = limit
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
+        self.routing: RoutingMemory | None = None
+        """The sampler's choice of experts, where passes use it."""
 
     def read(
         self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
@@ -128,7 +137,7 @@ class Trainer:
 
     def add_reference(self, job: TrainingJob, result: JobResult, reference: Policy) -> Generator[None, None, None]:
         """Give a result's loss columns the logprobs of `reference`, for a KL term."""
-        known = yield from self.read(replace(job, weights=reference), only_trained=True)
+        known = yield from self.read(replace(job, weights=reference, replays=False), only_trained=True)
         result.columns = replace(result.columns, ref_logprobs_T=known.outputs)
 
     def forward_backward(
@@ -190,16 +199,28 @@ class Trainer:
     def _pack(self, shares: Sequence[_Share], *, only_trained: bool) -> _Pass:
         """Pack each job's datums as one forest, one job after the other."""
         batches, spans, entries, edges = [], [], [], [0]
+        choices = []
         token = 0
         for share in shares:
             sequences = [d.input_ids for d in share.job.datums]
             batch = pack(sequences, share.members, min_shared=self.min_shared)
             spans.append(share.job.weights.span(token, token + batch.num_tokens))
             entries.append(self._entries(share, batch, token, only_trained))
+            if self._replays(share.job):
+                assert self.routing is not None, "asked above"
+                choices.append(self.routing.replay(batch, sequences))
             batches.append(batch)
             token += batch.num_tokens
             edges.append(edges[-1] + len(entries[-1].columns))
-        return _Pass(shares, PackedBatch.join(batches), Route.of(spans), Entries.join(entries), edges)
+        route = Route.of(spans)
+        if choices:
+            route.routing = replayed(choices, self.model.ops)
+            for share in shares:
+                share.result.routings.append(route.routing)
+        return _Pass(shares, PackedBatch.join(batches), route, Entries.join(entries), edges)
+
+    def _replays(self, job: TrainingJob) -> bool:
+        return self.routing is not None and job.replays and job.objective is TOKEN_LOGPROBS
 
     def _entries(self, share: _Share, batch: PackedBatch, first_token: int, only_trained: bool) -> Entries:
         tokens, temperatures, targets, columns = [], [], [], []

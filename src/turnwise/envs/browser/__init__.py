@@ -1,12 +1,9 @@
 """Pages in a real Chromium: `PageSession` is one page, `WebApp` is what it talks to, `sites/` are our own apps."""
 
-from turnwise.envs.browser.actions import Action, ActionError, parse_action
 from turnwise.envs.browser.gateway import FolderApp, UploadedFile, WebApp, WebRequest, WebResponse
 from turnwise.envs.browser.page import PageOptions, PageSession
 
 __all__ = [
-    "Action",
-    "ActionError",
     "FolderApp",
     "PageOptions",
     "PageSession",
@@ -14,5 +11,4 @@ __all__ = [
     "WebApp",
     "WebRequest",
     "WebResponse",
-    "parse_action",
 ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from turnwise.envs.browser.expert import PlanStep
 from turnwise.envs.browser.gateway import WebApp
 from turnwise.envs.browser.page import PageOptions, PageSession
 from turnwise.envs.browser.sites.site import Site, progress
@@ -80,9 +78,6 @@ class SiteChallenge:
 
     def state(self) -> str:
         return self.app.digest()
-
-    def plan(self) -> Sequence[PlanStep]:
-        return self._task.plan
 
     def close(self) -> None:
         self.app.close()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.envs.browser.actions import Action, ActionForm, ActionKind
+from turnwise.envs.screen import ScreenAction, ScreenActionKind, ScreenProtocol
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.trajectory import Message
 
@@ -30,19 +30,21 @@ _FIELDS = ("textbox", "searchbox", "spinbutton")
 class PlanStep:
     """One step of a plan."""
 
-    kind: ActionKind
+    kind: ScreenActionKind
     roles: tuple[str, ...] = ()
     name: str = ""
     text: str = ""
+    place: int = 0
+    """Which one, from 0, if several elements have that role and name."""
 
 
-def click(role: str, name: str) -> PlanStep:
-    return PlanStep(kind="click", roles=(role,), name=name)
+def click(role: str, name: str, *, place: int = 0) -> PlanStep:
+    return PlanStep(kind="click", roles=(role,), name=name, place=place)
 
 
-def fill(name: str, text: object) -> PlanStep:
+def fill(name: str, text: object, *, place: int = 0) -> PlanStep:
     """Type into the field with this label."""
-    return PlanStep(kind="type", roles=_FIELDS, name=name, text=str(text))
+    return PlanStep(kind="type", roles=_FIELDS, name=name, text=str(text), place=place)
 
 
 def choose(name: str, option: str) -> PlanStep:
@@ -77,7 +79,7 @@ def read_elements(observation: str) -> list[SeenElement]:
     return found
 
 
-def plan_player(plan: Sequence[PlanStep], form: ActionForm = "text") -> ScriptedPlayer:
+def plan_player(plan: Sequence[PlanStep], protocol: ScreenProtocol = "text") -> ScriptedPlayer:
     """A player that carries out a plan and then says that it is done."""
     left = list(plan)
     num_scrolls = 0
@@ -85,20 +87,23 @@ def plan_player(plan: Sequence[PlanStep], form: ActionForm = "text") -> Scripted
     def reply(dialogue: Sequence[Message]) -> str:
         nonlocal num_scrolls
         if not left:
-            return Action(kind="done").to_reply(form)
+            return ScreenAction(kind="done").to_reply(protocol)
         step, observation = left[0], dialogue[-1].content
         if not step.roles:
             left.pop(0)
-            return Action(kind=step.kind, text=step.text).to_reply(form)
-        element = next((one for one in read_elements(observation) if _fits(one, step)), None)
-        if element is not None:
+            return ScreenAction(kind=step.kind, text=step.text).to_reply(protocol)
+        fitting = [one for one in read_elements(observation) if _fits(one, step)]
+        if len(fitting) > step.place:
+            element = fitting[step.place]
             left.pop(0)
             num_scrolls = 0
-            return Action(kind=step.kind, element=element.id, text=step.text).to_reply(form)
-        if num_scrolls >= MAX_SCROLLS:
-            return Action(kind="done").to_reply(form)  # it is not on this page; the check says what that means
+            return ScreenAction(kind=step.kind, element=element.id, text=step.text).to_reply(protocol)
+        if num_scrolls >= MAX_SCROLLS or not any(f"scroll {way})" in observation for way in ("down", "up")):
+            return ScreenAction(kind="done").to_reply(
+                protocol
+            )  # it is not on this page; the check says what that means
         num_scrolls += 1
-        return Action(kind="scroll", text="down" if "scroll down)" in observation else "up").to_reply(form)
+        return ScreenAction(kind="scroll", text="down" if "scroll down)" in observation else "up").to_reply(protocol)
 
     return reply
 
@@ -107,7 +112,7 @@ def _fits(element: SeenElement, step: PlanStep) -> bool:
     return element.role in step.roles and element.name == step.name and "disabled" not in element.states
 
 
-def random_player(rng: random.Random, words: Sequence[str], form: ActionForm = "text") -> ScriptedPlayer:
+def random_player(rng: random.Random, words: Sequence[str], protocol: ScreenProtocol = "text") -> ScriptedPlayer:
     """A player that does something to some element of the page: the baseline of a table.
 
     Args:
@@ -117,17 +122,17 @@ def random_player(rng: random.Random, words: Sequence[str], form: ActionForm = "
     def reply(dialogue: Sequence[Message]) -> str:
         elements = [one for one in read_elements(dialogue[-1].content) if "disabled" not in one.states]
         if not elements or rng.random() < 0.1:
-            other = [Action(kind="done"), Action(kind="back"), Action(kind="scroll", text="down")]
-            return rng.choice(other).to_reply(form)
-        return _some_action(rng.choice(elements), rng, words).to_reply(form)
+            other = [ScreenAction(kind="done"), ScreenAction(kind="back"), ScreenAction(kind="scroll", text="down")]
+            return rng.choice(other).to_reply(protocol)
+        return _some_action(rng.choice(elements), rng, words).to_reply(protocol)
 
     return reply
 
 
-def _some_action(element: SeenElement, rng: random.Random, words: Sequence[str]) -> Action:
+def _some_action(element: SeenElement, rng: random.Random, words: Sequence[str]) -> ScreenAction:
     word = rng.choice(list(words) or ["1"])
     if element.role in _FIELDS:
-        return Action(kind="type", element=element.id, text=word)
+        return ScreenAction(kind="type", element=element.id, text=word)
     if element.role == "combobox":
-        return Action(kind="select", element=element.id, text=rng.choice(element.options or (word,)))
-    return Action(kind="click", element=element.id)
+        return ScreenAction(kind="select", element=element.id, text=rng.choice(element.options or (word,)))
+    return ScreenAction(kind="click", element=element.id)

@@ -21,7 +21,7 @@ _SILENT_ROLES = frozenset(("generic", "img", "listitem", "paragraph", "cell", "r
 _VALUE_ROLES = frozenset(("textbox", "searchbox", "spinbutton", "slider", "combobox"))
 _TEXT_ROLES = frozenset(("text", "heading", "columnheader", "rowheader"))
 _CONTAINERS = frozenset(
-    ("row", "rowgroup", "table", "list", "listitem", "main", "banner", "navigation", "group", "cell")
+    ("row", "rowgroup", "table", "list", "main", "banner", "navigation", "group", "tablist", "tabpanel", "dialog")
 )
 _STATES = ("checked", "disabled", "expanded", "pressed", "selected")
 _REF = re.compile(r"\[ref=([a-z0-9]+)\]")
@@ -57,7 +57,7 @@ class Element:
         return " ".join([*words, *(f"({state})" for state in self.states)])
 
 
-class ElementIds:
+class PageElementIds:
     """Short numbers for the elements of a page. An element keeps its number as long as the page is there."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ElementIds:
         return next((ref for ref, known in self._numbers.items() if known == number), None)
 
 
-def read_snapshot(text: str, ids: ElementIds, *, every_id: bool = False) -> list[Element]:
+def read_snapshot(text: str, ids: PageElementIds, *, every_id: bool = False) -> list[Element]:
     """The elements of Playwright's snapshot (`mode="ai"`) that are worth a line.
 
     Args:
@@ -88,29 +88,76 @@ def read_snapshot(text: str, ids: ElementIds, *, every_id: bool = False) -> list
     found: list[Element] = []
     if (first := _REF.search(text)) is not None:
         ids.begin(first[1])
-    for line in text.splitlines():
-        match = _LINE.fullmatch(line)
-        if match is None or match["role"].startswith("/"):
+    lines = [line for line in map(_read_line, text.splitlines()) if line is not None]
+    named = 0  # lines before this index gave their name to an element above them
+    for index, line in enumerate(lines):
+        if index < named:
             continue
-        role, marks = match["role"], match["marks"]
-        name, value = _unquote(match["name"] or ""), _unquote(match["text"] or "")
-        ref = _REF.search(marks)
-        if role == "option" and found and found[-1].role == "combobox":
-            found[-1] = _with_option(found[-1], name, is_chosen="[selected]" in marks)
-            continue
-        is_leaf = not match["colon"] or bool(value)
-        is_usable = ref is not None and (role in USABLE_ROLES or "[cursor=pointer]" in marks)
-        is_usable = is_usable or (every_id and ref is not None and is_leaf and role not in _TEXT_ROLES)
-        if is_usable and ref is not None:
-            found.append(_usable(role, name, value, ids.number(ref[1]), _states(marks)))
-        elif role == "heading":
-            found.append(Element(id=None, role=role, name=name))
-        elif (is_leaf and (name or value)) or (name and role not in _CONTAINERS):
-            found.append(Element(id=None, role="text", name=" ".join(filter(None, (name, value)))))
+        if line.role == "option" and found and found[-1].role == "combobox":
+            found[-1] = _with_option(found[-1], line.name, is_chosen="[selected]" in line.marks)
+        elif line.ref and (line.is_usable or (every_id and line.is_leaf and line.role not in _TEXT_ROLES)):
+            if not line.name and not line.text and line.role not in _VALUE_ROLES:
+                line, named = _named_from_below(lines, index)
+            found.append(_usable(line, ids.number(line.ref)))
+        elif line.role == "heading":
+            found.append(Element(id=None, role=line.role, name=line.name or line.text))
+        elif (line.is_leaf and (line.name or line.text)) or (line.name and line.role not in _CONTAINERS):
+            found.append(Element(id=None, role="text", name=" ".join(filter(None, (line.name, line.text)))))
     return _without_echoes(found)
 
 
-def _usable(role: str, name: str, value: str, number: int, states: tuple[str, ...]) -> Element:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SnapshotLine:
+    """A line of Playwright's snapshot."""
+
+    indent: int
+    role: str
+    name: str
+    marks: str
+    text: str
+    is_leaf: bool
+
+    @property
+    def ref(self) -> str:
+        found = _REF.search(self.marks)
+        return found[1] if found else ""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.role in USABLE_ROLES or ("[cursor=pointer]" in self.marks and self.role not in _CONTAINERS)
+
+
+def _read_line(line: str) -> _SnapshotLine | None:
+    quoted = re.fullmatch(r"( *- )'((?:[^']|'')*)'(:?.*)", line)  # YAML quotes what has a colon or a hash in it
+    if quoted is not None:
+        line = quoted[1] + quoted[2].replace("''", "'") + quoted[3]
+    match = _LINE.fullmatch(line)
+    if match is None or match["role"].startswith("/"):
+        return None
+    text = _unquote(match["text"] or "")
+    return _SnapshotLine(
+        indent=len(match["indent"]),
+        role=match["role"],
+        name=_unquote(match["name"] or ""),
+        marks=match["marks"],
+        text=text,
+        is_leaf=not match["colon"] or bool(text),
+    )
+
+
+def _named_from_below(lines: Sequence[_SnapshotLine], index: int) -> tuple[_SnapshotLine, int]:
+    """An element without a name has that of the first line inside it, which is then not shown again."""
+    line = lines[index]
+    for place, below in enumerate(lines[index + 1 :], index + 1):
+        if below.indent <= line.indent or below.role in _VALUE_ROLES:
+            break
+        if below.name or below.text:
+            return replace(line, name=below.name or below.text), place + 1
+    return line, index + 1
+
+
+def _usable(line: _SnapshotLine, number: int) -> Element:
+    role, name, value, states = line.role, line.name, line.text, _states(line.marks)
     if role in _SILENT_ROLES:
         return Element(id=number, role="box", name=name or value, states=states)
     if value and not name and role not in _VALUE_ROLES:

@@ -1,6 +1,6 @@
 """Pages in a real Chromium: shops, forums, mail, forms and MiniWoB++ tasks, seen as text and used by short actions.
 
-    system     Use the page. Each turn write one action: click ID, type ID TEXT, ...
+    system     One action in a reply: click ID, type ID TEXT, ...
     user       Task: Add 1 x Light bag to the cart.
                page: / Welcome
                [1] link "Home"
@@ -29,24 +29,31 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.browser.actions import RULES, ActionError, ActionForm, parse_action
 from turnwise.envs.browser.challenge import Challenge, PageVerdict, SiteChallenge
 from turnwise.envs.browser.expert import plan_player, random_player
+from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
+from turnwise.envs.browser.miniwob import MiniWobChallenge, miniwob_pages
+from turnwise.envs.browser.miniwob_experts import PLANNERS, TEN_PAGES, miniwob_player
 from turnwise.envs.browser.page import PageOptions, PageSession
+from turnwise.envs.browser.sites.forum import Forum
+from turnwise.envs.browser.sites.mail import Mail
+from turnwise.envs.browser.sites.office import Office
 from turnwise.envs.browser.sites.shop import Shop
 from turnwise.envs.browser.sites.site import LEVELS, Site
 from turnwise.envs.schema import check_fractions
+from turnwise.envs.screen import ScreenProtocol, read_screen_reply, screen_rules
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
-SITES: dict[str, type[Site]] = {site.name: site for site in (Shop,)}
+SITES: dict[str, type[Site]] = {site.name: site for site in (Shop, Forum, Mail, Office)}
 NUM_SEEDS = 100_000
 """Number of different contents of a site."""
 MAX_TURNS = {1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
 """Turns of an attempt by level: what the expert needs, and about a third more."""
-DEMONSTRATIONS_AT_ONCE = 4
+DEMONSTRATIONS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +63,13 @@ class BrowserWorld:
     name: ClassVar[str] = "browser"
     max_tokens: ClassVar[int] = 48
 
-    site: Literal["shop"] = "shop"
+    site: Literal["shop", "forum", "mail", "office", "miniwob"] = "shop"
+    """One of our own sites, or the pages of MiniWoB++."""
+    pages: list[str] | None = None
+    """Pages of MiniWoB++, by name. The default is a set of ten; `all` takes all."""
     level: int = 1
     """Difficulty, 1 to 5: how much is asked for, and how much is on the site."""
-    protocol: ActionForm = "text"
+    protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
     max_turns: int = 0
     """Turns of an attempt. 0 takes the level's number."""
@@ -79,8 +89,13 @@ class BrowserWorld:
             raise ConfigError(f"max_turns={self.max_turns}; expected 0 or more")
         check_fractions(self, "demonstration_skill")
         _ = self.page_options
+        if self.site != "miniwob" and self.pages is not None:
+            raise ConfigError(f"pages={self.pages} are pages of site=miniwob; site={self.site} has none")
+        if self.site == "miniwob":
+            self._check_pages()
         if self.max_turns == 0:
-            object.__setattr__(self, "max_turns", MAX_TURNS[self.level])
+            turns = MINIWOB_TURNS if self.site == "miniwob" else MAX_TURNS[self.level]
+            object.__setattr__(self, "max_turns", turns)
 
     @property
     def page_options(self) -> PageOptions:
@@ -92,10 +107,15 @@ class BrowserWorld:
     def make_env(self, task: Task, seed: int) -> BrowserEnv:  # noqa: ARG002 - the content is drawn with the task
         return BrowserEnv(self, self.make_challenge(task))
 
-    def make_challenge(self, task: Task) -> SiteChallenge:
-        return SiteChallenge(SITES[task.data["site"]], task.data["seed"], task.data["level"])
+    def make_challenge(self, task: Task) -> Challenge:
+        data = task.data
+        if data["site"] == "miniwob":
+            return MiniWobChallenge(data["page"], data["seed"])
+        return SiteChallenge(SITES[data["site"]], data["seed"], data["level"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        if self.site == "miniwob" and (missing := sorted(set(self.miniwob_pages) - set(PLANNERS))):
+            raise ConfigError(f"no demonstrations of {', '.join(missing[:5])}; pages with them: {', '.join(PLANNERS)}")
         return play_demonstrations(
             self,
             lambda task: self.expert(task, random_for("demo", seed, task.id)),
@@ -106,11 +126,13 @@ class BrowserWorld:
 
     def expert(self, task: Task, rng: random.Random) -> ScriptedPlayer:
         """A player that knows the way. With probability 1 - `demonstration_skill` it forgets a step."""
-        challenge = self.make_challenge(task)
-        plan = list(challenge.plan())
-        challenge.close()
-        if rng.random() >= self.demonstration_skill:
-            plan.pop(rng.randrange(len(plan)))
+        forgets = rng.randrange(1000) if rng.random() >= self.demonstration_skill else None
+        data = task.data
+        if data["site"] == "miniwob":
+            return miniwob_player(data["page"], self.protocol, forgets)
+        plan = list(SITES[data["site"]].draw_task(data["seed"], data["level"]).plan)
+        if forgets is not None:
+            plan.pop(forgets % len(plan))
         return plan_player(plan, self.protocol)
 
     def random_player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
@@ -119,8 +141,24 @@ class BrowserWorld:
 
     def _draw_task(self, rng: random.Random) -> Task:
         seed = rng.randrange(NUM_SEEDS)
+        if self.site == "miniwob":
+            page = rng.choice(self.miniwob_pages)
+            return Task(id=f"{page}-{seed}", data={"site": self.site, "page": page, "seed": seed})
         data = {"site": self.site, "level": self.level, "seed": seed}
         return Task(id=f"{self.site}-{self.level}-{seed}", data=data)
+
+    @property
+    def miniwob_pages(self) -> Sequence[str]:
+        if self.pages is None:
+            return TEN_PAGES
+        return miniwob_pages() if self.pages == ["all"] else self.pages
+
+    def _check_pages(self) -> None:
+        known = miniwob_pages()
+        unknown = [page for page in self.miniwob_pages if page not in known]
+        if unknown or not self.miniwob_pages:
+            near = did_you_mean(unknown[0], known) if unknown else ""
+            raise ConfigError(f"no page {', '.join(unknown[:5]) or 'at all'}{near}; `all` takes all {len(known)}")
 
 
 class BrowserEnv:
@@ -142,16 +180,15 @@ class BrowserEnv:
         goal = await self._challenge.begin(self._page)
         observation = await self._page.observe()
         await self._keep_picture()
-        return [system(RULES[self._world.protocol]), user(f"Task: {goal}\n{observation}")]
+        return [system(screen_rules(self._world.protocol)), user(f"Task: {goal}\n{observation}")]
 
     async def step(self, reply: Message) -> EnvStep:
         page = self._opened()
         self._turn += 1
         self._replies.append(reply.content)
-        try:
-            action = parse_action(reply, self._world.protocol)
-        except ActionError as error:
-            return await self._answer(f"error: {error}", None, is_unparsable=True)
+        action = read_screen_reply(reply, self._world.protocol)
+        if isinstance(action, str):
+            return await self._answer(action, None, is_unparsable=True)
         says_done = action.kind == "done"
         observation = "" if says_done else await page.act(action)
         return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from turnwise.envs.screen import ElementIds, ScreenAction, ScreenElement
+from turnwise.envs.screen import ScreenAction, ScreenElement, ScreenIds
 
 SWITCHES = ("Wi-Fi", "Bluetooth", "Dark mode", "Flight mode", "Location", "Alarm", "Battery saver", "Torch")
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ class PhoneDevice:
     """Text in boxes of this screen that is not saved or sent yet, by key."""
     offset: int = 0
     """How many rows of a list are above the screen."""
-    ids: ElementIds = field(default_factory=ElementIds)
+    ids: ScreenIds = field(default_factory=ScreenIds)
 
     def copy(self) -> PhoneDevice:
         return PhoneDevice(self.data.copy(), self.path, dict(self.drafts), self.offset, self.ids.copy())

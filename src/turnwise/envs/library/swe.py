@@ -193,6 +193,8 @@ class SweEnv:
         self._turn = 0
         self._num_edits = 0
         self._said = hashlib.sha256()
+        if sandbox.can_fork:  # without it, whoever branches plays the replies again
+            self.fork = self._fork
 
     async def start(self) -> list[Message]:
         rules = RULES if self._world.protocol == "text" else f"Fix the repo.\n{self._toolbox.describe()}"
@@ -226,6 +228,13 @@ class SweEnv:
     def state_key(self) -> str:
         """The whole dialogue, because the shell's state depends on all of it."""
         return f"turn {self._turn} {self._said.hexdigest()[:16]}"
+
+    def _fork(self) -> SweEnv:
+        """An env that goes on from here in a fork of the shell."""
+        other = SweEnv(self._world, self._sandbox, self._task, self._where)
+        other._turn, other._num_edits, other._said = self._turn, self._num_edits, self._said.copy()
+        other._session = self._session.fork() if self._session is not None else None
+        return other
 
     def _read(self, reply: Message) -> ParsedReply:
         if self._world.protocol == "tool_call" or reply.tool_calls:

@@ -58,6 +58,7 @@ def step_to_json(step: EnvStep) -> Json:
         "is_unparsable": bool(step.is_unparsable),
         "info": {name: float(value) for name, value in step.info.items()},
         "labels": {name: str(value) for name, value in step.labels.items()},
+        "max_tokens": int(step.max_tokens),
     }
 
 

@@ -2,7 +2,7 @@
 
 from turnwise.envs.sandbox.limits import Limits, SandboxResult
 from turnwise.envs.sandbox.sandbox import Sandbox, SandboxKind, SandboxWarning
-from turnwise.envs.sandbox.session import Session
+from turnwise.envs.sandbox.session import Session, Snapshot
 from turnwise.envs.sandbox.worker import Worker, WorkerDiedError
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "SandboxResult",
     "SandboxWarning",
     "Session",
+    "Snapshot",
     "Worker",
     "WorkerDiedError",
 ]

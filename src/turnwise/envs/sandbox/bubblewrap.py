@@ -8,6 +8,8 @@
     what is shown        files and folders that the job names, read-only
     everything else      not there
 
+A filter on system calls (`seccomp.py`) keeps it from making namespaces of its own.
+
 The program inherits nothing: no environment, no network except an empty loopback, no terminal, no open file. If root
 starts it, it runs under a user id drawn for it alone, because the limit on processes counts per user and does not apply
 to root. Otherwise it runs in a new user namespace.
@@ -19,6 +21,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from turnwise.envs.sandbox.detect import Bubblewrap, num_mapped_ids
@@ -35,6 +38,9 @@ _FIRST_PROCESS = ("/bin/sh", "-c", '"$@"; exit $?', "sandbox")
 child of bubblewrap, which waits for it. The first process that bubblewrap itself would add is left to the host's first
 process, and not every host's first process waits for it."""
 _HIGH_IDS = 1 << 30
+_SHARED_BY = 8
+"""Sessions with the same base have the same user, whose processes the kernel counts together. So its limit is this much
+higher, and the limit of each session is watched from outside."""
 
 
 class BubblewrapBackend:
@@ -44,6 +50,7 @@ class BubblewrapBackend:
 
     def __init__(self, found: Bubblewrap) -> None:
         self._found = found
+        self.has_overlay = found.has_overlay
         self._random = random.SystemRandom()
 
     def launch(self, job: SandboxJob, stack: ExitStack) -> Launch:
@@ -83,13 +90,16 @@ class BubblewrapBackend:
             yield from ("--unshare-user", "--uid", str(_INSIDE_ID), "--gid", str(_INSIDE_ID))
             if self._found.can_disable_userns:
                 yield "--disable-userns"
+        if self._found.filter_program is not None:
+            pass_fds.append(data_to_fd(self._found.filter_program, stack))
+            yield from ("--seccomp", str(pass_fds[-1]))
         inside_id = user_id if self._found.is_root else _INSIDE_ID
         yield from self._system(inside_id, pass_fds, stack)
         yield from self._python(job.packages)
         yield from ("--proc", "/proc", "--dev", "/dev")
         yield from _tmpfs("/dev/shm", _SHM_BYTES, "1777")
         yield from ("--remount-ro", "/dev")
-        yield from _tmpfs("/tmp", job.limits.disk_bytes, "1777")
+        yield from ("--bind", str(job.tmp), "/tmp") if job.tmp else _tmpfs("/tmp", job.limits.disk_bytes, "1777")
         yield from self._work(job, pass_fds, stack)
         yield from _show(job.shown)
         yield from ("--remount-ro", "/", "--chdir", WORK, "--clearenv")
@@ -134,6 +144,9 @@ class BubblewrapBackend:
             yield from ("--ro-bind", str(place), f"/opt/packages/{name}")
 
     def _work(self, job: SandboxJob, pass_fds: list[int], stack: ExitStack) -> Iterator[str]:
+        if job.base is not None:
+            yield from ("--overlay-src", str(job.base), "--overlay", str(job.directory), str(job.scratch), WORK)
+            return
         if job.directory is not None:
             yield from ("--bind", str(job.directory), WORK)
             return
@@ -159,6 +172,9 @@ class BubblewrapBackend:
         }
 
     def _limited(self, job: SandboxJob, user_id: int) -> Iterator[str]:
+        if self._found.is_root and job.base is not None:
+            limits = replace(job.limits, processes=_SHARED_BY * job.limits.processes)
+            job = replace(job, limits=limits)
         yield from limit_command(self._found.prlimit, job)
         if self._found.is_root:
             yield from drop_command(self._found.setpriv, user_id)

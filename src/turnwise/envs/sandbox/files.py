@@ -14,6 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from turnwise.errors import DataError
 
+ENTRY_BYTES = 512
+"""What a file counts for being there, so that empty files have a limit too."""
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -92,10 +95,11 @@ class FileTree:
         return found
 
     def num_bytes(self) -> int:
-        """The size of all files on disk. Files that vanish meanwhile do not count."""
+        """The size of all files on disk, empty ones with a little. Files that vanish meanwhile do not count."""
         total = 0
         with contextlib.suppress(OSError):
-            for _, _, names, descriptor in os.fwalk(self.root, follow_symlinks=False):
+            for _, folders, names, descriptor in os.fwalk(self.root, follow_symlinks=False):
+                total += ENTRY_BYTES * (len(folders) + len(names))
                 for name in names:
                     with contextlib.suppress(OSError):
                         total += os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_blocks * 512

@@ -8,7 +8,9 @@ from typing import Literal
 
 from turnwise.errors import ConfigError
 
-Ending = Literal["finished", "timeout", "output_limit", "memory_limit", "disk_limit", "cancelled", "shell_died"]
+Ending = Literal[
+    "finished", "timeout", "output_limit", "memory_limit", "process_limit", "disk_limit", "cancelled", "shell_died"
+]
 
 SIGNALLED = 128
 """A higher exit code is 128 plus the number of the signal that ended the program."""
@@ -32,7 +34,7 @@ class Limits:
     file_bytes: int = 16 * _MEGABYTE
     """Size of the largest file."""
     disk_bytes: int = 64 * _MEGABYTE
-    """Size of all files in the working directory. /tmp may hold the same amount."""
+    """Size of all files in the working directory, and of those in /tmp. A session counts what it wrote to both."""
     output_bytes: int = _MEGABYTE
     """Size of standard output, and of standard error."""
 
@@ -72,6 +74,8 @@ class SandboxResult:
                 return f"stopped: more than {_size(self.limits.output_bytes)} of output"
             case "memory_limit":
                 return f"stopped: more than {_size(self.limits.memory_bytes)} of memory"
+            case "process_limit":
+                return f"stopped: more than {self.limits.processes} processes"
             case "disk_limit":
                 return f"stopped: more than {_size(self.limits.disk_bytes)} in files"
             case "cancelled":

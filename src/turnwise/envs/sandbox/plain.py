@@ -28,6 +28,7 @@ class PlainBackend:
     """Turns jobs into commands that run without isolation."""
 
     has_own_pids = False
+    has_overlay = False
 
     def __init__(self) -> None:
         self._prlimit = find_tool("prlimit")

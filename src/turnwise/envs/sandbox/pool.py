@@ -23,11 +23,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from turnwise.envs.sandbox.areas import BaseLayer, WorkArea
 from turnwise.envs.sandbox.files import FileTree
 from turnwise.envs.sandbox.members import start_time
-from turnwise.envs.sandbox.process import Backend, SandboxJob
-from turnwise.envs.sandbox.session import Session
-from turnwise.errors import ConfigError, SessionClosedError
+from turnwise.envs.sandbox.process import Backend, SandboxJob, run_job
+from turnwise.envs.sandbox.session import Session, SessionTerms, area_job
+from turnwise.errors import ConfigError, SandboxError, SessionClosedError
 
 SHELL = ("bash", "--noprofile", "--norc")
 
@@ -42,6 +43,7 @@ class SandboxPool:
         self._place, self._lock_fd = self._claim()
         self._sessions: dict[str, Session] = {}
         self._changed = threading.Condition()
+        self._overlay_works: bool | None = None
         self._is_closed = False
         self._owner_pid = os.getpid()
         self._reaper: threading.Thread | None = None
@@ -51,24 +53,57 @@ class SandboxPool:
         """Open a session and write its files. Its shell starts with the first command."""
         if lease_s <= 0:
             raise ConfigError(f"lease_s={lease_s}; expected more than 0 seconds")
-        identity = secrets.token_hex(8)
-        place = self._place / identity
-        work = place / "work"
         user_id = backend.draw_user_id()
-        work.mkdir(parents=True)
-        if os.geteuid() == 0:
-            os.chown(work, user_id, user_id)
-            if not backend.has_own_pids:  # the shell enters its folder by itself
-                for folder in (place, self._place, self._root):
-                    folder.chmod(0o711)
-        FileTree(work, user_id if os.geteuid() == 0 else None).write_all(files)
-        session = Session(
-            identity=identity,
-            place=place,
-            backend=backend,
-            job=replace(job, argv=SHELL, directory=work, files={}, user_id=user_id),
-            lease_s=lease_s,
-        )
+        area = self._make_area(backend, job, user_id, files)
+        return self._enter(backend, replace(job, argv=SHELL, files={}), area, SessionTerms(lease_s=lease_s))
+
+    def fork(self, backend: Backend, job: SandboxJob, area: WorkArea, terms: SessionTerms) -> Session:
+        """Open a session whose files are a copy of `area`. Nothing may be running there."""
+        return self._enter(backend, job, area.copy_to(self.new_place(), backend.draw_user_id()), terms)
+
+    def new_place(self) -> Path:
+        """The path of a folder that is removed with this pool. It is not made yet."""
+        return self._place / secrets.token_hex(8)
+
+    def _make_area(self, backend: Backend, job: SandboxJob, user_id: int, files: Mapping[str, bytes]) -> WorkArea:
+        place, owner = self.new_place(), user_id if os.geteuid() == 0 else None
+        if self._has_overlay(backend, job):
+            base = BaseLayer(folder=self._place / f"base-{place.name}", user_id=user_id)
+            base.folder.mkdir()
+            if owner is not None:
+                os.chown(base.folder, owner, owner)
+            FileTree(base.folder, owner).write_all(files)
+            return WorkArea(place, user_id, base)
+        area = WorkArea(place, user_id, None)
+        if os.geteuid() == 0 and not backend.has_own_pids:  # the shell enters its folder by itself
+            for folder in (place, self._place, self._root):
+                folder.chmod(0o711)
+        FileTree(area.upper, owner).write_all(files)
+        return area
+
+    def _has_overlay(self, backend: Backend, job: SandboxJob) -> bool:
+        """Whether this kernel lays folders of this pool over each other. It is tried once."""
+        if not backend.has_overlay:
+            return False
+        with self._changed:
+            if self._overlay_works is None:
+                user_id = backend.draw_user_id()
+                base = BaseLayer(folder=self._place / "base-trial", user_id=user_id)
+                base.folder.mkdir()
+                area = WorkArea(self._place / "trial", user_id, base)
+                trial = replace(area_job(job, area), argv=("sh", "-c", "echo hi > x && cat x"))
+                try:
+                    self._overlay_works = run_job(backend, trial).stdout == "hi\n"
+                except SandboxError:
+                    self._overlay_works = False
+                finally:
+                    area.remove()
+            return self._overlay_works
+
+    def _enter(self, backend: Backend, job: SandboxJob, area: WorkArea, terms: SessionTerms) -> Session:
+        identity = area.place.name
+        session = Session(identity=identity, area=area, backend=backend, job=job, terms=terms)
+        session.pool = self
         session.on_close = lambda: self._forget(identity)
         with self._changed:
             self._sessions[identity] = session

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Protocol
 
 from turnwise.envs.sandbox.limits import Ending, Limits, SandboxResult
-from turnwise.envs.sandbox.members import ProcessHandle, memory_bytes
+from turnwise.envs.sandbox.members import ProcessHandle, descendants, memory_bytes
 from turnwise.errors import SandboxError
 
 START_S = 30.0
@@ -47,6 +47,12 @@ class SandboxJob:
     """Contents of files, by path in the working directory."""
     directory: Path | None = None
     """A folder of the host to use as the working directory, instead of `files`."""
+    base: Path | None = None
+    """A folder of the host whose files lie below those of `directory`, which then holds only what was changed."""
+    scratch: Path | None = None
+    """An empty folder of the host for the kernel, if there is a `base`."""
+    tmp: Path | None = None
+    """A folder of the host to use as /tmp."""
     packages: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Modules that can be imported besides the standard library, by name."""
     shown: Mapping[str, Path] = field(default_factory=dict[str, Path])
@@ -75,6 +81,11 @@ class Backend(Protocol):
 
     @property
     def has_own_pids(self) -> bool: ...
+
+    @property
+    def has_overlay(self) -> bool:
+        """Whether jobs may have a `base`, as far as the program that makes sandboxes is concerned."""
+        ...
 
     def launch(self, job: SandboxJob, stack: ExitStack) -> Launch: ...
 
@@ -238,6 +249,8 @@ class Running:
             return "output_limit"
         if self.init_pid is not None and memory_bytes(self.init_pid) > self.job.limits.memory_bytes:
             return "memory_limit"
+        if self.init_pid is not None and self.job.base is not None:  # sessions with the same base count together
+            return "process_limit" if len(descendants(self.init_pid)) > self.job.limits.processes else None
         return None
 
     def text(self, descriptor: int) -> str:

@@ -77,6 +77,11 @@ class Sandbox:
         self._packages = find_packages(packages)
         self._pool = pool
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether sessions can fork and go back to snapshots."""
+        return self._backend.has_own_pids
+
     async def run(
         self,
         argv: Sequence[str],

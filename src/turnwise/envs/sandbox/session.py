@@ -2,7 +2,8 @@
 
 When a command is done, or at its deadline, all processes except the shell are killed. If the shell itself dies (`exit`,
 a signal, a command that does not stop), the result says so and a new shell is started. It keeps the files and the
-current folder, but not the variables.
+current folder, but not the variables. `fork` opens a second session that goes on from the same point, `snapshot` and
+`restore` go back to one; both keep files, /tmp, folder and everything that the shell knows (`areas.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from turnwise.envs.sandbox.areas import WorkArea
 from turnwise.envs.sandbox.files import FileTree
 from turnwise.envs.sandbox.limits import Ending, Limits, SandboxResult
 from turnwise.envs.sandbox.members import descendants, kill_below, start_time
@@ -34,29 +37,119 @@ MAX_COMMAND_BYTES = 48_000
 _GRACE_S = 1.0
 _LOOK_S = 0.1
 _MARK_FD = 251
+_CAPTURE_S = 5.0
+_TELL_STATE = (
+    "builtin declare -p; builtin declare -f; builtin alias -p; builtin trap -p; builtin umask -p; builtin shopt -p; "
+    "builtin set +o"
+)
+
+_FIXED = re.compile(
+    r"^declare -\S+ (?:BASH\w*|DIRSTACK|EUID|EPOCH\w+|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|"
+    r"SHELLOPTS|UID|COMP_WORDBREAKS|_)(?:=.*)?\n",
+    re.MULTILINE,
+)
+"""Variables that a shell sets by itself. Setting some of them ends the script."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellState:
+    """What a shell knows: its folder, and a script that sets its variables, functions, aliases, options and traps."""
+
+    script: str = ""
+    folder: str | None = None
+
+    def to_input(self) -> bytes:
+        """The script as a shell reads it. Variables that no shell lets anyone set are left out."""
+        script = _FIXED.sub("", self.script)
+        return f"{{\n:\n{script}\n}} >/dev/null 2>&1\n".encode("utf-8", "replace") if script else b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """How a session begins and how long it is kept."""
+
+    lease_s: float
+    state: ShellState = field(default_factory=ShellState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Files and shell state of a session at one moment."""
+
+    session_id: str
+    area: WorkArea
+    state: ShellState
+
+    def close(self) -> None:
+        self.area.remove()
+
+
+class SessionForks(Protocol):
+    """The part of the pool that a session needs."""
+
+    def fork(self, backend: Backend, job: SandboxJob, area: WorkArea, terms: SessionTerms) -> Session: ...
+
+    def new_place(self) -> Path: ...
+
+
+def area_job(job: SandboxJob, area: WorkArea) -> SandboxJob:
+    """The job with its files in this area."""
+    is_layered = area.base is not None
+    return replace(
+        job,
+        directory=area.upper,
+        base=area.base.folder if area.base is not None else None,
+        scratch=area.scratch if is_layered else None,
+        tmp=area.tmp,
+        user_id=area.user_id,
+    )
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write more than fits into the pipe; the shell reads it meanwhile."""
+    with contextlib.suppress(BrokenPipeError):  # the shell is dead; the mark that follows will not come
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 class Session:
     """Made by `Sandbox.open`. Closed by `close`, by its pool, or when its lease ends."""
 
-    def __init__(self, *, identity: str, place: Path, backend: Backend, job: SandboxJob, lease_s: float) -> None:
+    def __init__(
+        self, *, identity: str, area: WorkArea, backend: Backend, job: SandboxJob, terms: SessionTerms
+    ) -> None:
         self.id = identity
-        self.lease_s = lease_s
+        self.lease_s = terms.lease_s
         self.num_restarts = 0
-        self._place = place
+        self._area = area
         self._backend = backend
-        self._job = job
-        assert job.directory is not None
-        self.files = FileTree(job.directory, job.user_id if os.geteuid() == 0 else None)
+        self._job = area_job(job, area)
         self._lock = threading.RLock()
         self._thread = CallThread()
         self._cancel: Cancel | None = None
         self._shell: Running | None = None
         self._shell_pid = -1
-        self._folder: str | None = None
+        self._full_bytes = 0
+        self._state = terms.state
+        self._folder = terms.state.folder
         self._closed_because = ""
-        self._expires_at = time.monotonic() + lease_s
+        self._expires_at = time.monotonic() + terms.lease_s
+        self.pool: SessionForks | None = None
         self.on_close: Callable[[], None] = lambda: None
+
+    @property
+    def files(self) -> FileTree:
+        """The files of /work, read and written from outside. With an overlay, the shell is started for it."""
+        if self._area.base is None:
+            return FileTree(self._area.upper, self._area.owner)
+        return self._in_thread(self._merged_files)
+
+    @property
+    def has_overlay(self) -> bool:
+        """Whether a snapshot copies only what was changed."""
+        return self._area.base is not None
 
     @property
     def expires_at(self) -> float:
@@ -110,8 +203,83 @@ class Session:
                 self._shell.end()
                 self._shell = None
         self._thread.stop()
-        shutil.rmtree(self._place, ignore_errors=True)
+        self._area.remove()
         self.on_close()
+
+    def fork(self) -> Session:
+        """Open an independent session that goes on from here: same files, folder, variables and functions."""
+        self._check_can_fork()
+        return self._in_thread(self._fork)
+
+    def snapshot(self) -> Snapshot:
+        """Keep the files and the shell's state as they are now, for `restore`. Close it when it is not needed."""
+        self._check_can_fork()
+        return self._in_thread(self._snapshot)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this session."""
+        if snapshot.session_id != self.id:
+            raise DataError(f"the snapshot is of session {snapshot.session_id}, this is {self.id}; restore its own")
+        self._in_thread(lambda: self._restore(snapshot))
+
+    def _check_can_fork(self) -> None:
+        if not self._backend.has_own_pids:
+            raise DataError(
+                "sandbox=subprocess cannot fork: its folder has another name in every session; use bubblewrap"
+            )
+
+    def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run something in the session's own thread, after the command that runs there, and wait for it."""
+        self._check_open()
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                with self._lock, run_slots:
+                    self._check_open()
+                    outcome.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+                outcome.set_exception(error)
+
+        self._thread.post(run)
+        result = outcome.result()
+        self.renew()
+        return result
+
+    def _merged_files(self) -> FileTree:
+        shell = self._ensure_shell()
+        return FileTree(Path(f"/proc/{shell.init_pid}/root/work"), self._area.owner)
+
+    def _fork(self) -> Session:
+        assert self.pool is not None
+        terms = SessionTerms(lease_s=self.lease_s, state=self._capture())
+        return self.pool.fork(self._backend, self._job, self._area, terms)
+
+    def _snapshot(self) -> Snapshot:
+        assert self.pool is not None
+        state = self._capture()
+        area = self._area.copy_to(self.pool.new_place(), self._area.user_id)
+        return Snapshot(session_id=self.id, area=area, state=state)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        if self._shell is not None:
+            self._shell.end()
+            self._shell = None
+        self._area.replace_by(snapshot.area)
+        self._state, self._folder = snapshot.state, snapshot.state.folder
+
+    def _capture(self) -> ShellState:
+        """What the shell knows, as a script that makes another shell know it too."""
+        if self._shell is None or self._shell.has_ended:
+            return ShellState(script=self._state.script, folder=self._folder)
+        cancel = Cancel()
+        try:
+            result = self._run_in(self._shell, _TELL_STATE, _CAPTURE_S, cancel)
+        finally:
+            cancel.close()
+        if result.ending != "finished":
+            raise SandboxError(f"the shell of session {self.id} does not tell its state: {result.verdict()}")
+        return ShellState(script=result.stdout, folder=self._folder)
 
     def _check_open(self) -> None:
         if self._closed_because:
@@ -177,8 +345,7 @@ class Session:
         while True:
             found = pattern.search(shell.outputs[shell.stdout_fd])
             if found:
-                is_full = self.files.num_bytes() > self._job.limits.disk_bytes
-                return ("disk_limit" if is_full else "finished"), found
+                return ("disk_limit" if self._is_too_full() else "finished"), found
             now = time.monotonic()
             if shell.has_ended:
                 return "finished", None
@@ -186,7 +353,7 @@ class Session:
                 return "timeout", None
             if now >= next_look:
                 broken = shell.broken_limit()
-                if broken is None and self.files.num_bytes() > self._job.limits.disk_bytes:
+                if broken is None and self._is_too_full():
                     broken = "disk_limit"
                 if broken is not None:
                     return broken, None
@@ -195,6 +362,13 @@ class Session:
                 return "cancelled", None
             if len(shell.outputs[shell.stdout_fd]) > self._job.limits.output_bytes:
                 return "output_limit", None
+
+    def _is_too_full(self) -> bool:
+        """Whether there is more on disk than allowed, and more than before: a command may remove files one by one."""
+        used = self._area.num_bytes()
+        is_too_full = used > max(self._job.limits.disk_bytes, self._full_bytes)
+        self._full_bytes = used if used > self._job.limits.disk_bytes else 0
+        return is_too_full
 
     def _interrupt(self, shell: Running, mark: str, output: str) -> str:
         """Stop the command but keep the shell. If the shell itself does not stop, replace it."""
@@ -219,6 +393,8 @@ class Session:
         try:
             shell.wait_until_up()
             os.write(shell.stdin_fd, f"exec {_MARK_FD}>&1; cd -- {shlex.quote(self._folder or '.')}\n".encode())
+            _write_all(shell.stdin_fd, self._state.to_input())
+            self._state = ShellState()
             mark = self._send(shell, ":")
             _, found = self._follow(shell, mark, time.monotonic() + START_S, None)
             if found is None:
@@ -236,4 +412,4 @@ class Session:
     def _note_process(self, pid: int) -> None:
         """Note which process to kill, for the pool that cleans up if this process dies."""
         note = json.dumps({"pid": pid, "start_time": start_time(pid)})
-        (self._place / "process.json").write_text(note, encoding="utf-8")
+        (self._area.place / "process.json").write_text(note, encoding="utf-8")

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from turnwise.envs.chat_api.messages import Reply, are_same, continues, with_call_text
 from turnwise.renderers import Renderer
 from turnwise.service.failures import HttpFailure, not_found
-from turnwise.service.openai.messages import Reply, with_call_text
 from turnwise.service.openai.schemas import CaptureBody, RewardBody
 from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 
@@ -65,11 +65,7 @@ class Capture:
     def _before(self, asked: Sequence[Message]) -> CapturedTurn | None:
         """The latest call that these messages continue."""
         for known in reversed(self.turns):
-            size = len(known.asked)
-            is_continued = len(asked) > size + 1 and known.reply.is_said_by(asked[size])
-            rest = asked[size + 1 :]
-            is_plain = all(message.role != "assistant" for message in rest)
-            if is_continued and is_plain and _are_same(asked[:size], known.asked):
+            if continues(asked, known.asked, known.reply):
                 return known
         return None
 
@@ -114,7 +110,7 @@ class Capture:
             for other in self.turns[index + 1 :]
             if len(other.asked) > size + 1
             and known.reply.is_said_by(other.asked[size])
-            and _are_same(other.asked[:size], known.asked)
+            and are_same(other.asked[:size], known.asked)
         )
         said: list[Message] = []
         for message in next(later, ()):
@@ -122,16 +118,6 @@ class Capture:
                 break
             said.append(message)
         return replace(known.turn, observation=tuple(said), reward_parts=dict(self.rewards.get(index, {})))
-
-
-def _are_same(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    """The same conversation; the ids of tool calls do not matter."""
-    return len(one) == len(other) and all(_said(a) == _said(b) for a, b in zip(one, other, strict=True))
-
-
-def _said(message: Message) -> tuple[str, str, str | None, list[tuple[str, Mapping[str, object]]]]:
-    content = message.content.strip() if message.role == "assistant" else message.content
-    return message.role, content, message.name, [(call.name, call.arguments) for call in message.tool_calls]
 
 
 class Captures:

@@ -14,6 +14,8 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from turnwise.envs.chat_api.bodies import ChatBody, refused
+from turnwise.envs.chat_api.messages import Reply, call_to_json, read_messages, with_call_text, with_tools
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
@@ -29,8 +31,6 @@ from turnwise.service.openai.gateway import (
     sampling_params,
 )
 from turnwise.service.openai.logprobs import chat_logprob, check_top_logprobs
-from turnwise.service.openai.messages import Reply, call_to_json, read_messages, with_call_text, with_tools
-from turnwise.service.openai.schemas import ChatBody, refused
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.results import SampleReply
 from turnwise.trajectory import Message, Turn

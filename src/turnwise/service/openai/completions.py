@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from turnwise.envs.chat_api.bodies import refused
 from turnwise.service.access import Caller
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promise
@@ -26,7 +27,7 @@ from turnwise.service.openai.gateway import (
     sampling_params,
 )
 from turnwise.service.openai.logprobs import check_top_logprobs, plain_logprobs
-from turnwise.service.openai.schemas import CompletionBody, refused
+from turnwise.service.openai.schemas import CompletionBody
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.results import SampleReply
 from turnwise.types import SampleRequest

@@ -57,7 +57,8 @@ class OpenAIRoute(APIRoute):
                 return _invalid(error)
             except TurnwiseError as error:
                 status = 404 if isinstance(error, CheckpointError) else 400
-                return AsciiJson(error_json(status, without_paths(str(error))), status)
+                param = getattr(error, "param", None)
+                return AsciiJson(error_json(status, without_paths(str(error)), param), status)
             except HTTPException as error:
                 return AsciiJson(error_json(error.status_code, str(error.detail)), error.status_code)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from turnwise.envs.chat_api.bodies import refused
 from turnwise.service.openai.gateway import Talker
-from turnwise.service.openai.schemas import refused
 from turnwise.service.openai.text import UNFINISHED
 
 

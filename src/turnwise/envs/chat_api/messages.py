@@ -4,6 +4,8 @@ Tools are described in the system message, in the words of `turnwise.envs.tools`
 blocks that its worlds use. So a policy that learned to use tools in a world can use them here, and the other way round.
 """
 
+# pyright: basic
+
 from __future__ import annotations
 
 import json
@@ -12,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from turnwise.envs.chat_api.bodies import MessageBody, ToolBody, read_arguments
 from turnwise.envs.tools import CALL_FORMAT, parse_tool_calls
-from turnwise.service.failures import HttpFailure
-from turnwise.service.openai.schemas import MessageBody, ToolBody, read_arguments
+from turnwise.errors import DataError
 from turnwise.trajectory import Message, ToolCall
 
 MAX_CALL_TEXT = 100_000
@@ -31,7 +33,7 @@ def read_messages(bodies: Sequence[MessageBody]) -> list[Message]:
             for call in body.tool_calls or ()
         )
         if calls and body.role != "assistant":
-            raise HttpFailure(400, f"messages.{index}: tool_calls are the assistant's; the role is {body.role}")
+            raise DataError(f"messages.{index}: tool_calls are the assistant's; the role is {body.role}")
         names.update({call.id: call.name for call in calls})
         if body.role == "assistant":
             messages.append(Message(role="assistant", content=_text(body, index), tool_calls=calls))
@@ -46,13 +48,13 @@ def read_messages(bodies: Sequence[MessageBody]) -> list[Message]:
 def _text(body: MessageBody, index: int) -> str:
     if body.content is None:
         if body.role != "assistant":
-            raise HttpFailure(400, f"messages.{index}: a {body.role} message without content")
+            raise DataError(f"messages.{index}: a {body.role} message without content")
         return ""
     if isinstance(body.content, str):
         return body.content
     for part in body.content:
         if part.type != "text" or part.text is None:
-            raise HttpFailure(400, f"messages.{index}: content of type {part.type!r} is not supported; send text")
+            raise DataError(f"messages.{index}: content of type {part.type!r} is not supported; send text")
     return "".join(part.text or "" for part in body.content)
 
 
@@ -68,7 +70,7 @@ def describe_tools(tools: Sequence[ToolBody]) -> str:
     try:
         lines = [_describe(tool) for tool in tools]
     except (RecursionError, ValueError) as cause:
-        raise HttpFailure(400, "a tool's parameters cannot be shown to the model: they nest too deep") from cause
+        raise DataError("a tool's parameters cannot be shown to the model: they nest too deep") from cause
     return "\n".join(["Tools:", *lines, "Call a tool like this:", CALL_FORMAT])
 
 
@@ -78,14 +80,14 @@ def _describe(tool: ToolBody) -> str:
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
     if not isinstance(properties, dict):
-        raise HttpFailure(400, f"tool {function.name}: parameters.properties is not an object")
+        raise DataError(f"tool {function.name}: parameters.properties is not an object")
     arguments = [
         f"{name}: {_type_name(inner)}" + _default(inner, is_required=name in required)
         for name, inner in properties.items()
     ]
     line = f"- {function.name}({', '.join(arguments)}): {function.description or ''}".rstrip()
     if len(line) > MAX_CALL_TEXT:
-        raise HttpFailure(400, f"tool {function.name}: its schema is too long to be shown to the model")
+        raise DataError(f"tool {function.name}: its schema is too long to be shown to the model")
     return line
 
 
@@ -159,3 +161,22 @@ def new_call_id() -> str:
 def call_to_json(call: ToolCall) -> Mapping[str, object]:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def are_same(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Whether two conversations say the same; the ids of tool calls do not matter."""
+    return len(one) == len(other) and all(_said(a) == _said(b) for a, b in zip(one, other, strict=True))
+
+
+def _said(message: Message) -> tuple[str, str, str | None, list[tuple[str, Mapping[str, object]]]]:
+    content = message.content.strip() if message.role == "assistant" else message.content
+    return message.role, content, message.name, [(call.name, call.arguments) for call in message.tool_calls]
+
+
+def continues(asked: Sequence[Message], before: Sequence[Message], reply: Reply) -> bool:
+    """Whether `asked` is an earlier call's messages, the reply to it, and something new that no assistant said."""
+    size = len(before)
+    if len(asked) <= size + 1 or not reply.is_said_by(asked[size]):
+        return False
+    is_plain = all(message.role != "assistant" for message in asked[size + 1 :])
+    return is_plain and are_same(asked[:size], before)

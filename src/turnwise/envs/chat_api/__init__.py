@@ -1,0 +1,1 @@
+"""OpenAI's chat format: what clients send, as messages, and replies as clients read them."""

@@ -1,0 +1,1 @@
+"""Agent memory for any world: a window of full turns, summaries that the policy writes itself, and notes."""

@@ -1,0 +1,1 @@
+"""Rounds of play, verdict, routing, training and evaluation: `turnwise.flywheel`."""

@@ -1,0 +1,115 @@
+"""The real command, killed with `kill -9` at several moments of a round: nothing is lost and nothing is there twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.rounds.store import is_flywheel
+from turnwise.runlog.reader import RunReader
+
+pytestmark = pytest.mark.usefixtures("tiny_dir")
+WORLD = f"{Path(__file__).with_name('parity_world.py')}:ParityWorld"
+FILE = f"""
+flywheel: {{rounds: 2, tasks: 6, samples: 4, sft_steps: 4, rl_steps: 4, continued_steps: 2,
+           eval_tasks: 4, raise_at: 0.2}}
+model: tiny
+env: {{name: "{WORLD}"}}
+rollout: {{group_size: 3}}
+train: {{tasks_per_step: 2, learning_rate: 1.0e-2, save_every: 2}}
+"""
+MOMENTS = (
+    "SELECT count(*) FROM attempts WHERE round = 1",
+    "rounds/01/sft",
+    "rounds/01/rl",
+    "SELECT count(*) FROM stages WHERE round = 1 AND stage = 'rl'",
+    "SELECT count(*) FROM stages WHERE round = 2 AND stage = 'route'",
+)
+"""When to kill: as soon as a query counts something, or as soon as a run has done a step."""
+DEADLINE_S = 300.0
+"""Only a hang takes so long."""
+TABLES = (
+    "SELECT * FROM tasks ORDER BY id",
+    "SELECT * FROM held_out ORDER BY id",
+    "SELECT round, task_id, attempt, seed, is_success, reward, num_tokens, said FROM attempts ORDER BY 1, 2, 3",
+    "SELECT round, task_id, attempt, verdict, score, is_good FROM samples ORDER BY 1, 2, 3",
+    "SELECT a.round, a.task_id, a.attempt FROM sft p JOIN attempts a ON a.id = p.attempt_id ORDER BY 1, 2, 3",
+    "SELECT a.round, a.task_id, a.attempt FROM continued p JOIN attempts a ON a.id = p.attempt_id ORDER BY 1, 2, 3",
+    "SELECT * FROM rl ORDER BY 1, 2",
+    "SELECT round, task_id, attempt FROM samples WHERE is_chosen OR is_rejected ORDER BY 1, 2, 3",
+    "SELECT round, difficulty, num_attempts, success, reward FROM evaluations ORDER BY 1, 2",
+    "SELECT round, stage FROM stages ORDER BY 1, 2",
+)
+
+
+def _start(directory: Path, file: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "turnwise.cli", "flywheel", str(file), f"flywheel.dir={directory}"]
+    return subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def _rows(directory: Path, sql: str) -> list[Any]:
+    with sqlite3.connect(f"file:{directory / 'flywheel.db'}?mode=ro", uri=True) as db:
+        return db.execute(sql).fetchall()
+
+
+def _has_come(directory: Path, moment: str) -> bool:
+    if not is_flywheel(directory):
+        return False
+    if not moment.startswith("SELECT"):
+        try:
+            with RunReader(directory / moment) as run:
+                return bool(run.checkpoints())
+        except Exception:  # noqa: BLE001 - it is being made
+            return False
+    try:
+        return bool(_rows(directory, moment)[0][0])
+    except sqlite3.Error:
+        return False
+
+
+def _kill_at(directory: Path, file: Path, moment: str) -> bool:
+    """Whether the process was killed; it may have been faster."""
+    process = _start(directory, file)
+    deadline = time.monotonic() + DEADLINE_S
+    while process.poll() is None and not _has_come(directory, moment) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    is_late = time.monotonic() >= deadline
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+    _, said = process.communicate()
+    assert not is_late, f"{moment} did not come"
+    assert process.returncode in (0, -signal.SIGKILL), said.decode()
+    return process.returncode != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_flywheel_that_is_killed_in_every_kind_of_stage_ends_like_one_that_nobody_touched(tmp_path: Path) -> None:
+    file = tmp_path / "wheel.yaml"
+    file.write_text(FILE)
+    killed = [_kill_at(tmp_path / "killed", file, moment) for moment in MOMENTS]
+    for name in ("killed", "plain"):
+        process = _start(tmp_path / name, file)
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, said.decode()
+    assert sum(killed) >= 4, "most moments are hit before the stage is over"
+    for sql in TABLES:
+        assert _rows(tmp_path / "killed", sql) == _rows(tmp_path / "plain", sql), sql
+    counts = _rows(tmp_path / "killed", "SELECT count(*), count(DISTINCT task_id) FROM attempts WHERE round = 1")
+    assert counts == [(24, 6)]
+    trained = _rows(tmp_path / "killed", "SELECT round, stage FROM stages WHERE detail LIKE '%\"run\"%' ORDER BY 1, 2")
+    assert [row[1] for row in trained] == ["continued", "rl", "sft"] * 2, "every stage had something to learn from"
+    for number, stage in trained:
+        with RunReader(tmp_path / "killed" / "rounds" / f"{number:02d}" / stage) as run:
+            steps = [step for step, _ in run.metric("train/grad_norm")]
+            assert len(steps) == len(set(steps)), f"a step of {stage} in round {number} is there twice"
+    leaked = "SELECT count(*) FROM tasks t JOIN held_out h ON h.id = t.id OR h.content = t.content"
+    assert _rows(tmp_path / "killed", leaked) == [(0,)]

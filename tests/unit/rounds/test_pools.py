@@ -1,0 +1,205 @@
+"""What goes into which pool, which tasks are played, and what the file refuses; no model is loaded."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cases import for_each
+from turnwise.envs.base import Task, assistant, user
+from turnwise.envs.listed import ListedTask
+from turnwise.errors import ConfigError
+from turnwise.rounds.config import FlywheelConfig, FlywheelFile, read_file
+from turnwise.rounds.dial import LevelTasks, TaskDial
+from turnwise.rounds.export import pool_rows, write_pool
+from turnwise.rounds.route import route
+from turnwise.rounds.store import AttemptVerdict, PoolStore
+from turnwise.training.objects import NO_OBJECTS
+from turnwise.training.stored import read_file_dialogues, world_words
+from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
+
+WORDS = {"red": 11, "blue": 12, "green": 13}
+
+
+def _trajectory(task: str, attempt: int, words: str, *, is_success: bool) -> Trajectory:
+    """Two turns: a word, the world's answer (ids 5 and 6), and another word."""
+    first, second = (WORDS[word] for word in words.split())
+    turns = []
+    for ids, word in (((1, 2), first), ((1, 2, first, 5, 6), second)):
+        text = next(name for name, number in WORDS.items() if number == word)
+        turns.append(
+            Turn(
+                prompt_ids=ids,
+                sampled_ids=(word,),
+                sampler_logprobs=(-0.5,),
+                policy_version=0,
+                reply=assistant(text),
+                observation=(user("and?"),) if word == first else (),
+                reward_parts={"outcome": float(is_success) if len(ids) > 2 else 0.0},
+            )
+        )
+    return Trajectory(
+        task_id=task,
+        attempt=attempt,
+        seed=7,
+        start=(user("go"),),
+        turns=tuple(turns),
+        end_reason=EndReason.TERMINATED,
+        is_success=is_success,
+    )
+
+
+def _store(tmp_path: Path) -> PoolStore:
+    meta = {"world": "key_door", "base_model": "tiny"}
+    return PoolStore.create(tmp_path / "wheel", meta)
+
+
+def _play(store: PoolStore, number: int, task: str, replies: dict[str, bool]) -> None:
+    trajectories = [_trajectory(task, i, words, is_success=good) for i, (words, good) in enumerate(replies.items())]
+    store.add_group(number, "a checkpoint", TrajectoryGroup(task_id=task, trajectories=tuple(trajectories)))
+    judged = store.attempts("a.round = ? AND v.attempt_id IS NULL", number)
+    store.add_verdicts([_verdict(one.id, is_good=bool(one.is_success)) for one in judged])
+
+
+def _verdict(attempt_id: int, *, is_good: bool) -> AttemptVerdict:
+    return AttemptVerdict(attempt_id=attempt_id, source="verifier", score=float(is_good), is_good=is_good)
+
+
+def _tasks(*names: str) -> list[ListedTask]:
+    return [ListedTask(task=Task(id=name, data={"n": name}), split="train", difficulty=0) for name in names]
+
+
+def test_attempts_are_routed_by_their_verdict_and_what_was_said_before_goes_nowhere(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        store.add_tasks(_tasks("mixed", "solved", "lost"), 1)
+        _play(store, 1, "mixed", {"red red": True, "red blue": False, "blue red": True, "blue blue": False})
+        _play(store, 1, "solved", {"red red": True, "blue blue": True})
+        _play(store, 1, "lost", {"red red": False, "blue blue": False})
+        _play(store, 2, "mixed", {"red red": True, "green red": True})
+        options = FlywheelConfig(best_per_task=1, continued_steps=1)
+        first = route(store.attempts("a.round = 1"), options)
+        name = {one.id: (one.task_id, one.trajectory.attempt) for one in store.attempts()}
+        assert [name[one] for one in first.sft] == [("mixed", 0), ("solved", 0)]
+        assert first.rl == [("mixed", 0.5)]
+        assert [(name[a], name[b]) for a, b in first.preference] == [(("mixed", 0), ("mixed", 3))]
+        assert sorted(name[one] for one in first.continued) == [("lost", 0), ("lost", 1), ("mixed", 1), ("mixed", 3)]
+        second = route(store.attempts("a.round = 2"), options)
+        assert second.num_duplicates == 1
+        assert len(second.sft) == 1, "what the first round said is not learned twice"
+        plain = route(store.attempts("a.round = 1"), FlywheelConfig(routing=False))
+        assert (len(plain.sft), plain.rl, plain.preference) == (4, [], [])
+
+
+def test_a_pool_is_filtered_and_exported_with_its_provenance_and_can_be_learned_from(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        store.add_tasks(_tasks("mixed"), 1)
+        _play(store, 1, "mixed", {"red red": True, "red blue": False, "blue red": True})
+        with store.transaction():
+            store.insert("sft", [(1, 1), (3, 1)])
+            store.insert("continued", [(2, 1)])
+        assert write_pool(store, "sft", tmp_path / "sft.jsonl", "attempt = 2") == 1
+        (row,) = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+        kept = {key: row[key] for key in ("round", "model", "task_id", "attempt", "verdict", "score", "is_good")}
+        assert kept == {
+            "round": 1,
+            "model": "a checkpoint",
+            "task_id": "mixed",
+            "attempt": 2,
+            "verdict": "verifier",
+            "score": 1.0,
+            "is_good": 1,
+        }
+        assert [one["content"] for one in row["messages"]] == ["go", "blue", "and?", "red"]
+        write_pool(store, "continued", tmp_path / "continued.jsonl")
+        with pytest.raises(ConfigError, match="no such column"):
+            list(pool_rows(store, "sft", "colour = 1"))
+    config = read_file("key_door_tiny", ["model=tiny"]).run
+    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config)
+    (datum,) = replies.datums
+    assert datum.loss_fn_inputs["mask"].tolist() == [0, 1, 0, 0, 1], "the replies, and nothing else"
+    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config)
+    (datum,) = words.datums
+    assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 1, 1], "the world's words, and not the failed replies"
+    other = read_file("key_door_tiny", ["env=guess_number"]).run
+    with pytest.raises(ConfigError, match=r"was played with env\.name=key_door"):
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), other)
+
+
+def test_a_history_that_was_rewritten_has_no_words_of_the_world_to_learn() -> None:
+    one = _trajectory("t", 0, "red blue", is_success=False)
+    assert world_words(one) == [((1, 2, 11), (5, 6))]
+    rewritten = replace(one, turns=(one.turns[0], replace(one.turns[1], prompt_ids=(9, 9))))
+    assert world_words(rewritten) == []
+
+
+def test_the_database_refuses_a_held_out_task_by_id_and_by_content(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        store.add_held_out([ListedTask(task=Task(id="a", data={"n": 1}), split="test")])
+        for leak in (Task(id="a", data={"n": 2}), Task(id="b", data={"n": 1})):
+            with pytest.raises(sqlite3.IntegrityError, match="held-out"):
+                store.add_tasks([ListedTask(task=leak, split="train")], 1)
+
+
+def _dial(store: PoolStore, **options: object) -> tuple[TaskDial, FlywheelFile]:
+    file = read_file("key_door_tiny", [f"flywheel.{key}={json.dumps(value)}" for key, value in options.items()])
+    return TaskDial(store, LevelTasks(config=file.run, objects=NO_OBJECTS), file.flywheel), file
+
+
+def _judge_all(store: PoolStore, number: int, *, is_good: bool) -> None:
+    for one in store.active_tasks():
+        if one.task.id not in store.played_tasks(number):
+            words = {"red red": is_good, "blue blue": is_good}
+            _play(store, number, one.task.id, words)
+
+
+def test_the_dial_rises_when_a_level_is_solved_and_never_proposes_a_task_twice(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        dial, _ = _dial(store, tasks=6, eval_tasks=4, eval_levels=[0, 1, 2])
+        dial.hold_out()
+        assert dial.begin() == 6
+        _judge_all(store, 1, is_good=False)
+        stuck = dial.turn(1, store.attempts("a.round = 1"))
+        assert (stuck["retired"], stuck["proposed"], stuck["level"]) == (0, 0, 0)
+        _judge_all(store, 2, is_good=True)
+        solved = dial.turn(2, store.attempts("a.round = 2"))
+        assert (solved["retired"], solved["proposed"], solved["level"]) == (6, 6, 1)
+        assert {one.difficulty for one in store.active_tasks()} == {1}
+        ids = [row["id"] for row in store.query("SELECT id FROM tasks")]
+        assert len(ids) == len(set(ids)) == 12
+        assert not set(ids) & {one.task.id for one in store.held_out()}
+
+
+@for_each(("dial", "levels"), [("fixed", {0}), ("uniform", {0, 1, 2, 3, 4, 5})])
+def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path) -> None:
+    with PoolStore.create(tmp_path / dial, {"world": "key_door", "base_model": "tiny"}) as store:
+        wheel, _ = _dial(store, tasks=6, eval_tasks=2, dial=dial)
+        wheel.hold_out()
+        wheel.begin()
+        assert {one.difficulty for one in store.active_tasks()} == levels
+        _judge_all(store, 1, is_good=True)
+        wheel.turn(1, store.attempts("a.round = 1"))
+        assert {one.difficulty for one in store.active_tasks()} == levels
+
+
+@for_each(
+    ("option", "match"),
+    [
+        ("flywheel.rubric=short", "verdict=judge"),
+        ("flywheel.verdict=judge", "needs judge_model"),
+        ("flywheel.raise_at=0.2 flywheel.dial=fixed", "not read by dial=fixed"),
+        ("flywheel.roundz=3", "did you mean 'rounds'"),
+        ("train.stepz=3", "steps"),
+    ],
+)
+def test_an_option_that_would_not_be_read_is_refused(option: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        read_file("key_door_tiny", option.split())
+
+
+def test_without_routing_there_are_as_many_steps() -> None:
+    whole, plain = FlywheelConfig(sft_steps=5, rl_steps=7), FlywheelConfig(sft_steps=5, rl_steps=7, routing=False)
+    assert sum(whole.stage_steps.values()) == sum(plain.stage_steps.values()) == plain.stage_steps["sft"] == 12
