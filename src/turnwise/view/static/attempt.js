@@ -62,7 +62,7 @@ tw.message = (message, more) => h("article", { class: `message ${message.role}`,
   h("header", {}, h("b", {}, ICONS[message.role]), message.name ? h("code", {}, message.name) : null, more ? more.head : null),
   more && more.body ? more.body : message.content ? h("div", { class: "text" }, message.content) : null,
   message.tool_calls.map((call) => h("div", { class: "call" }, h("b", {}, call.name), h("code", {}, arguments_(call)))),
-  (message.images || []).map( // data: addresses, for worlds that store what they show; those of today store none
+  (message.images || []).map( // data: addresses, for worlds that keep what they show
     (image) => h("img", { src: image, alt: "screenshot of the world" })),
   more ? more.foot : null);
 
