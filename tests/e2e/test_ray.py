@@ -1,0 +1,49 @@
+"""Learners and env workers on a local Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_environment import ray_python
+
+TESTS = Path(__file__).parents[1]
+
+
+def _campaign(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [str(ray_python()), "-m", "campaigns.ray_kills", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_on_two_nodes_ends_with_the_weights_of_one_process_though_its_learner_is_killed() -> None:
+    found = _campaign("--kills", "learner", "--steps", "12")
+    assert found["exit_code"] == 0
+    assert found["killed"] == ["learner"]
+    assert found["steps"] == 12
+    assert found["relative_error"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_whose_node_is_lost_goes_on_with_fewer_learners_and_its_env_workers_move() -> None:
+    found = _campaign(
+        *("--kills", "node", "--steps", "12", "--learners", "4", "--min-learners", "2", "--env-workers", "2")
+    )
+    assert found["exit_code"] == 0
+    assert found["killed"] == ["node"]
+    assert found["steps"] == 12
