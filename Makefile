@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
-train: $(STAMP) $(if $(filter code swe text_to_sql,$(PRESET)),sandbox)
+train: $(STAMP) $(if $(filter code swe text_to_sql workspace,$(PRESET)),sandbox)
 	@case '$(MODEL)' in smollm2|tiny) $(BIN)/turnwise model fetch $(MODEL);; esac
 	$(BIN)/turnwise train $(PRESET) model=$(MODEL) $(QUICK) $(ARGS)
 

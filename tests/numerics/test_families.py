@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from turnwise.engine.engine import Engine
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
-from turnwise.models.families import FAMILIES, Family, add_family, check_supported, qwen3_block
+from turnwise.models.families import FAMILIES, Family, add_family, check_supported, layer_windows, qwen3_block
 from turnwise.runtime import tolerances
 from turnwise.types import LoraConfig
 
@@ -191,20 +190,16 @@ def test_long_rope_is_known_by_all_its_names() -> None:
 
 def test_a_config_says_the_same_before_and_after_transformers_has_read_it(tmp_path: Path) -> None:
     """A window that a config file leaves unsaid is there all the same, and the plan knows that as the engine does."""
-
-    def verdict(config: dict[str, Any]) -> str:
-        try:
-            check_supported(config)
-        except ModelError as error:
-            return str(error)
-        return ""
-
-    told = ({}, {"sliding_window": 4096}, {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1})
+    size = {"num_hidden_layers": 8, "max_position_embeddings": 8200}
+    told = ({}, {"sliding_window": 512}, {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1})
     for family, more in itertools.product(sorted(FAMILIES), told):
-        written = {"model_type": family, **more}
+        written = {"model_type": family, **size, **more}
         (tmp_path / "config.json").write_text(json.dumps(written))
         read = AutoConfig.from_pretrained(tmp_path).to_dict()
-        assert bool(verdict(written)) == bool(verdict(read)), (written, verdict(read))
+        check_supported(written)
+        check_supported(read)
+        if family != "qwen2_moe":  # nobody writes its list in a config; the engine reads what transformers makes of it
+            assert layer_windows(written) == layer_windows(read), written
 
 
 def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(

@@ -14,7 +14,15 @@ from turnwise.engine.attention.plans import Pair, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.ops import cuda_attention, flash4, for_device, torch_draw, torch_layers
-from turnwise.engine.ops.interface import CacheSlots, DrawSettings, Heads, Rotation, Saved, SoftmaxGradients
+from turnwise.engine.ops.interface import (
+    AttentionRule,
+    CacheSlots,
+    DrawSettings,
+    Heads,
+    Rotation,
+    Saved,
+    SoftmaxGradients,
+)
 from turnwise.engine.ops.torch_attention import merge
 from turnwise.types import Datum, ModelInput
 
@@ -150,11 +158,11 @@ def test_flash_attention_4_computes_a_tree_as_dense_attention_does(
     key, value = (rand(1, 640, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     q, k, v = (side.transpose(1, 2) for side in (query, key, value))
     assert flash4.fits(q), "else this would test PyTorch's kernels"
-    out, lse = cuda_attention.tree_forward(q, k, v, plan, 0.1)
-    grads = cuda_attention.tree_backward(grad, Saved(q, k, v, out, lse), plan, 0.1)
+    out, lse = cuda_attention.tree_forward(q, k, v, plan, AttentionRule(0.1))
+    grads = cuda_attention.tree_backward(grad, Saved(q, k, v, out, lse), plan, AttentionRule(0.1))
     q, k, v = q.float(), k.float(), v.float()
-    want, want_lse = cuda_attention.tree_forward(q, k, v, plan, 0.1)
-    want_grads = cuda_attention.tree_backward(grad.float(), Saved(q, k, v, want, want_lse), plan, 0.1)
+    want, want_lse = cuda_attention.tree_forward(q, k, v, plan, AttentionRule(0.1))
+    want_grads = cuda_attention.tree_backward(grad.float(), Saved(q, k, v, want, want_lse), plan, AttentionRule(0.1))
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
     for got, expected in zip((out, *grads), (want, *want_grads), strict=True):
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()

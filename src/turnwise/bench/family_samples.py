@@ -40,18 +40,29 @@ EXPERTS: dict[str, Any] = {
 """Under the names of all families; each reads its own."""
 WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
 """Families with as many key heads as query heads."""
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None, "n_group": 1, "topk_group": 1},
-    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "cwm": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
+    "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
+    "gpt_oss": {"sliding_window": 21, "head_dim": 8},
+    "granite": {"logits_scaling": 3.0},
+    "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "ministral": {"sliding_window": 21, "head_dim": 8},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "ministral3": {"sliding_window": None},
+    "olmo3": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "phi3": {"sliding_window": None},
     "phimoe": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
+    "vaultgemma": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
 }
 """Settings that a family's config needs besides `SHAPE`."""
 
@@ -91,6 +102,8 @@ VARIANTS: Sequence[FamilySample] = (
         model_type="llama",
         settings={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
+    FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
+    FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
     FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),
 )
 """Models with parts that the first model of their family lacks."""

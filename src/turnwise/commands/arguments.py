@@ -84,6 +84,12 @@ def add_commands(commands: Any) -> None:
     curve.add_argument(
         "--out", default="curves.svg", metavar="FILE", help="the SVG file to write (default: %(default)s)"
     )
+    curve.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="draw this metric instead, such as rollout/entropy_estimate (docs/metrics.md)",
+    )
     curve.add_argument("--title", default="", help="title of the picture (default: the world and the model)")
 
 
@@ -136,7 +142,7 @@ def run_command(options: argparse.Namespace) -> int:
     if options.command == "certify":
         return inspect_commands.run_certify(options.run, with_turns=options.turns)
     if options.command == "curve":
-        return inspect_commands.run_curve(options.runs, options.out, options.title)
+        return inspect_commands.run_curve(options.runs, options.out, options.title, options.metric)
     return inspect_commands.run_replay(options.run, options.attempt)
 
 

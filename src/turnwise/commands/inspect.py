@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from turnwise.training.assemble import make_eval_rollout, make_renderer
 from turnwise.training.objects import NO_OBJECTS, check_played_objects
 from turnwise.training.setup import find_facts, find_model, make_service
 from turnwise.training.stored import altered
-from turnwise.watch.curve import runs_svg
+from turnwise.watch.curve import Points, metric_svg, runs_svg
 from turnwise.watch.report import dialogue_lines
 
 NUM_LISTED = 20
@@ -44,24 +45,40 @@ def run_certify(target: str, *, with_turns: bool) -> ExitCode:
     return ExitCode.OK if all(row.is_exact for row in rows) else ExitCode.FAILED
 
 
-def run_curve(targets: Sequence[str], out: str, title: str) -> ExitCode:
-    """Draw the held-out success of runs into one picture, and print where each began and ended."""
-    read: list[tuple[Config, list[EvaluationRow]]] = []
+def run_curve(targets: Sequence[str], out: str, title: str, metric: str = "") -> ExitCode:
+    """Draw the held-out success of runs, or a metric, into one picture, and print where each began and ended."""
+    configs, drawn = list[Config](), list[Points]()
+    rows: list[list[EvaluationRow]] = []
     for target in targets:
         with RunReader(target) as run:
-            read.append((config_from_yaml(run.config_yaml, str(run.directory)), run.evaluations()))
-        if not read[-1][1]:
+            configs.append(config_from_yaml(run.config_yaml, str(run.directory)))
+            rows.append(run.evaluations())
+            drawn.append(_metric_points(run, metric) if metric else [])
+        if not rows[-1] and not metric:
             raise DataError(f"{target} has no evaluation yet, so there is no curve: set eval.tasks and eval.every")
-    worlds = {f"{config.env.name}, {config.model.name}" for config, _ in read}
-    are_seeds = len(worlds) == 1 and len({config.train.seed for config, _ in read}) == len(read)
-    names = [f"seed {config.train.seed}" for config, _ in read] if are_seeds else targets
-    for name, (_, rows) in zip(names, read, strict=True):
-        first = next(row for row in reversed(rows) if row.step == rows[0].step)
-        print(f"{name}: {first.success:.1%} -> {rows[-1].success:.1%} at step {rows[-1].step}")
-    curves = {name: rows for name, (_, rows) in zip(names, read, strict=True)}
-    Path(out).write_text(runs_svg(title or "; ".join(sorted(worlds)), curves), encoding="utf-8")
+    worlds = {f"{config.env.name}, {config.model.name}" for config in configs}
+    are_seeds = len(worlds) == 1 and len({config.train.seed for config in configs}) == len(configs)
+    names = [f"seed {config.train.seed}" for config in configs] if are_seeds else list(targets)
+    head = title or "; ".join(sorted(worlds))
+    if metric:
+        for name, points in zip(names, drawn, strict=True):
+            print(f"{name}: {points[0][1]:.4g} -> {points[-1][1]:.4g} at step {points[-1][0]:g}")
+        picture = metric_svg(head, metric, dict(zip(names, drawn, strict=True)))
+    else:
+        for name, own in zip(names, rows, strict=True):
+            first = next(row for row in reversed(own) if row.step == own[0].step)
+            print(f"{name}: {first.success:.1%} -> {own[-1].success:.1%} at step {own[-1].step}")
+        picture = runs_svg(head, dict(zip(names, rows, strict=True)))
+    Path(out).write_text(picture, encoding="utf-8")
     print(f"curve  {out}")
     return ExitCode.OK
+
+
+def _metric_points(run: RunReader, metric: str) -> Points:
+    points = [(float(step), value) for step, value in run.metric(metric) if math.isfinite(value)]
+    if not points:
+        raise DataError(f"{run.directory} has no numbers of the metric {metric!r}; docs/metrics.md has all names")
+    return points
 
 
 def run_replay(target: str, attempt_id: int | None) -> ExitCode:

@@ -24,6 +24,8 @@ SHARING_STRETCH = 4
 """A pass whose datums share a prefix may hold this many times the tokens of one that shares nothing."""
 USUAL_RANK = 64
 """The rank that is assumed before the first adapter exists."""
+WINDOW_SLACK_BLOCKS = 4
+"""KV blocks that a row holds beside those of its window, at most."""
 STREAMS = 6
 """Tensors of the hidden size outside the layers: embedding, last norm, the head's rows, and their gradients."""
 MERGED_SHARE = 0.25
@@ -58,7 +60,10 @@ class MemorySplit:
     """Whether there is room for a second copy of the adapted weights."""
     merged_bytes: int
     kv_tokens: int
+    """Tokens whose keys and values fit, of layers that see everything; of the others if there is none."""
     kv_bytes: int
+    kv_group_tokens: tuple[int, ...]
+    """The same for every group of layers, in the order of `ModelSizes.kv_windows`."""
     training_bytes: int
     """Bytes for the activations that a pass keeps; a longer pass computes them twice instead (`body.FusedBody`)."""
     limit: PassLimit
@@ -102,18 +107,46 @@ def split_memory(
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
     may_merge = may_merge and not config.full_weights
     left = max(0, left - merged) if may_merge and device.facts.has_own_memory else left
-    per_token = sizes.kv_values_per_token * device.dtype_bytes
     budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
-    kv_tokens = min(int(budget // per_token), MAX_KV_TOKENS, config.max_num_seqs * context_length)
-    training = int(left - kv_tokens * per_token) if device.facts.has_own_memory else int(left / 2)
+    groups = _kv_group_tokens(config, device, sizes, budget, context_length)
+    kv_bytes = sum(n * sizes.kv_group_values(w) for n, w in zip(groups, sizes.kv_windows, strict=True))
+    kv_bytes *= device.dtype_bytes
+    training = int(left - kv_bytes) if device.facts.has_own_memory else int(left / 2)
     return MemorySplit(
         may_merge=may_merge,
         merged_bytes=merged if may_merge else 0,
-        kv_tokens=kv_tokens,
-        kv_bytes=kv_tokens * per_token,
+        kv_tokens=groups[0],
+        kv_bytes=kv_bytes,
+        kv_group_tokens=groups,
         training_bytes=max(0, training),
         limit=_pass_limit(config, device, sizes, training),
     )
+
+
+def _kv_group_tokens(
+    config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, budget: float, context_length: int
+) -> tuple[int, ...]:
+    """Tokens of each group of layers.
+
+    Beside layers that see everything, those with a window get what the windows of all rows need, and a row that reads.
+    """
+    most = min(MAX_KV_TOKENS, config.max_num_seqs * context_length)
+    windows = sizes.kv_windows
+    reading = config.prefill_tokens or device.facts.prefill_tokens
+    limits = [
+        most
+        if window is None or windows[0] is not None
+        else min(most, config.max_num_seqs * (window + WINDOW_SLACK_BLOCKS * config.block_size) + reading)
+        for window in windows
+    ]
+    each = [sizes.kv_group_values(window) * device.dtype_bytes for window in windows]
+    tokens, left, rest = most, budget, sum(each)
+    for limit, cost in sorted(zip(limits, each, strict=True)):
+        tokens = int(left // rest)
+        if tokens <= limit:
+            break
+        left, rest, tokens = left - limit * cost, rest - cost, limit
+    return tuple(min(tokens, limit) for limit in limits)
 
 
 def _left_bytes(config: EngineConfig, device: DeviceInfo) -> float:

@@ -23,6 +23,7 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
+from turnwise.engine.self_test import SelfTest
 from turnwise.engine.training import adapter_files, full_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.full_weights import FullWeights
@@ -53,7 +54,8 @@ class Engine:
         for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
-        self.model = CausalModel(self.model_dir, self.device, self.dtype)
+        test = SelfTest(self.model_dir, self.device, self.dtype, is_wanted=config.self_test)
+        self.model = CausalModel(self.model_dir, self.device, self.dtype, is_tested=test.is_due)
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
@@ -66,6 +68,7 @@ class Engine:
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self.trainer.routing = self.sampler.routing
         self._references: dict[str, Policy] = {}
+        test.check(self)
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         """Create an adapter: a policy in training."""

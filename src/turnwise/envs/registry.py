@@ -31,6 +31,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "search": "turnwise.envs.library.search:Search",
     "household": "turnwise.envs.library.household:Household",
     "workflow": "turnwise.envs.library.workflow:Workflow",
+    "workspace": "turnwise.envs.library.workspace:Workspace",
 }
 
 ADAPTERS: Mapping[str, str] = {

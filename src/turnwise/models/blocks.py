@@ -44,10 +44,22 @@ class PartNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRule:
+    """What becomes of the head's product: cap(scale x), with cap(x) = softcap tanh(x / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+PLAIN_LOGITS = LogitRule()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """The kind of each part of a decoder block; all blocks of a model are alike.
 
-    A linear's bias is not part of it: the model's own module says whether there is one.
+    A linear's bias is not part of it: the model's own module says whether there is one. Windows are not either: they
+    differ from layer to layer (`families.layer_windows`).
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -60,8 +72,6 @@ class BlockSpec:
     """Which coordinates of a head turn together: x_i with x_(i + D/2), x_2i with x_(2i + 1), or none."""
     angles: str = "default"
     """The `rope_type` of the config: how angles follow from positions."""
-    attention: Literal["full", "window"] = "full"
-    """What a position attends to: everything before it, or the last positions."""
     mlp: Literal["gated", "plain"] = "gated"
     activation: str = "silu"
     """The config's name of the MLP's activation."""

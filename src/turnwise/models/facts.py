@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from turnwise.errors import ConfigError, ModelError
-from turnwise.models.blocks import BlockSpec
+from turnwise.models.blocks import PLAIN_LOGITS, BlockSpec, LogitRule
 from turnwise.models.experts import ExpertSpec
-from turnwise.models.families import ModelJson, check_supported, describe_block, describe_experts
+from turnwise.models.families import (
+    ModelJson,
+    check_supported,
+    describe_block,
+    describe_experts,
+    layer_windows,
+    logit_rule,
+)
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
 DEFAULT_CONTEXT = 4096
@@ -40,6 +47,9 @@ class ModelSizes:
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    windows: tuple[int | None, ...] = ()
+    """[layers] how many positions each layer sees; None: all of them."""
+    logits: LogitRule = PLAIN_LOGITS
     block: BlockSpec | None = None
     """What a decoder block is; None where only transformers' code knows."""
     experts: ExpertSpec | None = None
@@ -57,6 +67,8 @@ class ModelSizes:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
+            windows=layer_windows(config),
+            logits=logit_rule(config),
             block=describe_block(config),
             experts=describe_experts(config),
             **more,
@@ -72,6 +84,17 @@ class ModelSizes:
     def kv_values_per_token(self) -> int:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """What the groups of layers see that have KV blocks of their own: everything (None) first, then each window."""
+        windows = sorted({window for window in self.windows if window is not None})
+        return (None, *windows) if None in self.windows or not windows else tuple(windows)
+
+    def kv_group_values(self, window: int | None) -> int:
+        """Keys and values per token of the layers with this window."""
+        num_layers = self.windows.count(window) if window in self.windows else self.num_layers
+        return 2 * num_layers * self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

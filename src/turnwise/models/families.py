@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.errors import ConfigError, ModelError
-from turnwise.models.blocks import BlockSpec
+from turnwise.models.blocks import BlockSpec, LogitRule
 from turnwise.models.experts import ExpertReader, ExpertSpec
 from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
@@ -37,8 +37,16 @@ class Family:
     """How a config spells the routed experts; None: the family has none."""
     default_window: int | None = None
     """`sliding_window` of a config that does not name one."""
-    windows_by_default: bool = True
-    """`use_sliding_window` of a config that does not say; families without that switch use the window they name."""
+    has_window_switch: bool = False
+    """Whether the window counts only where the config says `use_sliding_window`."""
+    window_pattern: str = "L"
+    """Which layers have the window where the config does not say, repeated: L (local) has it, G (global) has none."""
+    window_start: int | None = None
+    """`max_window_layers` where the config does not say: the layers before it have no window. None: no such setting."""
+    logits: Callable[[ModelJson], LogitRule] | None = None
+    """What becomes of the head's product; None: nothing."""
+    settings: frozenset[str] = frozenset()
+    """Settings of `_CHECKED_SETTINGS` that `logits` reads or that the family's code hands to attention."""
 
 
 def llama_block(config: ModelJson) -> BlockSpec:
@@ -60,7 +68,28 @@ QWEN_EXPERTS = ExpertReader(scoring="softmax", normalises=False, has_dense_layer
 SIGMOID_EXPERTS = ExpertReader(scoring="sigmoid", shared="n_shared_experts", has_dense_layers=True)
 LOCAL_EXPERTS = ExpertReader(inner="intermediate_size")
 OLMO_EXPERTS = ExpertReader(scoring="softmax", inner="intermediate_size", normalises=False)
-GRANITE_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
+CHOSEN_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
+
+
+def scaled_logits(setting: str, *, divides: bool = False) -> Callable[[ModelJson], LogitRule]:
+    """Logits are multiplied (or divided) by a setting."""
+
+    def read(config: ModelJson) -> LogitRule:
+        value = float(config.get(setting) or 1.0)
+        return LogitRule(scale=1 / value if divides else value)
+
+    return read
+
+
+def capped_logits(config: ModelJson) -> LogitRule:
+    """As in Gemma 2; a config that does not name the cap has none."""
+    return LogitRule(softcap=config.get("final_logit_softcapping"))
+
+
+_CAPS = frozenset({"final_logit_softcapping", "attn_logit_softcapping"})
+_FINAL_CAP = frozenset({"final_logit_softcapping"})
+_COHERE = {"logits": scaled_logits("logit_scale"), "settings": frozenset({"logit_scale"})}
+_GRANITE = {"logits": scaled_logits("logits_scaling", divides=True), "settings": frozenset({"logits_scaling"})}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -68,53 +97,77 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="apertus"),
         Family(model_type="arcee"),
         Family(model_type="bitnet"),
-        Family(model_type="dots1", experts=replace(SIGMOID_EXPERTS, normalises=False)),
+        Family(
+            model_type="dots1", default_window=4096, window_start=62, experts=replace(SIGMOID_EXPERTS, normalises=False)
+        ),
         Family(model_type="ernie4_5"),
         Family(
             model_type="ernie4_5_moe",
             experts=ExpertReader(shared="moe_num_shared_experts", has_dense_layers=True),
         ),
-        Family(model_type="exaone4", default_window=4096),
+        Family(model_type="cohere", **_COHERE),
+        Family(model_type="cohere2", default_window=4096, window_pattern="LLLG", **_COHERE),
+        Family(model_type="cwm", describe=llama_block, default_window=8192, window_pattern="GLLL"),
+        Family(model_type="exaone4", default_window=4096, window_pattern="LLLG"),
         Family(model_type="flex_olmo", experts=OLMO_EXPERTS),
         Family(model_type="gemma"),
+        Family(model_type="gemma2", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
+        Family(
+            model_type="gemma3_text",
+            default_window=4096,
+            window_pattern="LLLLLG",
+            logits=capped_logits,
+            settings=_FINAL_CAP,
+        ),
         Family(model_type="glm"),
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
         Family(model_type="gpt_neox"),
-        Family(model_type="granite"),
-        Family(model_type="granitemoe", experts=GRANITE_EXPERTS),
-        Family(model_type="granitemoeshared", experts=replace(GRANITE_EXPERTS, shared="shared_intermediate_size")),
+        Family(model_type="gpt_oss", experts=CHOSEN_EXPERTS, default_window=128, window_pattern="LG"),
+        Family(model_type="granite", **_GRANITE),
+        Family(model_type="granite_swa", default_window=128, window_pattern="GLLL", **_GRANITE),
+        Family(model_type="granitemoe", experts=CHOSEN_EXPERTS, **_GRANITE),
+        Family(
+            model_type="granitemoeshared",
+            experts=replace(CHOSEN_EXPERTS, shared="shared_intermediate_size"),
+            **_GRANITE,
+        ),
         Family(model_type="helium"),
         Family(model_type="hunyuan_v1_dense"),
         Family(model_type="hy_v3", experts=ExpertReader(shared="num_shared_experts", has_dense_layers=True)),
-        Family(model_type="hyperclovax"),
+        Family(
+            model_type="hyperclovax", logits=scaled_logits("logits_scaling"), settings=frozenset({"logits_scaling"})
+        ),
         Family(model_type="jais2"),
         Family(model_type="llama", describe=llama_block),
         Family(model_type="minimax_m2", experts=LOCAL_EXPERTS),
+        Family(model_type="ministral", describe=llama_block, default_window=4096),
         Family(model_type="ministral3"),
         Family(model_type="mistral", describe=llama_block, default_window=4096),
         Family(model_type="mixtral", describe=llama_block, experts=replace(LOCAL_EXPERTS, scoring="softmax")),
         Family(model_type="olmo"),
         Family(model_type="olmo2"),
+        Family(model_type="olmo3", default_window=4096, window_pattern="LLLG"),
         Family(model_type="olmoe", experts=OLMO_EXPERTS),
         Family(model_type="opt"),
         Family(model_type="persimmon"),
         Family(model_type="phi"),
         Family(model_type="phi3"),
         Family(model_type="phimoe", experts=LOCAL_EXPERTS),
-        Family(model_type="qwen2", describe=llama_block, windows_by_default=False),
+        Family(model_type="qwen2", describe=llama_block, has_window_switch=True, window_start=28),
         Family(
             model_type="qwen2_moe",
             describe=llama_block,
             experts=replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", has_shared_gate=True),
-            windows_by_default=False,
+            has_window_switch=True,
         ),
-        Family(model_type="qwen3", describe=qwen3_block, windows_by_default=False),
-        Family(model_type="qwen3_moe", describe=qwen3_block, experts=QWEN_EXPERTS, windows_by_default=False),
+        Family(model_type="qwen3", describe=qwen3_block, has_window_switch=True, window_start=28),
+        Family(model_type="qwen3_moe", describe=qwen3_block, experts=QWEN_EXPERTS, has_window_switch=True),
         Family(model_type="seed_oss", describe=llama_block),
-        Family(model_type="smollm3", windows_by_default=False),
+        Family(model_type="smollm3", has_window_switch=True, window_pattern="GGGL"),
         Family(model_type="solar_open", experts=replace(SIGMOID_EXPERTS, has_dense_layers=False)),
         Family(model_type="starcoder2"),
+        Family(model_type="vaultgemma", default_window=4096, window_pattern="LG", logits=capped_logits, settings=_CAPS),
     )
 }
 """The families whose results were compared with transformers', by `model_type`."""
@@ -139,19 +192,44 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     return None if family is None or family.describe is None else family.describe(config)
 
 
+def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
+    """[layers] how many positions each layer sees, its own included; None where it sees all that a context holds."""
+    family = FAMILIES.get(str(config.get("model_type", "")), Family(model_type=""))
+    num_layers = int(config.get("num_hidden_layers") or 0)
+    window = config.get("sliding_window", family.default_window) or None
+    if window is None or (family.has_window_switch and not config.get("use_sliding_window")):
+        return (None,) * num_layers
+    if window >= (config.get("max_position_embeddings") or window + 1):
+        return (None,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        pattern = config.get("sliding_window_pattern") or family.window_pattern
+        pattern = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
+        start = 0 if family.window_start is None else config.get("max_window_layers", family.window_start)
+        letters = [pattern[i % len(pattern)] if i >= start else "G" for i in range(num_layers)]
+        return tuple(window if letter == "L" else None for letter in letters)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def logit_rule(config: ModelJson) -> LogitRule:
+    """What becomes of the head's product in this model."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return LogitRule() if family is None or family.logits is None else family.logits(config)
+
+
 _LENGTH_ROPES = {
     "longrope": "LongRoPE",
     "su": "LongRoPE",
 }
 """Rotations whose angles depend on the longest sequence of a pass."""
-_REFUSED_SETTINGS = (
+_CHECKED_SETTINGS = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
     "logits_scaling",
     "logit_scale",
     "attention_sink",
 )
-"""Settings that change logits or attention outside the parts that we replace."""
+"""Settings that change logits or attention: accepted only in families that are known to read them."""
 
 
 def check_supported(config: ModelJson) -> None:
@@ -165,16 +243,17 @@ def check_supported(config: ModelJson) -> None:
                 f"{name} uses {_LENGTH_ROPES[rope]} (rope type {rope!r}), which is not supported: its angles depend on "
                 "the longest sequence of a pass, so a dialogue would change with those that are packed beside it"
             )
-    kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ModelError(f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention is supported")
+        raise ModelError(
+            f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention and sliding_attention are supported"
+        )
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(f"{name} sets use_bidirectional_attention; only attention to what came before is supported")
     family = FAMILIES.get(name, Family(model_type=name))
-    window = config.get("sliding_window", family.default_window)
-    if window is not None and config.get("use_sliding_window", family.windows_by_default):
-        raise ModelError(f"{name} uses sliding_window={window}; only full attention is supported")
-    for setting in _REFUSED_SETTINGS:
+    for setting in _CHECKED_SETTINGS:
         value = config.get(setting)
-        if value not in (None, False, 1, 1.0):
+        if value not in (None, False, 1, 1.0) and setting not in family.settings:
             raise ModelError(f"{name} sets {setting}={value}, which is not supported")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")

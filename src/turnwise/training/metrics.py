@@ -20,6 +20,7 @@ from turnwise.rollout.drift import DriftReport, measure_drift
 from turnwise.rollout.group import RolloutResult
 from turnwise.trajectory import Trajectory
 from turnwise.types import ForwardBackwardOutput, TensorData
+from turnwise.watch.behaviour import behaviour_metrics
 from turnwise.watch.entropy import entropy_metrics
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     values["method/groups_trained"] = float(len(kept.groups))
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
     values |= entropy_metrics(played.groups)
+    values |= behaviour_metrics(played.groups)
     share = branch_variance_share(played.groups)
     if share is not None:
         values["method/branch_variance_share"] = share

@@ -14,7 +14,7 @@ from turnwise.errors import DataError
 from turnwise.runlog.arrays import unpack_messages
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import StoredAttempt, StoredDialogue
-from turnwise.trajectory import EndReason, Message
+from turnwise.trajectory import EndReason, Message, Turn
 from turnwise.view.attempts import group_rows
 from turnwise.view.runs import Json
 from turnwise.view.tokens import token_texts
@@ -22,6 +22,8 @@ from turnwise.view.tokens import token_texts
 MAX_GROUP = 256
 """Most attempts of a group that the tree draws."""
 NODE_TEXT = 80
+PICTURE = "screenshot."
+"""A label of this name and a number is a picture, as a data: address: 0 of the start, n after the n-th reply."""
 TURN_FACTS = ("policy_version", "temperature", "is_trained", "is_cut", "is_unparsable", "env_state")
 
 
@@ -46,28 +48,37 @@ def attempt_json(run: RunReader, attempt_id: int, model: str) -> Json:
 def _dialogue_json(dialogue: StoredDialogue, tokens: list[Json] | None) -> Json:
     row = asdict(dialogue.row)
     reason = next((one for one in EndReason if one == row["end_reason"]), None)
+    pictures = {name: text for name, text in dialogue.labels.items() if name.startswith(PICTURE)}
     turns: list[Json] = []
     for index, turn in enumerate(dialogue.turns):
+        picture = pictures.get(f"{PICTURE}{index + 1}")
+        observation = [message_json(message) for message in turn.observation]
+        reply = message_json(turn.reply)
+        if picture is not None:  # what the policy saw after its reply; a last reply may have no answer
+            (observation or [reply])[-1]["images"] = [picture]
         turns.append(
             {
                 **{name: getattr(turn, name) for name in TURN_FACTS},
                 "reward_parts": dict(turn.reward_parts),
                 "credited_parts": None if turn.credited_parts is None else dict(turn.credited_parts),
-                "reply": message_json(turn.reply),
-                "observation": [message_json(message) for message in turn.observation],
+                "reply": reply,
+                "observation": observation,
                 "tokens": None if tokens is None else tokens[index],
             }
         )
+    start = [message_json(message) for message in dialogue.start]
+    if start and f"{PICTURE}0" in pictures:
+        start[-1]["images"] = [pictures[f"{PICTURE}0"]]
     return {
         "row": row,
         "end_meaning": "" if reason is None else reason.description,
         "seed": dialogue.seed,
         "duration_s": dialogue.duration_s,
         "metrics": dict(dialogue.metrics),
-        "labels": dict(dialogue.labels),
+        "labels": {name: text for name, text in dialogue.labels.items() if name not in pictures},
         "branch": None if dialogue.branch is None else asdict(dialogue.branch),
         "failure": None if dialogue.failure is None else asdict(dialogue.failure),
-        "start": [message_json(message) for message in dialogue.start],
+        "start": start,
         "turns": turns,
     }
 
@@ -82,6 +93,7 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
     missing: list[str] = []
     found: list[Json] = []
     for index, turn in enumerate(stored.trajectory.turns):
+        before = () if index == 0 else _ids(stored.trajectory.turns[index - 1])
         texts = token_texts(model, turn.sampled_ids)
         if texts is None and not missing:
             missing.append(f"the tokenizer of {model} is not on this machine, so tokens are shown as numbers")
@@ -90,6 +102,7 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
                 "ids": list(turn.sampled_ids),
                 "texts": texts or [str(one) for one in turn.sampled_ids],
                 "num_prompt": len(turn.prompt_ids),
+                "is_rewritten": turn.prompt_ids[: len(before)] != before,
                 "sampler": _numbers(np.asarray(turn.sampler_logprobs)),
                 "trainer": _numbers(stored.trainer_logprobs[index]),
                 "advantage": _numbers(stored.advantages[index]),
@@ -102,6 +115,10 @@ def _tokens(stored: StoredAttempt, model: str) -> tuple[list[Json], list[str]]:
     elif all(values is None for values in stored.critic_values):
         missing.append("no critic values: the method has no critic; method=ppo has one")
     return found, missing
+
+
+def _ids(turn: Turn) -> tuple[int, ...]:
+    return turn.prompt_ids + turn.sampled_ids
 
 
 def _numbers(values: NDArray[Any] | None) -> list[float | None] | None:

@@ -104,6 +104,24 @@ CATALOGUE: tuple[Metric, ...] = (
         ("rollout/entropy_text", "nats/token", "The same for all other replies."),
     ),
     *_rows(
+        "watch/behaviour.py",
+        ("behaviour/entropy_fifth_{fifth}", "nats/token", "Minus the mean logprob of tokens, by fifth of the attempt."),
+        ("behaviour/entropy_first_token", "nats/token", "The same for the first token of replies."),
+        ("behaviour/entropy_inner_token", "nats/token", "The same for the tokens between the first and the last."),
+        ("behaviour/entropy_last_token", "nats/token", "The same for the last token of replies, usually their end."),
+        ("behaviour/entropy_summary", "nats/token", "The same for summaries, which a memory asks for."),
+        ("behaviour/action_entropy", "nats", "Entropy of the step's replies as whole texts: how varied actions are."),
+        (
+            "behaviour/sibling_diversity",
+            "share",
+            "How different a group's replies in a turn are: 0 all equal, 1 none.",
+        ),
+        ("behaviour/repeat_share", "share", "Replies that repeat the one before in the same attempt."),
+        ("behaviour/unparsable_share", "share", "Replies that the env could not read."),
+        ("behaviour/tool_error_share", "share", "Answers of tools that begin with `error:`."),
+        ("behaviour/sampled_tokens_per_attempt", "tokens", "Sampled tokens of an attempt, shared turns included."),
+    ),
+    *_rows(
         "training/metrics.py",
         ("rollout/sampled_tokens_per_s", "tokens/s", "Sampled tokens of kept attempts per second of playing."),
         ("method/groups_trained", "groups", "Groups that the method learned from."),
@@ -170,6 +188,10 @@ CATALOGUE: tuple[Metric, ...] = (
         ("train/grad_norm", "norm", "Norm of the gradient before clipping."),
         ("train/optimizer_step", "steps", "Optimizer steps that the adapter has had."),
         ("train/learning_rate", "rate", "Learning rate of the last optimizer step."),
+    ),
+    *_rows(
+        "training/learner.py",
+        ("train/positive_nll", "nats/token", "Mean negative log-likelihood of successes (`method.positive_nll`)."),
     ),
     *_rows(
         "training/critic.py",

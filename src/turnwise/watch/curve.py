@@ -97,10 +97,31 @@ def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
         color = RUN_COLORS[index % len(RUN_COLORS)]
         latest = {row.step: row for row in rows if math.isfinite(row.success)}
         parts += axes.success_line([latest[step] for step in sorted(latest)], color, 0.08)
-        at = HEIGHT + LEGEND_HEIGHT * index
-        parts.append(f'<rect x="{LEFT}" y="{at - 2}" width="18" height="4" fill="{color}"/>')
-        parts.append(_text(LEFT + 26, at + 4, name, "start", TEXT_COLOR))
+        parts += _legend(index, name, color)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def metric_svg(title: str, name: str, runs: Mapping[str, Points]) -> str:
+    """Draw one metric of several runs over steps, from the smallest to the largest value that came."""
+    axes = _Axes(max([1.0, *(step for points in runs.values() for step, _ in points)]))
+    values = [value for points in runs.values() for _, value in points]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    high = high if high > low else low + 1.0
+    parts = [*_frame(title, HEIGHT + LEGEND_HEIGHT * len(runs)), *axes.grid("none")]
+    marks = [(axes.y(share) + 4, f"{low + share * (high - low):.3g}") for share in TICKS]
+    parts += [_text(LEFT - 8, at, mark, "end", TEXT_COLOR) for at, mark in marks]
+    parts.append(_text(LEFT, TOP - 6, name, "start", TEXT_COLOR))
+    for index, (run, points) in enumerate(runs.items()):
+        color = RUN_COLORS[index % len(RUN_COLORS)]
+        parts.append(_line([(axes.x(s), axes.y((v - low) / (high - low))) for s, v in points], color, 1.5))
+        parts += _legend(index, run, color)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(index: int, name: str, color: str) -> list[str]:
+    at = HEIGHT + LEGEND_HEIGHT * index
+    mark = f'<rect x="{LEFT}" y="{at - 2}" width="18" height="4" fill="{color}"/>'
+    return [mark, _text(LEFT + 26, at + 4, name, "start", TEXT_COLOR)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import CacheSlots, Saved
+from turnwise.engine.ops.interface import AttentionRule, CacheSlots, Saved
+from turnwise.engine.ops.torch_attention import sink_gradients
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.errors import ModelError
 
 ATTENTION_NAME = "turnwise"
+MOST_WINDOW_KEYS = 1 << 18
+"""Keys that one call over windows gathers; more nodes are a call of their own, so that the copies stay small."""
 
 
 class AttentionPlan(Protocol):
     """How one forward pass computes its attention layers."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
         ...
 
@@ -42,16 +45,19 @@ class AttentionPlan(Protocol):
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. It refuses every option that would change the result and is not supported."""
+    """transformers' attention interface."""
     plan: AttentionPlan | None = kwargs.get("plan")
     if plan is None:
         raise ModelError(f"{type(module).__name__} does not pass its keyword arguments on to attention")
-    for option in ("softcap", "s_aux", "sliding_window"):
-        if kwargs.get(option) is not None:
-            raise ModelError(f"{type(module).__name__} asks for {option}={kwargs[option]}, which is not supported")
     layer = module.layer_idx
     assert isinstance(layer, int), "transformers numbers its attention layers"
-    return plan.attend(layer, query, key, value, kwargs["scaling"]), None
+    rule = AttentionRule(
+        scale=kwargs["scaling"],
+        window=kwargs.get("sliding_window") or None,
+        softcap=kwargs.get("softcap") or None,
+        sinks=kwargs.get("s_aux"),
+    )
+    return plan.attend(layer, query, key, value, rule), None
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -95,6 +101,19 @@ class Varlen:
     k_index: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WindowRun:
+    """A node whose last token sees less than its whole path: its tokens attend causally to the end of that path."""
+
+    rows: slice
+    """The node's packed tokens."""
+    keys: slice | Tensor
+    """Packed tokens of the path that some row sees, in order; the node's own are the last of them."""
+
+    def key_index(self, device: torch.device) -> slice | Tensor:
+        return self.keys if isinstance(self.keys, slice) else self.keys.to(device)
+
+
 @dataclass(frozen=True)
 class TreePlan:
     """Attention of a packed forest, for forward and backward."""
@@ -104,10 +123,17 @@ class TreePlan:
     levels: Sequence[Sequence[Pair]]
     """Per depth, inner node -> all its descendants; the pairs of one level do not overlap."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002 - every layer sees the same tree
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+    ) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad:
-            return _TreeAttention.apply(query, key, value, self, scale)
-        out, _ = for_device(query.device).attention.tree_forward(query, key, value, self, scale)
+            return _TreeAttention.apply(query, key, value, rule.sinks, self, rule)
+        out, _ = for_device(query.device).attention.tree_forward(query, key, value, self, rule)
         return out
 
     def slices(self) -> Iterator[tuple[slice, slice, bool]]:
@@ -129,6 +155,40 @@ class TreePlan:
             members = list(run)
             yield EqualNodes(members[0][0], len(members), length)
 
+    def paths(self) -> list[list[tuple[int, int]]]:
+        """Per node, the packed (start, stop) of its ancestors from the root down, and its own."""
+        ends = {pair.k_start: pair.q_stop for level in self.levels for pair in level}
+        found: list[list[tuple[int, int]]] = []
+        path: list[tuple[int, int]] = []
+        for start, stop in itertools.pairwise(self.bounds):
+            while path and ends[path[-1][0]] <= start:
+                path.pop()
+            found.append([*path, (start, stop)])
+            if start in ends:
+                path.append((start, stop))
+        return found
+
+    def window_runs(self, window: int | None) -> list[WindowRun] | None:
+        """The forest under a window; None if the window is at least as long as every path, and thus no window."""
+        if window is None:
+            return None
+        known: dict[int, list[WindowRun] | None] = self.__dict__.setdefault("_window_runs", {})
+        if window not in known:
+            paths = self.paths()
+            longest = max((sum(stop - start for start, stop in path) for path in paths), default=0)
+            known[window] = None if longest <= window else [_window_run(path, window) for path in paths]
+        return known[window]
+
+    def window_varlen(self, window: int | None, device: torch.device) -> list[Varlen] | None:
+        """`window_runs` as few variable-length calls, each over at most `MOST_WINDOW_KEYS` keys or one node."""
+        runs = self.window_runs(window)
+        if runs is None:
+            return None
+        known: dict[int | None, list[Varlen]] = self.__dict__.setdefault("_window_varlen", {})
+        if window not in known:
+            known[window] = _window_parts(runs, device)
+        return known[window]
+
     def varlen(self, device: torch.device) -> list[Varlen]:
         """The same attention as few variable-length calls: one for all nodes on themselves, then one per level."""
         if "_varlen" not in self.__dict__:
@@ -143,6 +203,51 @@ class TreePlan:
                 parts.append(_level_varlen(level, *uploaded[4 * i : 4 * i + 4]))
             self.__dict__["_varlen"] = parts
         return self.__dict__["_varlen"]
+
+
+def _window_run(path: Sequence[tuple[int, int]], window: int) -> WindowRun:
+    """The last node of a path, and what its first token sees of those before it."""
+    start, stop = path[-1]
+    parts, missing = [(start, stop)], window - 1
+    for first, last in reversed(path[:-1]):
+        if missing <= 0:
+            break
+        parts.append((max(first, last - missing), last))
+        missing -= last - first
+    parts.reverse()
+    if all(a[1] == b[0] for a, b in itertools.pairwise(parts)):
+        return WindowRun(slice(start, stop), slice(parts[0][0], stop))
+    return WindowRun(slice(start, stop), torch.from_numpy(np.concatenate([np.arange(*part) for part in parts])))
+
+
+def _window_parts(runs: Sequence[WindowRun], device: torch.device) -> list[Varlen]:
+    groups: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
+    num_keys = 0
+    for run in runs:
+        keys = np.arange(run.keys.start, run.keys.stop) if isinstance(run.keys, slice) else run.keys.numpy()
+        if groups[-1] and num_keys + len(keys) > MOST_WINDOW_KEYS:
+            groups.append([])
+            num_keys = 0
+        groups[-1].append((np.arange(run.rows.start, run.rows.stop), keys))
+        num_keys += len(keys)
+    return [_window_part(group, is_all=len(groups) == 1, device=device) for group in groups]
+
+
+def _window_part(nodes: Sequence[tuple[np.ndarray, np.ndarray]], *, is_all: bool, device: torch.device) -> Varlen:
+    queries, keys = zip(*nodes, strict=True)
+    lengths = [[len(one) for one in side] for side in (queries, keys)]
+    bounds = [np.append(0, np.cumsum(side)).astype(np.int32) for side in lengths]
+    arrays = [*bounds, np.concatenate(queries), np.concatenate(keys)]
+    q_bounds, k_bounds, q_index, k_index = for_device(device).transfer.upload_all(arrays)
+    return Varlen(
+        q_bounds=q_bounds,
+        k_bounds=k_bounds,
+        max_q=max(lengths[0]),
+        max_k=max(lengths[1]),
+        num_pairs=sum(q * k for q, k in zip(*lengths, strict=True)),
+        q_index=None if is_all else q_index,
+        k_index=k_index,
+    )
 
 
 def _level_arrays(level: Sequence[Pair]) -> list[np.ndarray]:
@@ -170,17 +275,21 @@ def _level_varlen(
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, plan, scale):
-        out, logsumexp = for_device(query.device).attention.tree_forward(query, key, value, plan, scale)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.plan, ctx.scale = plan, scale
+    def forward(ctx, query, key, value, sinks, plan, rule):
+        out, logsumexp = for_device(query.device).attention.tree_forward(query, key, value, plan, rule)
+        ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
+        ctx.plan, ctx.rule = plan, rule
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        saved = Saved(*ctx.saved_tensors)
+        *sides, sinks = ctx.saved_tensors
+        saved = Saved(*sides)
         attention = for_device(grad_out.device).attention
-        return *attention.tree_backward(grad_out, saved, ctx.plan, ctx.scale), None, None
+        grad_sinks = None
+        if ctx.needs_input_grad[3]:
+            grad_sinks = sink_gradients(grad_out, saved.out, saved.logsumexp, sinks)
+        return *attention.tree_backward(grad_out, saved, ctx.plan, ctx.rule), grad_sinks, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,26 +319,42 @@ class PagedPlan:
     chunks: Sequence[Chunk]
     varlen: Varlen | None = None
     """The result of `prefill_varlen`, if it is known only on the device."""
+    window: int | None = None
+    """What a token of these layers sees; blocks before it may be gone."""
 
     def cache_slots(self, layer: int) -> CacheSlots:
         """The cache slots for this pass's keys and values of a layer."""
         keys, values = self.cache.layer(layer)
         return CacheSlots(keys.flatten(0, 1), values.flatten(0, 1), self.slots)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         self.cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self.attend_written(layer, query, key, value, scale)
+        return self.attend_written(layer, query, key, value, rule)
 
-    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Like `attend`, after the pass's keys and values are in the cache."""
         attention = for_device(query.device).attention
+        if self.window is not None and (rule.window is None or rule.window > self.window):
+            # The model's code and its config are read apart. Where they disagree, this would read freed blocks.
+            raise ModelError(f"layer {layer} asks for window={rule.window}; its KV cache keeps {self.window} tokens")
         parts: list[Tensor] = []
         if self.num_decode:
             rows = query[0, :, : self.num_decode].transpose(0, 1)
-            parts.append(attention.paged_decode(rows, self.cache.layer(layer), self, scale)[None])
+            parts.append(attention.paged_decode(rows, self.cache.layer(layer), self, rule)[None])
         if self.chunks:
-            parts.append(attention.prefill(query, key, value, self, layer, scale))
+            parts.append(attention.prefill(query, key, value, self, layer, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def keys_of(self, chunk: Chunk, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that some token of a chunk sees, [1, KV heads, tokens, D]; the chunk's own are the last."""
+        if not chunk.num_cached:
+            return key[:, :, chunk.start : chunk.stop], value[:, :, chunk.start : chunk.stop]
+        stop = chunk.num_cached + chunk.stop - chunk.start
+        return self.cache.read(layer, chunk.blocks, self.first_seen(chunk), stop)
+
+    def first_seen(self, chunk: Chunk) -> int:
+        """The first position of its sequence that a chunk sees."""
+        return 0 if self.window is None else max(0, chunk.num_cached - self.window + 1)
 
     def prefill_varlen(self) -> Varlen:
         """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""
@@ -239,11 +364,13 @@ class PagedPlan:
             transfer = for_device(self.slots.device).transfer
             new = np.array([chunk.stop - chunk.start for chunk in self.chunks])
             cached = np.array([chunk.num_cached for chunk in self.chunks])
-            q_bounds, k_bounds = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (new, cached + new))
-            sizes = int(new.max()), int((cached + new).max()), int((new * (2 * cached + new)).sum()) // 2
+            firsts = np.array([self.first_seen(chunk) for chunk in self.chunks])
+            seen = cached + new - firsts
+            q_bounds, k_bounds = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (new, seen))
+            sizes = int(new.max()), int(seen.max()), int((new * (2 * seen - new)).sum()) // 2
             if cached.any():
                 blocks = [chunk.blocks for chunk in self.chunks]
-                spans = make_spans(np.zeros_like(new), cached + new, [len(b) for b in blocks])
+                spans = make_spans(firsts, seen, [len(b) for b in blocks])
                 q, k, lines, held = transfer.upload_all([q_bounds, k_bounds, spans, np.concatenate(blocks)])
                 _, k_index = span_slots(lines, held, int(k_bounds[-1]), self.cache.block_size)
                 varlen = Varlen(q, k, *sizes, k_index=k_index)
@@ -252,6 +379,32 @@ class PagedPlan:
                 varlen = Varlen(bounds, bounds, *sizes)
             self.__dict__["_varlen"] = varlen
         return self.__dict__["_varlen"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """A sampler step of a model whose layers differ in what they keep: one plan for each group of layers."""
+
+    plans: Sequence[PagedPlan]
+    group_of: Sequence[int]
+    """[layers] the plan of each layer."""
+
+    def of_layer(self, layer: int) -> PagedPlan:
+        return self.plans[self.group_of[layer]]
+
+    def cache_slots(self, layer: int) -> CacheSlots:
+        return self.of_layer(layer).cache_slots(layer)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        return self.of_layer(layer).attend(layer, query, key, value, rule)
+
+    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        return self.of_layer(layer).attend_written(layer, query, key, value, rule)
+
+
+def join_plans(plans: Sequence[PagedPlan], group_of: Sequence[int]) -> PagedPlan | GroupedPlan:
+    """The plan of a step; almost every model has one group of layers."""
+    return plans[0] if len(plans) == 1 else GroupedPlan(plans, group_of)
 
 
 def make_spans(firsts: np.ndarray, lengths: np.ndarray, num_blocks: Sequence[int]) -> np.ndarray:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.attention.plans import AttentionPlan, PagedPlan, TreePlan
+from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
 from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
 from turnwise.engine.model.expert_layers import TokenRouter
 from turnwise.engine.model.gated_mlp import GatedMlp, KeptMlp, Mlp, MlpPass, Scratch
@@ -39,13 +39,14 @@ from turnwise.engine.model.lora_products import (
     spans_of_rows,
 )
 from turnwise.engine.model.routed_mlp import RoutedMlp
+from turnwise.engine.model.trace import EMBEDDING, Trace, layer_part
 from turnwise.engine.model.weight_gradients import (
     add_head_norm_gradients,
     add_norm_gradient,
     add_product_gradient,
 )
 from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import Heads, Rotation, Saved
+from turnwise.engine.ops.interface import AttentionRule, Heads, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -55,7 +56,6 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "head_norm": ("none", "rms"),
     "rotation": ("halves",),
     "angles": ("default", "linear", "llama3", "yarn"),
-    "attention": ("full",),
     "mlp": ("gated",),
     "activation": ("silu",),
 }
@@ -151,7 +151,9 @@ class FusedBody:
         self.spec: BlockSpec = sizes.block
         names = self.spec.names
         self.eps = self.spec.norm_eps
-        self.scale = sizes.head_size**-0.5
+        scale = sizes.head_size**-0.5
+        self.rules = [AttentionRule(scale, window) for window in sizes.windows]
+        """[blocks] how each block attends."""
         layers = enumerate(model.get_submodule(names.layers).children())
         blocks = [self._read_block(index, layer) for index, layer in layers]
         self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
@@ -161,6 +163,8 @@ class FusedBody:
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self.trace: Trace | None = None
+        """What the self-test fills with the outputs of the parts."""
         self.most_kept_bytes: int | None = None
         """If a pass would keep more bytes than this for its backward pass, it computes each block again instead."""
 
@@ -275,6 +279,8 @@ class FusedBody:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
+        if self.trace is not None:
+            self.trace.add(EMBEDDING, h)
         for index in range(len(weights.blocks)):
             before = BlockInput(h, delta)
             h, delta, own = self.run_block(index, before, work)
@@ -291,7 +297,7 @@ class FusedBody:
         block, plan, route, spans = work.weights.blocks[index], work.plan, work.route, work.spans
         h, x, rstd = self._add_norm(before.h, before.delta, block.input_norm, work.scratch)
         qkv, low_qkv = project(block.qkv, x, route, spans)
-        cache = plan.cache_slots(index) if isinstance(plan, PagedPlan) else None
+        cache = plan.cache_slots(index) if isinstance(plan, PagedPlan | GroupedPlan) else None
         q, k, v = self.ops.layers.rotate(qkv, block.heads, work.rotation, cache)
         attention = self._attend(index, q, k, v, plan)
         mixed, rest_h = attention.out[0].flatten(1), h
@@ -302,6 +308,9 @@ class FusedBody:
         attended, low_out = project(block.out, mixed, route, spans)
         inner_h, inner_x, inner_rstd = self._add_norm(rest_h, attended, block.inner_norm, work.scratch)
         delta, mlp = block.mlp.forward(inner_x, MlpPass(route, spans, work.scratch, rows))
+        if self.trace is not None:
+            for part, added in ((self.spec.names.out, attended), (self.spec.names.down, delta)):
+                self.trace.add(layer_part(index, part.partition(".")[0]), added)
         kept = KeptBlock(
             h=h,
             rstd=rstd,
@@ -328,10 +337,11 @@ class FusedBody:
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
         query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
+        rule = self.rules[index]
         if isinstance(plan, TreePlan):
-            return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, self.scale))
-        assert isinstance(plan, PagedPlan), "sampling runs over a paged cache"
-        return Saved(query, key, value, plan.attend_written(index, query, key, value, self.scale), query)
+            return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, rule))
+        assert isinstance(plan, PagedPlan | GroupedPlan), "sampling runs over a paged cache"
+        return Saved(query, key, value, plan.attend_written(index, query, key, value, rule), query)
 
     def run_backward(self, dx: Tensor, kept: _KeptPass) -> None:
         """Add the gradients of what is trained, from the gradient of the normed hidden states down to block
@@ -380,7 +390,8 @@ class FusedBody:
             add_product_gradient(grads.out, dh, wanted)
         if rows is not None:
             dmixed, dh = (_spread(grad, rows, len(mixed)) for grad in (dmixed, dh))
-        attention_grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, self.scale)
+        rule = self.rules[index]
+        attention_grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, rule)
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in attention_grads)
         if grads is not None and kept.qkv is not None:
             add_head_norm_gradients(grads.heads, dq, dk, kept.qkv, work.rotation)

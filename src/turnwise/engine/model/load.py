@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan, PagedPlan
+from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan, GroupedPlan, PagedPlan
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.expert_layers import EXPERTS_NAME, ExpertLayer, wrap_experts, wrap_routers
 from turnwise.engine.model.full import WeightLayout
+from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.model.reference import run_plainly
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
@@ -26,20 +28,25 @@ from turnwise.models.facts import ModelSizes
 from turnwise.models.families import check_supported, describe_experts
 from turnwise.models.linears import Shape
 
+RANDOM_FILE = "random_weights"
+"""A directory with this file and a config.json stands for a model with random weights."""
+
 
 class CausalModel:
     """The frozen base model: its body, its head, and the linears that can carry adapters."""
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, is_tested: bool = False) -> None:
+        """With `is_tested`, transformers runs a few tokens before anything is replaced, for the self-test."""
         config = _read_config(directory)
         check_supported(config.to_dict())
-        model = _load(directory, config, dtype)
+        model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, device)
         self.config = config
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
         self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
+        self.reference = run_plainly(model) if is_tested else None
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
         self.shapes = _adaptable_shapes(self.linears, self.experts)
@@ -56,8 +63,13 @@ class CausalModel:
         """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
         self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
+        windows = self.sizes.kv_windows
         self.kv_shape = KvShape(
-            num_layers=self.sizes.num_layers, num_kv_heads=self.sizes.num_kv_heads, head_size=self.sizes.head_size
+            num_layers=self.sizes.num_layers,
+            num_kv_heads=self.sizes.num_kv_heads,
+            head_size=self.sizes.head_size,
+            windows=windows,
+            group_of=tuple(windows.index(window) for window in self.sizes.windows),
         )
 
     @property
@@ -66,6 +78,11 @@ class CausalModel:
         spec = self.sizes.experts
         if spec is None or not spec.is_routable:
             raise ConfigError(f"routing_replay=True: no choice of experts of {self.arch} can be recorded; leave it out")
+        if self.kv_shape.windows != (None,):
+            raise ConfigError(
+                f"routing_replay=True: {self.arch} has sliding windows, whose blocks are given back before a dialogue "
+                "ends, and the choice of experts is kept beside them; leave it out"
+            )
         return len(self.experts), spec.num_chosen
 
     @property
@@ -83,8 +100,9 @@ class CausalModel:
         self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route, rows: Tensor | None = None
     ) -> Tensor:
         """Last hidden states [N, H] of packed tokens [N], or those of `rows` (sorted) alone."""
-        if isinstance(plan, PagedPlan) and plan.cache.choices is not None:
-            route = replace(route, routing=RecordedRouting(plan))
+        first = plan.plans[0] if isinstance(plan, GroupedPlan) else plan
+        if isinstance(first, PagedPlan) and first.cache.choices is not None:
+            route = replace(route, routing=RecordedRouting(first))
         if self.fused is not None:
             return self.fused.hidden(input_ids, position_ids, plan, route, rows)
         inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
@@ -97,6 +115,10 @@ class CausalModel:
                 out = torch.func.functional_call(self.body, own, kwargs={**inputs, **settings})
         hidden = out.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
+
+    def logits(self, hidden: Tensor, route: Route) -> Tensor:
+        """Logits [rows, V] of hidden states [rows, H]."""
+        return finish_logits(self.head.apply_route(hidden, route), self.sizes.logits)
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:
@@ -136,6 +158,19 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
+
+
+def is_random(directory: Path) -> bool:
+    """Whether the directory has no weights, and says that they are drawn at random when the model is loaded."""
+    return (directory / RANDOM_FILE).exists()
+
+
+def _draw(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model with random weights, made where it will run: for measurements of speed, without a large file."""
+    torch.manual_seed(0)
+    experts = {"experts_implementation": EXPERTS_NAME} if describe_experts(config.to_dict()) is not None else {}
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME, **experts)
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

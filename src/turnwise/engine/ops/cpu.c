@@ -211,6 +211,17 @@ typedef struct {
     int64_t count;
 } TokenTile;
 
+/* How scores become attention in one layer. */
+typedef struct {
+    float scale, softcap; /* scores become softcap tanh(score / softcap); 0: they stay */
+    int64_t window; /* tokens that a query sees, its own included; 0: all before it */
+    const float *sinks; /* per query head a score without a value, or NULL */
+} Rule;
+
+INLINE int64_t first_seen(const Rule *rule, int64_t context) {
+    return rule->window && context > rule->window ? context - rule->window : 0;
+}
+
 typedef struct {
     const float *keys, *values;
     int64_t key_stride, value_stride; /* floats from one block to the next */
@@ -306,9 +317,14 @@ INLINE void add_values(const int heads, const int num, const TokenTile *tile, co
 }
 
 INLINE void attend_heads(const int heads, const TokenTile *tile, const TokenTile *next, int64_t offset, int64_t D,
-                         const float *query, float scale, float *maximum, float *sum, float *out) {
+                         const float *query, const Rule *rule, float *maximum, float *sum, float *out) {
     float scores[HEAD_TILE][KEY_TILE];
-    score_keys(heads, tile, next, offset, D, query, scale, scores);
+    score_keys(heads, tile, next, offset, D, query, rule->scale, scores);
+    for (int h = 0; h < heads && rule->softcap; h++)
+        for (int64_t t = 0; t < tile->count; t += 8) /* the padding of -inf becomes -softcap: back to -inf */
+            store8(scores[h] + t, tanh8(load8(scores[h] + t) / rule->softcap) * rule->softcap);
+    for (int h = 0; h < heads && rule->softcap; h++)
+        for (int64_t t = tile->count; t % 8; t++) scores[h][t] = -INFINITY;
     for (int h = 0; h < heads; h++) update_softmax(scores[h], tile->count, D, maximum + h, sum + h, out + h * D);
     int64_t d = 0;
     for (; d + 32 <= D; d += 32) add_values(heads, 4, tile, next, offset + d, D, scores, out + d);
@@ -318,14 +334,17 @@ INLINE void attend_heads(const int heads, const TokenTile *tile, const TokenTile
 /* KV heads [first, last) of one sequence, `group` query heads each; query and out start at the first of those.
  * `after` is what this thread is likely to read next: fetched during the last tile. */
 static void attend(const Cache *cache, const int32_t *blocks, int64_t context, int64_t first, int64_t last,
-                   int64_t group, const float *query, float scale, float *out, const TokenTile *after) {
-    int64_t D = cache->D, heads = (last - first) * group;
+                   int64_t group, const float *query, const Rule *rule, float *out, const TokenTile *after) {
+    int64_t D = cache->D, heads = (last - first) * group, from = first_seen(rule, context);
     float maximum[MAX_HEADS], sum[MAX_HEADS];
-    for (int64_t h = 0; h < heads; h++) maximum[h] = -INFINITY, sum[h] = 0;
+    for (int64_t h = 0; h < heads; h++) {
+        maximum[h] = rule->sinks ? rule->sinks[first * group + h] : -INFINITY;
+        sum[h] = rule->sinks ? 1 : 0;
+    }
     memset(out, 0, sizeof(float) * heads * D);
     TokenTile tiles[2];
-    locate_tokens(cache, blocks, 0, context, &tiles[0]);
-    for (int64_t start = 0, turn = 0; start < context; start += KEY_TILE, turn ^= 1) {
+    locate_tokens(cache, blocks, from, context, &tiles[0]);
+    for (int64_t start = from, turn = 0; start < context; start += KEY_TILE, turn ^= 1) {
         const TokenTile *tile = &tiles[turn], *next = after;
         if (start + KEY_TILE < context) {
             locate_tokens(cache, blocks, start + KEY_TILE, context, &tiles[turn ^ 1]);
@@ -338,11 +357,11 @@ static void attend(const Cache *cache, const int32_t *blocks, int64_t context, i
             const float *q = query + h * D;
             float *o = out + h * D;
             switch (size) {
-            case 1: attend_heads(1, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
-            case 2: attend_heads(2, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+            case 1: attend_heads(1, tile, next, offset, D, q, rule, maximum + h, sum + h, o); break;
+            case 2: attend_heads(2, tile, next, offset, D, q, rule, maximum + h, sum + h, o); break;
 #if defined(__AVX512VL__)
-            case 3: attend_heads(3, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
-            case 4: attend_heads(4, tile, next, offset, D, q, scale, maximum + h, sum + h, o); break;
+            case 3: attend_heads(3, tile, next, offset, D, q, rule, maximum + h, sum + h, o); break;
+            case 4: attend_heads(4, tile, next, offset, D, q, rule, maximum + h, sum + h, o); break;
 #endif
             }
         }
@@ -351,20 +370,24 @@ static void attend(const Cache *cache, const int32_t *blocks, int64_t context, i
         for (int64_t d = 0; d < D; d++) out[h * D + d] /= sum[h];
 }
 
-/* Returns 0, or 1 if a context is negative or longer than its row of the table, or a block in use does not exist. */
+/* window, softcap: 0 for none; sinks: [heads] or NULL. Blocks before a window are not looked at.
+ * Returns 0, or 1 if a context is negative or longer than its row of the table, or a block in use does not exist. */
 int tw_paged_decode(const float *query, int64_t query_stride, const float *keys, int64_t key_stride,
                     const float *values, int64_t value_stride, const int32_t *block_table, const int32_t *context_lens,
                     float *out, int64_t B, int64_t heads, int64_t kv_heads, int64_t D, int64_t num_blocks,
-                    int64_t block_size, int64_t max_blocks, float scale, int threads) {
+                    int64_t block_size, int64_t max_blocks, float scale, float softcap, int64_t window,
+                    const float *sinks, int threads) {
+    const Rule rule = {scale, softcap, window, sinks};
     const Cache cache = {keys, values, key_stride, value_stride, block_size, kv_heads, D};
     int64_t group = heads / kv_heads, tokens = 0;
     for (int64_t b = 0; b < B; b++) {
         if (context_lens[b] < 0 || context_lens[b] > max_blocks * block_size) return 1;
-        for (int64_t i = 0; i * block_size < context_lens[b]; i++) {
+        int64_t from = first_seen(&rule, context_lens[b]);
+        for (int64_t i = from / block_size; i * block_size < context_lens[b]; i++) {
             int32_t block = block_table[b * max_blocks + i];
             if (block < 0 || block >= num_blocks) return 1;
         }
-        tokens += context_lens[b];
+        tokens += context_lens[b] - from;
     }
     if (tokens * kv_heads * D < SERIAL_FLOATS) threads = 1;
     /* All KV heads of a token lie together, so a whole sequence is the better item; a KV head is when those are few. */
@@ -375,9 +398,10 @@ int tw_paged_decode(const float *query, int64_t query_stride, const float *keys,
         int64_t b = item / parts, first = item % parts * share, head = first * group;
         TokenTile after = {.count = 0};
         if (parts == 1 && b + threads < B)
-            locate_tokens(&cache, block_table + (b + threads) * max_blocks, 0, context_lens[b + threads], &after);
+            locate_tokens(&cache, block_table + (b + threads) * max_blocks, first_seen(&rule, context_lens[b + threads]),
+                          context_lens[b + threads], &after);
         attend(&cache, block_table + b * max_blocks, context_lens[b], first, first + share, group,
-               query + b * query_stride + head * D, scale, out + (b * heads + head) * D, &after);
+               query + b * query_stride + head * D, &rule, out + (b * heads + head) * D, &after);
     }
     return 0;
 }

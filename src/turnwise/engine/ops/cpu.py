@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.ops import build, waiting
+from turnwise.engine.ops.interface import AttentionRule
 from turnwise.errors import DataError
 
 _SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu.c
@@ -29,7 +30,8 @@ class CpuKernels:
         self._linear.argtypes = [pointer, int64, int64, pointer, int64, *[pointer] * 3, int32]
         self._linear.restype = None
         self._paged_decode = library.tw_paged_decode
-        self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, float32, int32]
+        rule = float32, float32, int64, pointer
+        self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, *rule, int32]
         self._paged_decode.restype = int32
         self._sample_rows = library.tw_sample_rows
         self._sample_rows.argtypes = [*[pointer] * 5, int64, int64, int32]
@@ -69,10 +71,12 @@ class CpuKernels:
         value_cache: Tensor,
         block_table: Tensor,
         context_lens: Tensor,
-        scale: float,
+        rule: AttentionRule,
         out: Tensor | None = None,
     ) -> Tensor:
         """Softmax attention of one query token per row over its context in the paged KV cache.
+
+        Blocks before a row's window are not read; their places in the table may hold any number.
 
         Args:
             query: [B, Hq, D]; rows may be strided. Query head h reads KV head h // (Hq / Hkv).
@@ -96,10 +100,14 @@ class CpuKernels:
         _check("block_table", block_table, (batch, max_blocks), torch.int32)
         _check("context_lens", context_lens, (batch,), torch.int32)
         _check("out", out, (batch, heads, head_size))
+        sinks = None if rule.sinks is None else rule.sinks.contiguous()
+        if sinks is not None:
+            _check("sinks", sinks, (heads,))
         failed = self._paged_decode(
             query.data_ptr(), query.stride(0), key_cache.data_ptr(), key_cache.stride(0), value_cache.data_ptr(),
             value_cache.stride(0), block_table.data_ptr(), context_lens.data_ptr(), out.data_ptr(), batch, heads,
-            kv_heads, head_size, num_blocks, block_size, max_blocks, scale, waiting.num_threads(),
+            kv_heads, head_size, num_blocks, block_size, max_blocks, rule.scale, rule.softcap or 0.0,
+            rule.window or 0, None if sinks is None else sinks.data_ptr(), waiting.num_threads(),
         )  # fmt: skip
         if failed:
             raise DataError(

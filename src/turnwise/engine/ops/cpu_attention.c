@@ -27,7 +27,8 @@ typedef struct {
     Side query, key, value, out, logsumexp;
     Side grad_out, grad_query, grad_key, grad_value; /* backward alone */
     int64_t batch, heads, kv_heads, queries, keys, D;
-    float scale;
+    int64_t window; /* keys that a causal query sees, its own included; 0: all before it */
+    float scale, softcap; /* scores become softcap tanh(score / softcap); 0: they stay */
     int is_causal, is_added;
 } Attention;
 
@@ -69,17 +70,47 @@ static void copy_side(const Side *side, const Attention *at, int64_t b, int64_t 
         memcpy(to + r * SCORE_STRIDE, row_of(side, b, h, t + r), sizeof(float) * at->D);
 }
 
-/* Keys of the block at `start`, of `count`, that query row `t` sees. */
+/* The key of a causal query row: the last query stands at the last key. */
+INLINE int64_t own_key(const Attention *at, int64_t t) { return t + at->keys - at->queries; }
+
+/* The first key that query row `t` sees. */
+INLINE int64_t first_key(const Attention *at, int64_t t) {
+    int64_t first = at->window ? own_key(at, t) + 1 - at->window : 0;
+    return first < 0 ? 0 : first;
+}
+
+/* Keys of the block at `start`, of `count`, that query row `t` sees: [unseen, visible). */
 INLINE int64_t visible(const Attention *at, int64_t t, int64_t start, int64_t count) {
     if (!at->is_causal) return count;
-    return t < start ? 0 : min_of(count, t + 1 - start);
+    int64_t own = own_key(at, t);
+    return own < start ? 0 : min_of(count, own + 1 - start);
+}
+INLINE int64_t unseen(const Attention *at, int64_t t, int64_t start, int64_t count) {
+    int64_t first = first_key(at, t);
+    return first < start ? 0 : min_of(count, first - start);
+}
+
+/* Where the keys of rows [t, t + rows) begin, at the edge of a block, and where they end. */
+INLINE int64_t first_block(const Attention *at, int64_t t) { return first_key(at, t) / KEY_BLOCK * KEY_BLOCK; }
+INLINE int64_t key_limit(const Attention *at, int64_t t, int64_t rows) {
+    return at->is_causal ? min_of(at->keys, own_key(at, t + rows)) : at->keys;
+}
+
+static void cap_scores(float *scores, int64_t count, float softcap) {
+    for (int64_t i = 0; i < count; i += LANES) store(scores + i, tanh_vec(load(scores + i) / softcap) * softcap);
 }
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------- */
 
-/* scores -> exp(scores - maximum), 0 where not visible; the running maximum, sum and output follow. */
-INLINE void soften(float *scores, int64_t seen, int64_t count, float *maximum, float *sum, float *out, int64_t size) {
+/* scores -> exp(scores - maximum), 0 outside [from, seen); the running maximum, sum and output follow. */
+INLINE void soften(float *scores, int64_t from, int64_t seen, int64_t count, float *maximum, float *sum, float *out,
+                   int64_t size) {
     int64_t end = round_up(count, LANES);
+    if (from >= seen) { /* a row whose window begins after this block, or that stands before it */
+        memset(scores, 0, sizeof(float) * end);
+        return;
+    }
+    for (int64_t i = 0; i < from; i++) scores[i] = -INFINITY;
     for (int64_t i = seen; i < end; i++) scores[i] = -INFINITY;
     vec top = splat(*maximum), total = {0};
     for (int64_t i = 0; i < end; i += LANES) top = max_vec(load(scores + i), top);
@@ -102,7 +133,7 @@ INLINE void soften(float *scores, int64_t seen, int64_t count, float *maximum, f
 static void forward_rows(const Attention *at, int64_t b, int64_t h, int64_t t, int64_t rows, const float *keys,
                          const float *values) {
     float query[MR * SCORE_STRIDE], scores[MR * SCORE_STRIDE], out[MR * (MAX_D + NR)], maximum[MR], sum[MR];
-    int64_t room = round_up(at->D, LANES), limit = at->is_causal ? min_of(at->keys, t + rows) : at->keys;
+    int64_t room = round_up(at->D, LANES), limit = key_limit(at, t, rows);
     copy_side(&at->query, at, b, h, t, rows, query);
     memset(out, 0, sizeof(float) * MR * room);
     for (int64_t r = 0; r < rows; r++) {
@@ -111,13 +142,15 @@ static void forward_rows(const Attention *at, int64_t b, int64_t h, int64_t t, i
         maximum[r] = *row_of(&at->logsumexp, b, h, t + r), sum[r] = 1;
         memcpy(out + r * room, row_of(&at->out, b, h, t + r), sizeof(float) * at->D);
     }
-    for (int64_t k = 0; k < limit; k += KEY_BLOCK) {
+    for (int64_t k = first_block(at, t); k < limit; k += KEY_BLOCK) {
         int64_t block = min_of(KEY_BLOCK, at->keys - k), count = min_of(block, limit - k);
         times_panels(row_tile, rows, query, keys + k * at->D, at->D, at->D, count, block, at->scale, scores,
                      SCORE_STRIDE, 0);
-        for (int64_t r = 0; r < rows; r++)
-            soften(scores + r * SCORE_STRIDE, visible(at, t + r, k, count), count, maximum + r, sum + r, out + r * room,
-                   room);
+        for (int64_t r = 0; r < rows; r++) {
+            if (at->softcap) cap_scores(scores + r * SCORE_STRIDE, count, at->softcap);
+            soften(scores + r * SCORE_STRIDE, unseen(at, t + r, k, count), visible(at, t + r, k, count), count,
+                   maximum + r, sum + r, out + r * room, room);
+        }
         times_panels(row_tile, rows, scores, values + k * room, block, count, at->D, at->D, 1, out, room, 1);
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -134,10 +167,11 @@ static int64_t count_parts(const Attention *at, int64_t block, int threads) {
     return wanted < 1 ? 1 : min_of(wanted, blocks);
 }
 
-static Attention describe(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, int is_causal,
-                          int is_added) {
+static Attention describe(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, float softcap,
+                          int is_causal, int is_added) {
     Attention at = {.batch = sizes[0], .heads = sizes[1], .kv_heads = sizes[2], .queries = sizes[3], .keys = sizes[4],
-                    .D = sizes[5], .scale = scale, .is_causal = is_causal, .is_added = is_added};
+                    .D = sizes[5], .window = sizes[6], .scale = scale, .softcap = softcap, .is_causal = is_causal,
+                    .is_added = is_added};
     Side *sides[] = {&at.query, &at.key, &at.value, &at.out, &at.logsumexp, &at.grad_out, &at.grad_query, &at.grad_key,
                      &at.grad_value};
     for (int i = 0; i < 9; i++)
@@ -151,10 +185,11 @@ static int threads_for(const Attention *at, int threads) {
 
 /* out and logsumexp of softmax(scale query key') value; added: of this and of what they hold, as one softmax.
  * data, strides: query, key, value, out, logsumexp and 4 unused; 3 strides each. sizes: batch, heads, KV heads,
- * queries, keys, D <= MAX_D. Returns 0, or 1 without memory. */
-int tw_attend(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, int is_causal, int is_added,
-              int threads) {
-    const Attention at = describe(data, strides, sizes, scale, is_causal, is_added);
+ * queries, keys, D <= MAX_D, window (0: none). Causal: at least as many keys as queries, the last query stands at the
+ * last key. Returns 0, or 1 without memory. */
+int tw_attend(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, float softcap,
+              int is_causal, int is_added, int threads) {
+    const Attention at = describe(data, strides, sizes, scale, softcap, is_causal, is_added);
     threads = threads_for(&at, threads);
     int64_t group = at.heads / at.kv_heads, room = round_up(at.D, LANES), keys = round_up(at.keys, NR);
     int64_t parts = count_parts(&at, MR, threads), blocks = (at.queries + MR - 1) / MR;
@@ -206,10 +241,20 @@ static float *open_workspace(const Attention *at, Workspace *w) {
     return memory;
 }
 
-/* One row: scores -> probabilities, gradients of probabilities -> of scores; both 0 beyond what the row sees. */
-INLINE void soften_backward(float *probs, float *grads, int64_t seen, int64_t end, float logsumexp, float delta,
-                            float scale) {
+/* Scores -> soft-capped scores, gradients of probabilities -> those less delta, times the slope of the cap. */
+static void cap_backward(float *scores, float *grads, int64_t count, float softcap, float delta) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        vec turned = tanh_vec(load(scores + i) / softcap);
+        store(scores + i, turned * softcap);
+        store(grads + i, (load(grads + i) - delta) * (1.0f - turned * turned));
+    }
+}
+
+/* One row: scores -> probabilities, gradients of probabilities -> of scores; both 0 outside [from, seen). */
+INLINE void soften_backward(float *probs, float *grads, int64_t from, int64_t seen, int64_t end, float logsumexp,
+                            float delta, float scale) {
     int64_t full = round_up(seen, LANES);
+    for (int64_t i = 0; i < from; i++) probs[i] = -INFINITY;
     for (int64_t i = seen; i < full; i++) probs[i] = -INFINITY;
     for (int64_t i = 0; i < full; i += LANES) {
         vec p = exp_vec(load(probs + i) - logsumexp);
@@ -223,7 +268,7 @@ INLINE void soften_backward(float *probs, float *grads, int64_t seen, int64_t en
  * ([keys][room] each). */
 static void backward_rows(const Attention *at, const Workspace *w, int64_t b, int64_t h, int64_t t, int64_t rows,
                           float *grad_keys, float *grad_values) {
-    int64_t D = at->D, room = round_up(D, LANES), limit = at->is_causal ? min_of(at->keys, t + rows) : at->keys;
+    int64_t D = at->D, room = round_up(D, LANES), limit = key_limit(at, t, rows), begin = first_block(at, t);
     float delta[QUERY_BLOCK], logsumexp[QUERY_BLOCK];
     copy_side(&at->query, at, b, h, t, rows, w->query);
     copy_side(&at->grad_out, at, b, h, t, rows, w->grad_out);
@@ -237,7 +282,7 @@ static void backward_rows(const Attention *at, const Workspace *w, int64_t b, in
         if (d < D) sum += load_part(out + d, D - d, 0) * load_part(grad + d, D - d, 0);
         delta[r] = sum_lanes(sum), logsumexp[r] = *row_of(&at->logsumexp, b, h, t + r);
     }
-    for (int64_t k = 0; k < limit; k += KEY_BLOCK) {
+    for (int64_t k = begin; k < limit; k += KEY_BLOCK) {
         int64_t block = min_of(KEY_BLOCK, at->keys - k), count = min_of(block, limit - k);
         int64_t end = min_of(round_up(count, NR) + MR, SCORE_STRIDE);
         for (int64_t r = 0; r < rows; r += MR) {
@@ -247,15 +292,20 @@ static void backward_rows(const Attention *at, const Workspace *w, int64_t b, in
                          at->scale, probs, SCORE_STRIDE, 0);
             times_panels(row_tile, few, w->grad_out + r * SCORE_STRIDE, w->values_turned + k * D, D, D, most, block, 1,
                          grads, SCORE_STRIDE, 0);
-            for (int64_t i = 0; i < few; i++)
-                soften_backward(probs + i * SCORE_STRIDE, grads + i * SCORE_STRIDE, visible(at, t + r + i, k, count),
-                                end, logsumexp[r + i], delta[r + i], at->scale);
+            for (int64_t i = 0; i < few; i++) {
+                float *own = probs + i * SCORE_STRIDE, *own_grads = grads + i * SCORE_STRIDE, less = delta[r + i];
+                int64_t row = t + r + i;
+                if (at->softcap) cap_backward(own, own_grads, most, at->softcap, less), less = 0;
+                soften_backward(own, own_grads, unseen(at, row, k, count), visible(at, row, k, count), end,
+                                logsumexp[r + i], less, at->scale);
+            }
             times_panels(row_tile, few, grads, w->keys + k * room, block, most, D, D, 1, w->grad_query + r * room, room,
-                         k > 0);
+                         k > begin);
         }
         for (int64_t key = 0; key < count; key += MR) {
             /* Rows before the first that sees this key have nothing to add. */
-            int64_t first = at->is_causal && k + key > t ? k + key - t : 0, few = min_of(MR, count - key);
+            int64_t gap = k + key - own_key(at, t), first = at->is_causal && gap > 0 ? gap : 0;
+            int64_t few = min_of(MR, count - key);
             for (int64_t start = 0, width; start < D; start += width) {
                 width = panel_width(D - start);
                 Tile *tile = col_tile(few, width);
@@ -291,9 +341,9 @@ static void gather(const Attention *at, const Side *side, const float *parts, in
 /* Gradients of query, key and value, written or added; `out` and `logsumexp` are those of whole rows, also where these
  * keys are only some of theirs. Arguments as in `tw_attend`; data goes on with grad_out, grad_query, grad_key and
  * grad_value. Returns 0, or 1 without memory. */
-int tw_attend_backward(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, int is_causal,
-                       int is_added, int threads) {
-    const Attention at = describe(data, strides, sizes, scale, is_causal, is_added);
+int tw_attend_backward(void *const *data, const int64_t *strides, const int64_t *sizes, float scale, float softcap,
+                       int is_causal, int is_added, int threads) {
+    const Attention at = describe(data, strides, sizes, scale, softcap, is_causal, is_added);
     threads = threads_for(&at, threads);
     int64_t group = at.heads / at.kv_heads, blocks = (at.queries + QUERY_BLOCK - 1) / QUERY_BLOCK;
     int64_t parts = count_parts(&at, QUERY_BLOCK, threads), units = at.batch * at.kv_heads;

@@ -2,7 +2,7 @@
 
 `attend` and `attend_backward` call the C kernels: float32, heads of up to 256. Their sides are
 [batch, heads, tokens, D], strided but for the last axis; with fewer KV heads, query head h reads KV head
-h // (heads / KV heads). A causal call has as many queries as keys.
+h // (heads / KV heads). In a causal call the last query stands at the last key, and a window counts back from there.
 
 The functions of the interface take heads-first tensors [1, heads, tokens, D] and return tokens-first
 [1, tokens, heads, D].
@@ -18,26 +18,31 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.ops import build, cpu, torch_attention, waiting
-from turnwise.engine.ops.interface import Saved
-from turnwise.engine.ops.torch_attention import merge
+from turnwise.engine.ops.interface import AttentionRule, Saved
+from turnwise.engine.ops.torch_attention import merge, slice_forward, with_sinks
 from turnwise.errors import DataError
 
 if TYPE_CHECKING:
-    from turnwise.engine.attention.plans import EqualNodes, PagedPlan, TreePlan
+    from turnwise.engine.attention.plans import Chunk, EqualNodes, PagedPlan, TreePlan
 
 _MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+def tree_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
     """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest."""
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens, num_heads, head_size).transpose(1, 2)
     logsumexp = query.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
     if fits(query, key, value):
-        _attend_forest(Saved(query, key, value, out, logsumexp), plan, scale)
-        return out.transpose(1, 2), logsumexp
+        _attend_forest(Saved(query, key, value, out, logsumexp), plan, rule)
+        return with_sinks(out, logsumexp, rule)
+    if _is_not_for_flash(plan, rule):
+        return torch_attention.tree_forward(query, key, value, plan, rule)
+    scale = rule.scale
     for run in plan.equal_runs():
         part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
         _rows(out, run).copy_(part[0])
@@ -45,17 +50,20 @@ def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scal
     for q, k in plan.ancestors():
         part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, False, scale=scale)
         out[:, :, q], logsumexp[:, :, q] = merge(out[:, :, q], logsumexp[:, :, q], *part)
-    return out.transpose(1, 2), logsumexp
+    return with_sinks(out, logsumexp, rule)
 
 
-def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
     query, key, value, out, logsumexp = saved
+    if not fits(query, key, value) and _is_not_for_flash(plan, rule):
+        return torch_attention.tree_backward(grad_out, saved, plan, rule)
     grad_out, out = grad_out.contiguous().transpose(1, 2), out.transpose(1, 2)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if fits(query, key, value):
-        _attend_forest_backward(grad_out, saved._replace(out=out), grads, plan, scale)
+        _attend_forest_backward(grad_out, saved._replace(out=out), grads, plan, rule)
         return grads
+    scale = rule.scale
     for run in plan.equal_runs():
         sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
         for grad, piece in zip(grads, _flash_backward(*sides, 0.0, True, scale=scale), strict=True):
@@ -68,25 +76,54 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) 
     return grads
 
 
-def _attend_forest(sides: Saved, plan: TreePlan, scale: float) -> None:
-    """Write output and log-sum-exp in place: first attend to the own node, then add each ancestor to the softmax."""
+def _is_not_for_flash(plan: TreePlan, rule: AttentionRule) -> bool:
+    """Whether PyTorch's kernels, which know no windows and no soft caps, cannot compute this."""
+    return rule.softcap is not None or plan.window_runs(rule.window) is not None
+
+
+def _attend_forest(sides: Saved, plan: TreePlan, rule: AttentionRule) -> None:
+    """Write output and log-sum-exp in place: first attend to the own node, then add each ancestor to the softmax.
+
+    Where a window is shorter than a path, a node attends to the end of its path at once.
+    """
+    if (windowed := plan.window_runs(rule.window)) is not None:
+        for one in windowed:
+            attend(_between(sides, one.rows, one.keys), rule, is_causal=True)
+        return
     for run in plan.equal_runs():
-        attend(Saved(*(_rows(side, run) for side in sides)), scale, is_causal=True)
+        attend(Saved(*(_rows(side, run) for side in sides)), rule, is_causal=True)
     for rows, keys in plan.ancestors():
-        attend(_between(sides, rows, keys), scale, is_causal=False, is_added=True)
+        attend(_between(sides, rows, keys), rule, is_causal=False, is_added=True)
 
 
 def _attend_forest_backward(
-    grad_out: Tensor, sides: Saved, grads: tuple[Tensor, Tensor, Tensor], plan: TreePlan, scale: float
+    grad_out: Tensor, sides: Saved, grads: tuple[Tensor, Tensor, Tensor], plan: TreePlan, rule: AttentionRule
 ) -> None:
+    if (windowed := plan.window_runs(rule.window)) is not None:
+        for grad in grads:
+            grad.zero_()
+        for one in windowed:
+            parts = grads[0][:, :, one.rows], *(_picked(grad, one.keys) for grad in grads[1:])
+            attend_backward(
+                grad_out[:, :, one.rows],
+                _between(sides, one.rows, one.keys),
+                parts,
+                rule,
+                is_causal=True,
+                is_added=True,
+            )
+            if not isinstance(one.keys, slice):
+                for grad, part in zip(grads[1:], parts[1:], strict=True):
+                    grad[:, :, one.keys] = part
+        return
     for run in plan.equal_runs():
         dq, dk, dv = (_rows(grad, run) for grad in grads)
         own = Saved(*(_rows(side, run) for side in sides))
-        attend_backward(_rows(grad_out, run), own, (dq, dk, dv), scale, is_causal=True)
+        attend_backward(_rows(grad_out, run), own, (dq, dk, dv), rule, is_causal=True)
     for rows, keys in plan.ancestors():
         parts = grads[0][:, :, rows], grads[1][:, :, keys], grads[2][:, :, keys]
         between = _between(sides, rows, keys)
-        attend_backward(grad_out[:, :, rows], between, parts, scale, is_causal=False, is_added=True)
+        attend_backward(grad_out[:, :, rows], between, parts, rule, is_causal=False, is_added=True)
 
 
 def _rows(side: Tensor, run: EqualNodes) -> Tensor:
@@ -95,32 +132,57 @@ def _rows(side: Tensor, run: EqualNodes) -> Tensor:
     return span.unflatten(1, (run.count, run.length)).transpose(0, 1)
 
 
-def _between(sides: Saved, rows: slice, keys: slice) -> Saved:
+def _between(sides: Saved, rows: slice, keys: slice | Tensor) -> Saved:
     """The queries of some rows over the keys of others, all heads-first."""
     query, key, value, out, logsumexp = sides
-    return Saved(query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows], logsumexp[:, :, rows])
+    sides_of_keys = _picked(key, keys), _picked(value, keys)
+    return Saved(query[:, :, rows], *sides_of_keys, out[:, :, rows], logsumexp[:, :, rows])
 
 
-def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-    """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+def _picked(side: Tensor, keys: slice | Tensor) -> Tensor:
+    """Some tokens of a side: a view if they are neighbours, else a copy that is dense in the last axis."""
+    return side[:, :, keys] if isinstance(keys, slice) else side.transpose(1, 2)[:, keys].transpose(1, 2)
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule) -> Tensor:
+    """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
     _, num_heads, num_tokens, head_size = query.shape
     out = query.new_empty(1, num_tokens - plan.num_decode, num_heads, head_size)
     for chunk in plan.chunks:
         part = slice(chunk.start, chunk.stop)
-        own, logsumexp = _flash(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True, scale=scale)
-        if chunk.num_cached:
-            cached = plan.cache.read(layer, chunk.blocks, chunk.num_cached)
-            own, _ = merge(own, logsumexp, *_flash(query[:, :, part], *cached, 0.0, False, scale=scale))
-        out[:, chunk.start - plan.num_decode : chunk.stop - plan.num_decode] = own.transpose(1, 2)
+        own, logsumexp = _read_chunk(chunk, query[:, :, part], (key, value), plan, layer, rule)
+        place = slice(chunk.start - plan.num_decode, chunk.stop - plan.num_decode)
+        out[:, place], _ = with_sinks(own, logsumexp, rule)
     return out
 
 
-def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+def _read_chunk(
+    chunk: Chunk, query: Tensor, new: tuple[Tensor, Tensor], plan: PagedPlan, layer: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of one chunk's queries, heads first."""
+    rule = rule.within(chunk.num_cached + chunk.stop - chunk.start)
+    if rule.window is None and rule.softcap is None:
+        key, value = (side[:, :, chunk.start : chunk.stop] for side in new)
+        own, logsumexp = _flash(query, key, value, 0.0, True, scale=rule.scale)
+        if chunk.num_cached:
+            cached = plan.cache.read(layer, chunk.blocks, 0, chunk.num_cached)
+            own, logsumexp = merge(own, logsumexp, *_flash(query, *cached, 0.0, False, scale=rule.scale))
+        return own, logsumexp
+    key, value = plan.keys_of(chunk, layer, *new)
+    if not fits(query, key, value):
+        return slice_forward(query, key, value, True, rule)
+    own, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1])
+    attend(Saved(query, key, value, own, logsumexp), rule, is_causal=True)
+    return own, logsumexp
+
+
+def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
     """One query row [H, D] per sequence over its blocks."""
-    kernels = cpu.load() if query.dtype is torch.float32 and query.shape[-1] % 8 == 0 else None
+    is_taken = query.dtype is torch.float32 and query.shape[-1] % 8 == 0 and query.shape[-1] <= _MAX_HEAD_SIZE
+    kernels = cpu.load() if is_taken else None
     if kernels is None:
-        return torch_attention.paged_decode(query, layer, plan, scale)
-    return kernels.paged_decode(query.contiguous(), *layer, plan.block_table, plan.context_lens, scale)
+        return torch_attention.paged_decode(query, layer, plan, rule)
+    return kernels.paged_decode(query.contiguous(), *layer, plan.block_table, plan.context_lens, rule)
 
 
 def can_capture_prefill(dtype: torch.dtype, head_size: int) -> bool:  # noqa: ARG001 - a CPU has no graphs
@@ -142,7 +204,7 @@ class AttentionKernels:
         self.forward = library.tw_attend
         self.backward = library.tw_attend_backward
         for function in (self.forward, self.backward):
-            function.argtypes = [pointers, int64s, int64s, ctypes.c_float, int32, int32, int32]
+            function.argtypes = [pointers, int64s, int64s, ctypes.c_float, ctypes.c_float, int32, int32, int32]
             function.restype = int32
 
 
@@ -155,24 +217,25 @@ def _kernels() -> AttentionKernels:
     return _bind(library)
 
 
-def attend(sides: Saved, scale: float, *, is_causal: bool, is_added: bool = False) -> None:
-    """Write softmax(scale query key') value and its log-sum-exp [batch, heads, tokens]; all sides are heads-first.
+def attend(sides: Saved, rule: AttentionRule, *, is_causal: bool, is_added: bool = False) -> None:
+    """Write the attention that `rule` says, without its sinks, and its log-sum-exp [batch, heads, tokens]; all sides
+    are heads-first.
 
     With `is_added`, `out` and `logsumexp` hold the attention of the same queries over other keys, and become those of
     one softmax over all of them.
     """
     if sides.query.numel() == 0:
         return
-    arguments = _arguments([*sides], is_causal)
-    failed = _kernels().forward(*arguments, scale, is_causal, is_added, waiting.num_threads())
+    arguments = _arguments([*sides], rule, is_causal)
+    failed = _kernels().forward(*arguments, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 
 def attend_backward(
     grad_out: Tensor,
     sides: Saved,
-    grads: tuple[Tensor, Tensor, Tensor],
-    scale: float,
+    grads: tuple[Tensor, ...],
+    rule: AttentionRule,
     *,
     is_causal: bool,
     is_added: bool = False,
@@ -185,13 +248,15 @@ def attend_backward(
         for grad in () if is_added else grads:
             grad.zero_()
         return
-    arguments = _arguments([*sides, grad_out, *grads], is_causal)
-    failed = _kernels().backward(*arguments, scale, is_causal, is_added, waiting.num_threads())
+    arguments = _arguments([*sides, grad_out, *grads], rule, is_causal)
+    failed = _kernels().backward(*arguments, is_causal, is_added, waiting.num_threads())
     _check_memory(failed)
 
 
-def _arguments(sides: list[Tensor], is_causal: bool) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
-    """Pointers, strides and sizes, after a check: C code reads whatever its pointers point to."""
+def _arguments(
+    sides: list[Tensor], rule: AttentionRule, is_causal: bool
+) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array, float, float]:
+    """Pointers, strides, sizes, scale and soft cap, after a check: C code reads whatever its pointers point to."""
     query, key = sides[0], sides[1]
     batch, heads, queries, size = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -204,14 +269,16 @@ def _arguments(sides: list[Tensor], is_causal: bool) -> tuple[ctypes.Array, ctyp
                 f"got {side.dtype} {tuple(side.shape)} with strides {side.stride()} on {side.device} beside queries "
                 f"{as_query} and keys {as_key}; expected float32 {shape}, dense in the last axis, on the CPU"
             )
-    if heads % kv_heads or size > _MAX_HEAD_SIZE or keys == 0 or (is_causal and queries != keys):
+    if heads % kv_heads or size > _MAX_HEAD_SIZE or keys == 0 or (is_causal and queries > keys):
         raise DataError(
             f"queries {as_query} over keys {as_key}: expected a multiple of the KV heads, heads of up to "
-            f"{_MAX_HEAD_SIZE}, some keys, and, when causal, as many as queries"
+            f"{_MAX_HEAD_SIZE}, some keys, and, when causal, at least as many as queries"
         )
     pointers = (ctypes.c_void_p * 9)(*(side.data_ptr() for side in sides))
     strides = (ctypes.c_int64 * 27)(*(stride for side in sides for stride in side.stride()[:3]))
-    return pointers, strides, (ctypes.c_int64 * 6)(batch, heads, kv_heads, queries, keys, size)
+    window = rule.window or 0 if is_causal else 0
+    sizes = (ctypes.c_int64 * 7)(batch, heads, kv_heads, queries, keys, size, window)
+    return pointers, strides, sizes, rule.scale, rule.softcap or 0.0
 
 
 def _check_memory(failed: int) -> None:

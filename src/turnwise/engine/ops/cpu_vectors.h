@@ -159,6 +159,23 @@ DEFINE_EXP(exp_vec, vec, bits, max_vec)
 INLINE vec exp_vec(vec x) { return exp8(x); }
 #endif
 
+/* tanh(x) to about 1e-7: a continued fraction near 0, where 1 - exp(-2x) would cancel, and exponentials beyond. */
+#define DEFINE_TANH(NAME, V, BITS, EXP)                                                                                \
+    INLINE V NAME(V x) {                                                                                               \
+        V size = (V)((BITS)x & 0x7fffffffu), square = x * x, e = EXP(size * -2.0f);                                    \
+        V top = ((square + 378.0f) * square + 17325.0f) * square + 135135.0f;                                          \
+        V bottom = ((square * 28.0f + 3150.0f) * square + 62370.0f) * square + 135135.0f;                              \
+        BITS is_small = (BITS)(size < 1.0f);                                                                           \
+        BITS near = (BITS)(size * top / bottom) & is_small, far = (BITS)((1.0f - e) / (1.0f + e)) & ~is_small;         \
+        return (V)(near | far | ((BITS)x & 0x80000000u));                                                              \
+    }
+DEFINE_TANH(tanh8, vec8, bits8, exp8)
+#if defined(__AVX512F__)
+DEFINE_TANH(tanh_vec, vec, bits, exp_vec)
+#else
+INLINE vec tanh_vec(vec x) { return tanh8(x); }
+#endif
+
 /* dst[j][i] = src[i][j] + bias[i], 8 x 8 (zeros for none). */
 INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
 #if defined(__AVX2__)

@@ -10,7 +10,7 @@ B rows to draw for, R rows of logits, V vocabulary, M rows and G groups of an ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -75,6 +75,26 @@ class Rotation:
     def of_tokens(self) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, D / 2]."""
         return self.cos[self.positions][:, None], self.sin[self.positions][:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How scores become attention in one layer: softmax(cap(scale q k')) v over what a position sees."""
+
+    scale: float
+    window: int | None = None
+    """The positions that a position sees, its own included; None: everything before it."""
+    softcap: float | None = None
+    """Scores become softcap tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[Q] per query head, a score without a value that takes part in the softmax."""
+
+    def within(self, length: int) -> AttentionRule:
+        """The rule of a sequence of `length` tokens: a window that is as long is no window."""
+        return self if self.window is None or length > self.window else self.without_window()
+
+    def without_window(self) -> AttentionRule:
+        return self if self.window is None else replace(self, window=None)
 
 
 class Saved(NamedTuple):
@@ -196,22 +216,24 @@ class AttentionOps(Protocol):
     """
 
     def tree_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, rule: AttentionRule
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp [1, heads, tokens] of a packed forest."""
         ...
 
     def tree_backward(
-        self, grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float
+        self, grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        """Gradients of query, key and value; sinks are in `saved.out` and `saved.logsumexp`."""
         ...
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-        """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+    def prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
+    ) -> Tensor:
+        """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
         ...
 
-    def paged_decode(self, query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
+    def paged_decode(self, query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
         """One query row [heads, D] per sequence attends to the blocks of its sequence."""
         ...
 

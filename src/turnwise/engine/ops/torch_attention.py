@@ -10,66 +10,81 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from turnwise.engine.ops.interface import Saved
+from turnwise.engine.ops.interface import AttentionRule, Saved
 
 if TYPE_CHECKING:
     from turnwise.engine.attention.plans import PagedPlan, TreePlan
 
 
-def tree_forward(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+def tree_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
     """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest."""
     out, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    if (runs := plan.window_runs(rule.window)) is not None:
+        for run in runs:
+            q, k = run.rows, run.key_index(query.device)
+            out[:, :, q], logsumexp[:, :, q] = slice_forward(query[:, :, q], key[:, :, k], value[:, :, k], True, rule)
+        return with_sinks(out, logsumexp, rule)
     for q, k, is_causal in plan.slices():
-        part = _slice_forward(query[:, :, q], key[:, :, k], value[:, :, k], is_causal, scale)
+        part = slice_forward(query[:, :, q], key[:, :, k], value[:, :, k], is_causal, rule)
         if not is_causal:
             part = merge(out[:, :, q], logsumexp[:, :, q], *part)
         out[:, :, q], logsumexp[:, :, q] = part
-    return out.transpose(1, 2), logsumexp
+    return with_sinks(out, logsumexp, rule)
 
 
-def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; every part is exact with the whole row's output and log-sum-exp."""
     query, key, value, out, logsumexp = saved
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for q, k, is_causal in plan.slices():
+    runs = plan.window_runs(rule.window)
+    parts = plan.slices() if runs is None else ((run.rows, run.key_index(query.device), True) for run in runs)
+    for q, k, is_causal in parts:
         part = Saved(query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
-        parts = _slice_backward(grad_out[:, :, q], part, is_causal, scale)
-        for grad, where, piece in zip(grads, (q, k, k), parts, strict=True):
+        pieces = _slice_backward(grad_out[:, :, q], part, is_causal, rule)
+        for grad, where, piece in zip(grads, (q, k, k), pieces, strict=True):
             grad[:, :, where] += piece
     return grads
 
 
-def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-    """New prompt tokens attend to themselves causally and to their sequence's cached tokens fully."""
+def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule) -> Tensor:
+    """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
     first = plan.num_decode
     out = torch.empty_like(query[0, :, first:].transpose(0, 1))
     for chunk in plan.chunks:
         part = slice(chunk.start, chunk.stop)
-        new = query[:, :, part], key[:, :, part], value[:, :, part]
-        own, lse = _slice_forward(*new, True, scale)
-        if chunk.num_cached:
-            cached = plan.cache.read(layer, chunk.blocks, chunk.num_cached)
-            own, _ = merge(own, lse, *_slice_forward(new[0], *cached, False, scale))
-        out[chunk.start - first : chunk.stop - first] = own[0].transpose(0, 1)
+        keys, values = plan.keys_of(chunk, layer, key, value)
+        own, _ = with_sinks(*slice_forward(query[:, :, part], keys, values, True, rule), rule)
+        out[chunk.start - first : chunk.stop - first] = own[0]
     return out[None]
 
 
-def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, scale: float) -> Tensor:
-    """Gather every row's blocks side by side, and mask what is beyond its context."""
-    rows = query.shape[0]
-    keys, values = (side[plan.block_table.long()].flatten(1, 2)[:, : plan.max_context] for side in layer)
-    visible = torch.arange(keys.shape[1], device=query.device)[None] < plan.context_lens[:, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.unsqueeze(2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=visible.view(rows, 1, 1, -1),
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.squeeze(2)
+def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
+    """Gather the blocks that every row sees side by side, and mask what is outside its window or its context."""
+    size = layer[0].shape[1]
+    lengths = plan.context_lens.long()
+    firsts = (lengths - rule.window).clamp_min(0) if rule.window is not None else torch.zeros_like(lengths)
+    seen = plan.max_context if rule.window is None else min(plan.max_context, rule.window + size - 1)
+    columns = firsts[:, None] // size + torch.arange(-(-seen // size), device=query.device)
+    table = plan.block_table.long().gather(1, columns.clamp_max(plan.block_table.shape[1] - 1))
+    keys, values = (side[table].flatten(1, 2).transpose(1, 2) for side in layer)
+    positions = (firsts // size * size)[:, None] + torch.arange(keys.shape[2], device=query.device)
+    visible = (positions < lengths[:, None]) & (positions >= firsts[:, None])
+    rows = query.unsqueeze(2)
+    if rule.softcap is None and rule.sinks is None:
+        mask = visible[:, None, None]
+        out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scale, enable_gqa=True)
+        return out.squeeze(2)
+    scores = cap((rows @ _repeat(keys, rows).transpose(-1, -2)).float() * rule.scale, rule)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    logsumexp = torch.logsumexp(scores, dim=-1)
+    probs = (scores - logsumexp.unsqueeze(-1)).exp().to(values.dtype)
+    out, _ = with_sinks(probs @ _repeat(values, rows), logsumexp, rule)
+    return out.squeeze(1)
 
 
 def can_capture_prefill(dtype: torch.dtype, head_size: int) -> bool:  # noqa: ARG001 - slices depend on the prompts
@@ -83,32 +98,65 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
-def _slice_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output like `query`, and log-sum-exp [1, H, tokens] in float32."""
-    scores = _scores(query, key, is_causal, scale)
+def with_sinks(out: Tensor, logsumexp: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+    """The same attention with the rule's sinks in its softmax, tokens first; `out` comes heads-first [.., H, N, D]."""
+    if rule.sinks is None:
+        return out.transpose(-3, -2), logsumexp
+    lse = torch.logaddexp(logsumexp, rule.sinks.detach().float()[:, None])
+    return (out * (logsumexp - lse).exp().unsqueeze(-1)).to(out.dtype).transpose(-3, -2), lse
+
+
+def sink_gradients(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """[H]; a sink has no value, so it only takes its share away. `grad_out` and `out` are tokens-first."""
+    delta = (grad_out.float() * out.float()).sum(dim=-1).transpose(1, 2)
+    share = (sinks.float()[:, None] - logsumexp).exp()
+    return -(share * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def cap(scores: Tensor, rule: AttentionRule) -> Tensor:
+    return scores if rule.softcap is None else (scores / rule.softcap).tanh() * rule.softcap
+
+
+def slice_forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """Output like `query`, and log-sum-exp [1, H, tokens] in float32, without sinks.
+
+    Causal: the last query stands at the last key, and a window counts back from there.
+    """
+    scores = _scores(query, key, is_causal, rule)
     logsumexp = torch.logsumexp(scores, dim=-1)
     probs = (scores - logsumexp.unsqueeze(-1)).exp().to(value.dtype)
     return probs @ _repeat(value, query), logsumexp
 
 
-def _slice_backward(grad_out: Tensor, part: Saved, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _slice_backward(
+    grad_out: Tensor, part: Saved, is_causal: bool, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part of a softmax whose whole has the part's `out` and `logsumexp`, all heads-first."""
     query, key, value, out, logsumexp = part
-    probs = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    scores = _scores(query, key, is_causal, rule)
+    probs = (scores - logsumexp.unsqueeze(-1)).exp()
     grad_f32 = grad_out.float()
     delta = (grad_f32 * out.float()).sum(dim=-1, keepdim=True)
-    grad_scores = probs * (grad_f32 @ _repeat(value, query).float().transpose(-1, -2) - delta) * scale
+    grad_scores = probs * (grad_f32 @ _repeat(value, query).float().transpose(-1, -2) - delta) * rule.scale
+    if rule.softcap is not None:
+        grad_scores *= 1 - (scores.masked_fill(probs == 0, 0.0) / rule.softcap) ** 2
     grad_query = grad_scores @ _repeat(key, query).float()
     grad_key = _sum_groups(grad_scores.transpose(-1, -2) @ query.float(), key)
     grad_value = _sum_groups(probs.transpose(-1, -2) @ grad_f32, value)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
-    scores = (query @ _repeat(key, query).transpose(-1, -2)).float() * scale
+def _scores(query: Tensor, key: Tensor, is_causal: bool, rule: AttentionRule) -> Tensor:
+    scores = cap((query @ _repeat(key, query).transpose(-1, -2)).float() * rule.scale, rule)
     if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(future, float("-inf"))
+        queries, keys = scores.shape[-2:]
+        everywhere = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        unseen = everywhere.triu(keys - queries + 1)
+        if rule.window is not None:
+            unseen |= everywhere.tril(keys - queries - rule.window)
+        scores.masked_fill_(unseen, float("-inf"))
     return scores
 
 

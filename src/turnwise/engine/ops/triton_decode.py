@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turnwise.engine.ops.interface import AttentionRule
+
 TILE = 64
 """Keys per inner step."""
 WARPS, STAGES = 4, 3
@@ -25,14 +27,18 @@ MAX_SPLITS = 16
 
 @triton.jit
 def _decode_kernel(
-    query, key_cache, value_cache, block_table, context_lens, out, maxima, sums, scale,
+    query, key_cache, value_cache, block_table, context_lens, sinks, out, maxima, sums, scale, softcap, window,
     table_stride, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(context_lens + row)
-    per_split = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
-    low = split * per_split
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(length - window, 0)
+    per_split = tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE) * TILE
+    low = begin + split * per_split
     high = tl.minimum(length, low + per_split)
     dim = tl.arange(0, HEAD_PAD)
     group = tl.arange(0, ROWS)
@@ -42,6 +48,10 @@ def _decode_kernel(
     q = tl.load(query + offset[:, None] * HEAD + dim[None, :], mask=in_group & in_head, other=0.0)
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=-1e30).to(tl.float32)
+        best = tl.where(split == 0, sink, best)
+        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for start in range(low, high, TILE):
         position = start + tl.arange(0, TILE)
@@ -51,6 +61,10 @@ def _decode_kernel(
         mask = is_in[:, None] & in_head
         k = tl.load(key_cache + where[:, None] + dim[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:  # tanh by exp of a number below 0, which does not overflow
+            e = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            turned = (1.0 - e) / (1.0 + e)
+            scores = tl.where(scores < 0, -turned, turned) * softcap
         scores = tl.where(is_in[None, :], scores, -1e30)
         new_best = tl.maximum(best, tl.max(scores, 1))
         probs = tl.exp(scores - new_best[:, None])
@@ -105,11 +119,16 @@ def paged_decode(
     block_table: Tensor,
     context_lens: Tensor,
     max_context: int,
-    scale: float,
+    rule: AttentionRule,
 ) -> Tensor:
     """Attention of query [B, H, D] over each row's blocks -> [B, H, D]."""
-    splits = num_splits(query.shape[0], key_cache.shape[2], max_context)
-    return _paged_decode(query.contiguous(), key_cache, value_cache, block_table, context_lens, splits, scale)
+    seen = max_context if rule.window is None else min(max_context, rule.window)
+    splits = num_splits(query.shape[0], key_cache.shape[2], seen)
+    sinks = None if rule.sinks is None else rule.sinks.contiguous()
+    return _paged_decode(
+        query.contiguous(), key_cache, value_cache, block_table, context_lens, sinks, splits, rule.scale,
+        rule.softcap or 0.0, rule.window or 0,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("turnwise::paged_decode", mutates_args=())
@@ -119,8 +138,11 @@ def _paged_decode(
     value_cache: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
+    sinks: Tensor | None,
     splits: int,
     scale: float,
+    softcap: float,
+    window: int,
 ) -> Tensor:
     rows, heads, head_size = query.shape
     block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
@@ -134,10 +156,11 @@ def _paged_decode(
         maxima = torch.empty(shape, device=query.device, dtype=torch.float32)
         sums = torch.empty_like(maxima)
     _decode_kernel[(rows, kv_heads, splits)](
-        query, key_cache, value_cache, block_table, context_lens, out, maxima, sums, scale,
-        block_table.stride(0), block_size, kv_heads, group, max(16, triton.next_power_of_2(group)),
-        head_size, max(16, triton.next_power_of_2(head_size)), TILE, splits,
-        "ieee" if query.dtype is torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+        query, key_cache, value_cache, block_table, context_lens, query if sinks is None else sinks, out, maxima, sums,
+        scale, softcap, window, block_table.stride(0), block_size, kv_heads, group,
+        max(16, triton.next_power_of_2(group)), head_size, max(16, triton.next_power_of_2(head_size)), TILE, splits,
+        "ieee" if query.dtype is torch.float32 else "tf32", window > 0, softcap > 0, sinks is not None,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if splits == 1:
         return out
@@ -150,5 +173,5 @@ def _paged_decode(
 
 
 @_paged_decode.register_fake
-def _(query, key_cache, value_cache, block_table, context_lens, splits, scale):  # noqa: ARG001
+def _(query, key_cache, value_cache, block_table, context_lens, sinks, splits, scale, softcap, window):  # noqa: ARG001
     return torch.empty_like(query)

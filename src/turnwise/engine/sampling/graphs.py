@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import PagedPlan
+from turnwise.engine.attention.plans import PagedPlan, join_plans
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
 from turnwise.engine.model.lora_bank import count_tiles, make_tiles
@@ -26,8 +26,9 @@ from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.requests import Row
 
 MIN_WIDTH = 16
-NUM_COLUMNS = 5
-"""Per row: lane, position, slot, temperature, uniform; the last two as bits of a float32."""
+NUM_COLUMNS = 4
+"""Per row: lane, position, temperature, uniform (the last two as bits of a float32); then a slot for each group of
+layers."""
 
 
 _Weights = tuple[str | int, ...]
@@ -79,10 +80,11 @@ class GraphCache:
 class StepGraphs:
     """What the graphs of a sampler's steps read and write besides their inputs."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_blocks: Sequence[int], last_tokens: Tensor) -> None:
         self.model = model
         self.cache = cache
-        self.scratch_slot = scratch_block * cache.block_size
+        self.scratch_slots = [block * cache.block_size for block in scratch_blocks]
+        """Where keys and values of padding go, in each group of layers."""
         self.last_tokens = last_tokens
         """[lanes + 1] int64"""
         assert model.ops.new_graph_recorder is not None, "asked for where steps can be captured"
@@ -117,7 +119,8 @@ class _Batch:
     seeds: np.ndarray
     samples: np.ndarray
     num_sampled: np.ndarray
-    table: np.ndarray
+    tables: list[np.ndarray]
+    """One for each group of layers."""
 
     @staticmethod
     def of(rows: Sequence[Row]) -> _Batch:
@@ -132,7 +135,9 @@ class _Batch:
             seeds=np.array([row.request.seed for row in rows], dtype=np.uint64),
             samples=np.array([row.index for row in rows], dtype=np.uint64),
             num_sampled=np.array([row.num_sampled + row.num_pending for row in rows], dtype=np.uint64),
-            table=block_table([row.blocks for row in rows], width),
+            tables=[
+                block_table([row.tables[group].blocks for row in rows], width) for group in range(len(rows[0].tables))
+            ],
         )
 
     def advance(self, block_size: int) -> bool:
@@ -143,15 +148,17 @@ class _Batch:
             return False
         for i in np.nonzero(self.positions % block_size == 0)[0].tolist():
             column = int(self.positions[i]) // block_size
-            self.table[i, column] = self.rows[i].blocks[column]
+            for table, own in zip(self.tables, self.rows[i].tables, strict=True):
+                table[i, column] = own.blocks[column]
         return True
 
 
 class DecodeGraphs(StepGraphs):
     """Captured lazily, per bucket of rows, table width, and weights."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
-        super().__init__(model, cache, scratch_block, last_tokens)
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_blocks: Sequence[int], last_tokens: Tensor) -> None:
+        super().__init__(model, cache, scratch_blocks, last_tokens)
+        self._num_groups = len(cache.windows)
         self._batch: _Batch | None = None
 
     def forget_rows(self) -> None:
@@ -172,20 +179,22 @@ class DecodeGraphs(StepGraphs):
         """The step's inputs in pinned memory."""
         size, count, bucket = self.cache.block_size, len(batch.rows), batch.bucket
         num_tiles = _num_tiles(route)
-        num_inputs = _input_size(bucket, batch.width, num_tiles)
+        num_inputs = self._input_size(bucket, batch.width, num_tiles)
         packed = self.model.ops.transfer.host_buffer(num_inputs, torch.int32)
         array = packed.numpy()
-        columns = array[: NUM_COLUMNS * bucket].reshape(NUM_COLUMNS, bucket)
+        num_columns = NUM_COLUMNS + self._num_groups
+        columns = array[: num_columns * bucket].reshape(num_columns, bucket)
         columns[:, count:] = np.array(self._padding(), dtype=np.int32)[:, None]
         columns[0, :count] = batch.lanes
         columns[1, :count] = batch.positions
-        blocks = batch.table[np.arange(count), batch.positions // size]
-        columns[2, :count] = blocks * size + batch.positions % size
-        columns[3, :count] = batch.temperatures.view(np.int32)
-        columns[4, :count] = uniforms(batch.seeds, batch.samples, batch.num_sampled).view(np.int32)
-        table = array[NUM_COLUMNS * bucket :][: bucket * batch.width].reshape(bucket, batch.width)
-        table[:count] = batch.table
-        table[count:] = 0
+        columns[2, :count] = batch.temperatures.view(np.int32)
+        columns[3, :count] = uniforms(batch.seeds, batch.samples, batch.num_sampled).view(np.int32)
+        tables = array[num_columns * bucket :][: self._num_groups * bucket * batch.width]
+        for group, table in enumerate(tables.reshape(self._num_groups, bucket, batch.width)):
+            blocks = batch.tables[group][np.arange(count), batch.positions // size]
+            columns[NUM_COLUMNS + group, :count] = blocks * size + batch.positions % size
+            table[:count] = batch.tables[group]
+            table[count:] = 0
         if route.bank is not None:
             array[-3 * num_tiles :] = make_tiles(route.bank.runs, num_tiles).ravel()
         return packed
@@ -193,18 +202,18 @@ class DecodeGraphs(StepGraphs):
     def _padding(self) -> list[int]:
         """Columns of a row that only pads the batch."""
         ones, halves = np.array([1.0, 0.5], dtype=np.float32).view(np.int32).tolist()
-        return [self.scratch_lane, 0, self.scratch_slot, ones, halves]
+        return [self.scratch_lane, 0, ones, halves, *self.scratch_slots]
 
     def _get(self, bucket: int, width: int, route: Route) -> Captured:
         def make_inputs() -> Tensor:
-            size = _input_size(bucket, width, _num_tiles(route))
+            size = self._input_size(bucket, width, _num_tiles(route))
             inputs = torch.zeros(size, dtype=torch.int32, device=self.model.device)
-            columns, _, _ = _views(inputs, bucket, width, route)
+            columns, _, _ = self._views(inputs, bucket, width, route)
             columns.copy_(torch.tensor(self._padding(), dtype=torch.int32)[:, None])
             return inputs
 
         return self.captures.get(
-            (bucket, width), route, make_inputs, lambda inputs: self._step(*_views(inputs, bucket, width, route))
+            (bucket, width), route, make_inputs, lambda inputs: self._step(*self._views(inputs, bucket, width, route))
         )
 
     def missing(self, max_rows: int, num_blocks: int, route: Route) -> list[tuple[int, int]]:
@@ -218,30 +227,39 @@ class DecodeGraphs(StepGraphs):
         with torch.inference_mode():
             self._get(bucket, width, route)
 
-    def _step(self, columns: Tensor, table: Tensor, route: Route) -> Tensor:
+    def _step(self, columns: Tensor, tables: Tensor, route: Route) -> Tensor:
         """[2, rows] float32: token ids, logprobs."""
-        lanes = columns[0].long()
-        plan = PagedPlan(
-            cache=self.cache,
-            slots=columns[2].long(),
-            num_decode=len(table),
-            block_table=table,
-            context_lens=columns[1] + 1,
-            max_context=table.shape[1] * self.cache.block_size,
-            chunks=(),
-        )
+        lanes, context_lens = columns[0].long(), columns[1] + 1
+        plans = [
+            PagedPlan(
+                cache=self.cache,
+                slots=columns[NUM_COLUMNS + group].long(),
+                num_decode=len(table),
+                block_table=table,
+                context_lens=context_lens,
+                max_context=table.shape[1] * self.cache.block_size,
+                chunks=(),
+                window=self.cache.windows[group],
+            )
+            for group, table in enumerate(tables)
+        ]
+        plan = join_plans(plans, self.cache.group_of)
         hidden = self.model.hidden(self.last_tokens[lanes], columns[1].long(), plan, route)
-        return self.draw_to_lanes(self.model.head.apply_route(hidden, route), columns[3], columns[4], lanes)
+        return self.draw_to_lanes(self.model.logits(hidden, route), columns[2], columns[3], lanes)
 
+    def _input_size(self, bucket: int, width: int, num_tiles: int) -> int:
+        return bucket * (NUM_COLUMNS + self._num_groups * (1 + width)) + 3 * num_tiles
 
-def _views(inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
-    """What `_pack` laid out: columns [5, rows], block table [rows, width], and the route that reads its tiles there."""
-    columns = inputs[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket)
-    table = inputs[NUM_COLUMNS * bucket :][: bucket * width].view(bucket, width)
-    if route.bank is not None:
-        num_tiles = _num_tiles(route)
-        route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
-    return columns, table, route
+    def _views(self, inputs: Tensor, bucket: int, width: int, route: Route) -> tuple[Tensor, Tensor, Route]:
+        """What `_pack` laid out: columns [4 + groups, rows], block tables [groups, rows, width], and the route that
+        reads its tiles there."""
+        num_columns = NUM_COLUMNS + self._num_groups
+        columns = inputs[: num_columns * bucket].view(num_columns, bucket)
+        tables = inputs[num_columns * bucket :][: self._num_groups * bucket * width]
+        if route.bank is not None:
+            num_tiles = _num_tiles(route)
+            route = Route(bank=replace(route.bank, tiles=inputs[-3 * num_tiles :].view(3, num_tiles)))
+        return columns, tables.view(self._num_groups, bucket, width), route
 
 
 def _is_given_up(old: _Weights, new: _Weights) -> bool:
@@ -257,10 +275,6 @@ def _is_given_up(old: _Weights, new: _Weights) -> bool:
 def _num_tiles(route: Route) -> int:
     """Tiles of the graph. There are few sizes, so that few graphs are captured, and few of the tiles are empty."""
     return 0 if route.bank is None else _power_of_two(count_tiles([count for _, count, _ in route.bank.runs]))
-
-
-def _input_size(bucket: int, width: int, num_tiles: int) -> int:
-    return bucket * (NUM_COLUMNS + width) + 3 * num_tiles
 
 
 def table_width(num_blocks: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.engine.attention.plans import Chunk, PagedPlan, make_spans, span_slots
+from turnwise.engine.attention.plans import Chunk, GroupedPlan, PagedPlan, join_plans, make_spans, span_slots
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.requests import Row, Step
@@ -24,39 +24,51 @@ ALTERNATIVES = np.uint64(1 << 32)
 """Where samples would be counted to, alternatives to prompt tokens begin."""
 
 
-def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan]:
+def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan | GroupedPlan]:
     """Token ids and positions of the packed pass, and its attention; decode rows read their tokens from their lanes."""
     rows = [*step.decode, *(piece.row for piece in step.prefill)]
+    groups = range(len(cache.windows))
     num_decode = len(step.decode)
     last = [row.length - 1 for row in step.decode]
     firsts = np.array(last + [piece.start for piece in step.prefill])
     lengths = np.array([1] * num_decode + [piece.stop - piece.start for piece in step.prefill])
-    num_blocks = [len(row.blocks) for row in rows]
-    blocks = join([row.blocks for row in rows]).astype(np.int64)
-    table = block_table([row.blocks for row in step.decode], max(num_blocks[:num_decode], default=0))
+    held = [[row.tables[group].blocks for row in rows] for group in groups]
+    num_blocks = [[len(blocks) for blocks in one] for one in held]
+    joined = [join(one).astype(np.int64) for one in held]
     tokens = join([piece.row.tokens[piece.start : piece.stop] for piece in step.prefill])
     arrays = [
-        make_spans(firsts, lengths, num_blocks),
-        blocks,
-        table,
+        *(make_spans(firsts, lengths, num_blocks[group]) for group in groups),
+        *joined,
+        *(block_table(held[group][:num_decode], max(num_blocks[group][:num_decode], default=0)) for group in groups),
         np.array(last, dtype=np.int32) + np.int32(1),
         np.array([row.lane for row in step.decode], dtype=np.int64),
         tokens.astype(np.int64),
     ]
-    spans, held, tables, contexts, lanes, input_ids = for_device(last_tokens.device).transfer.upload_all(arrays)
-    positions, slots = span_slots(spans, held, int(lengths.sum()), cache.block_size)
-    plan = PagedPlan(
-        cache=cache,
-        slots=slots,
-        num_decode=num_decode,
-        block_table=tables,
-        context_lens=contexts,
-        max_context=max(last, default=-1) + 1,
-        chunks=_chunks(firsts, lengths, num_blocks, blocks)[num_decode:],
-    )
+    uploaded = for_device(last_tokens.device).transfer.upload_all(arrays)
+    *of_groups, contexts, lanes, input_ids = uploaded
+    spans, blocks, tables = _thirds(of_groups)
+    placed = [span_slots(spans[group], blocks[group], int(lengths.sum()), cache.block_size) for group in groups]
+    plans = [
+        PagedPlan(
+            cache=cache,
+            slots=placed[group][1],
+            num_decode=num_decode,
+            block_table=tables[group],
+            context_lens=contexts,
+            max_context=max(last, default=-1) + 1,
+            chunks=_chunks(firsts, lengths, num_blocks[group], joined[group])[num_decode:],
+            window=cache.windows[group],
+        )
+        for group in groups
+    ]
     if num_decode:
         input_ids = torch.cat([last_tokens[lanes], input_ids])
-    return input_ids, positions, plan
+    return input_ids, placed[0][0], join_plans(plans, cache.group_of)
+
+
+def _thirds(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    size = len(tensors) // 3
+    return tensors[:size], tensors[size : 2 * size], tensors[2 * size :]
 
 
 def join(arrays: Sequence[array[int]]) -> np.ndarray:

@@ -1,5 +1,8 @@
 """Keys and values in blocks of fixed size, and which sequences may share them.
 
+Layers that see the same (everything, or a window) are a group: they have blocks of their own, so that those before a
+window can be given back while other layers keep theirs (`windows.py`).
+
 A full block is known by its policy version and all token ids up to its end, so a conversation's next turn and the
 samples of one prompt find each other's blocks, and no block outlives the weights it was computed with. Blocks that
 nobody uses keep their content until they are needed: the least recently used goes first, children before parents.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +27,10 @@ class KvShape:
     num_layers: int
     num_kv_heads: int
     head_size: int
+    windows: tuple[int | None, ...] = (None,)
+    """What each group of layers sees; None: everything."""
+    group_of: tuple[int, ...] | None = None
+    """[layers] the group of each layer; None: they are one group."""
     num_choices: tuple[int, int] = (0, 0)
     """Layers with routed experts, and experts of a token, where the cache keeps which were chosen."""
 
@@ -31,17 +38,22 @@ class KvShape:
 class KvCache:
     """The storage: per layer, keys and values [blocks, block size, KV heads, D]."""
 
-    def __init__(self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, shape: KvShape, num_blocks: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
+    ):
+        """`num_blocks` has the blocks of each group."""
         self.block_size = block_size
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+        self.windows = shape.windows
+        self.group_of = shape.group_of or (0,) * shape.num_layers
+        sizes = [(num_blocks[group], block_size, shape.num_kv_heads, shape.head_size) for group in self.group_of]
         self._layers = [
             (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
-            for _ in range(shape.num_layers)
+            for size in sizes
         ]
         num_layers, num_chosen = shape.num_choices
-        choices = torch.zeros((num_layers, num_blocks * block_size, num_chosen), dtype=torch.int16, device=device)
+        choices = torch.zeros((num_layers, num_blocks[0] * block_size, num_chosen), dtype=torch.int16, device=device)
         self.choices = choices if num_layers else None
-        """[layers, slots, K] the experts that each token used (`engine/model/routing.py`)."""
+        """[layers, slots of the first group, K] the experts that each token used (`engine/model/routing.py`)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._layers[layer]
@@ -51,20 +63,23 @@ class KvCache:
         for side, new in zip(self._layers[layer], (key, value), strict=True):
             side.flatten(0, 1).index_copy_(0, slots, new)
 
-    def read(self, layer: int, blocks: np.ndarray, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `num_tokens` of a sequence, heads first: two of [1, KV heads, num_tokens, D]."""
+    def read(self, layer: int, blocks: np.ndarray, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Positions [first, stop) of a sequence, heads first: two of [1, KV heads, positions, D]."""
         keys, values = self._layers[layer]
-        index = torch.from_numpy(blocks[: -(-num_tokens // self.block_size)]).to(keys.device)
+        low = first // self.block_size
+        index = torch.from_numpy(blocks[low : -(-stop // self.block_size)]).to(keys.device)
+        inside = slice(first - low * self.block_size, stop - low * self.block_size)
         return (
-            keys[index].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
-            values[index].flatten(0, 1)[:num_tokens].transpose(0, 1).unsqueeze(0),
+            keys[index].flatten(0, 1)[inside].transpose(0, 1).unsqueeze(0),
+            values[index].flatten(0, 1)[inside].transpose(0, 1).unsqueeze(0),
         )
 
-    def copy_block(self, source: int, target: int) -> None:
-        for keys, values in self._layers:
-            keys[target] = keys[source]
-            values[target] = values[source]
-        if self.choices is not None:
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        for own, (keys, values) in zip(self.group_of, self._layers, strict=True):
+            if own == group:
+                keys[target] = keys[source]
+                values[target] = values[source]
+        if self.choices is not None and group == 0:
             by_block = self.choices.unflatten(1, (-1, self.block_size))
             by_block[:, target] = by_block[:, source]
 
@@ -107,11 +122,11 @@ class BlockPool:
         self._users = [0] * num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Blocks with content but no user, least recently used first."""
-        self._block_of: dict[tuple[int, bytes], int] = {}
+        self._block_of: dict[Hashable, int] = {}
         """The block of each (parent node, key of the block's own tokens)."""
         self._node_of = [0] * num_blocks
         """The tree node of each findable block, 0 for the others; a node's number is never reused."""
-        self._key_of: dict[int, tuple[int, bytes]] = {}
+        self._key_of: dict[int, Hashable] = {}
         self._nodes = itertools.count(1)
 
     @property
@@ -130,6 +145,11 @@ class BlockPool:
         self._users[block] = 1
         return block
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that some sequence holds."""
+        return self.num_blocks - self.num_available
+
     def allocate_many(self, count: int) -> list[int]:
         """Take `count` blocks for one user, who must have checked that they are available."""
         blocks = [block for block in (self.allocate() for _ in range(count)) if block is not None]
@@ -146,8 +166,11 @@ class BlockPool:
                 del idle[block]
                 users[block] = 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back blocks in sequence order. Later blocks are forgotten first, because they need the earlier ones."""
+    def release(self, blocks: Sequence[int], *, is_spent: bool = False) -> None:
+        """Give back blocks in sequence order. Later blocks are forgotten first, because they need the earlier ones.
+
+        Spent blocks, which their sequence has left behind, are forgotten before all others.
+        """
         users, idle, free, node_of = self._users, self._idle, self._free, self._node_of
         for block in reversed(blocks):
             left = users[block] - 1
@@ -156,6 +179,8 @@ class BlockPool:
             if left == 0:
                 if node_of[block]:
                     idle[block] = None
+                    if is_spent:
+                        idle.move_to_end(block, last=False)
                 else:
                     free.append(block)
 
@@ -173,6 +198,14 @@ class BlockPool:
             node = node_of[block]
         self.share(blocks)
         return blocks, Prefix(len(blocks), node) if blocks else root
+
+    def root(self, version: int) -> Prefix:
+        """The empty prefix under the weights of `version`."""
+        return Prefix.root(version)
+
+    def prefix_at(self, version: int, blocks: Sequence[int]) -> Prefix:
+        """The prefix that findable `blocks` hold."""
+        return Prefix(len(blocks), self._node_of[blocks[-1]]) if blocks else Prefix.root(version)
 
     def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
         """Make the full blocks of `tokens` findable beyond the prefix that already is; returns the longer prefix.

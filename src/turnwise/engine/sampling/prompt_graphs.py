@@ -87,8 +87,9 @@ class Found(NamedTuple):
 class PromptGraphs(StepGraphs):
     """Captured lazily, per shape and weights."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, scratch_block: int, last_tokens: Tensor) -> None:
-        super().__init__(model, cache, scratch_block, last_tokens)
+    def __init__(self, model: CausalModel, cache: KvCache, scratch_blocks: Sequence[int], last_tokens: Tensor) -> None:
+        super().__init__(model, cache, scratch_blocks, last_tokens)
+        (self.scratch_slot,) = self.scratch_slots
         self._seen: Counter[PromptShape] = Counter()
         self._is_full = False
         sizes = model.sizes
@@ -198,7 +199,7 @@ class PromptGraphs(StepGraphs):
         if not shape.draws:
             return hidden
         lasts = (q_bounds[1:] - 1).clamp_min(0)
-        logits = self.model.head.apply_route(hidden[lasts], route)
+        logits = self.model.logits(hidden[lasts], route)
         return self.draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1])
 
 

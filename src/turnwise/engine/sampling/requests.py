@@ -88,6 +88,20 @@ class OpenRequest:
 
 
 @dataclass(eq=False, slots=True)
+class Table:
+    """A row's blocks in one group of layers."""
+
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    """In the order of the row's tokens."""
+    first: int = 0
+    """Blocks before it are given back: no token of the row sees them any more. Their numbers mean nothing."""
+    spare: list[int] = field(default_factory=list)
+    """Blocks that it will fill while it reads its prompt."""
+    prefix: Prefix = NO_PREFIX
+    """How many of the blocks are findable."""
+
+
+@dataclass(eq=False, slots=True)
 class Row:
     """One unfinished sample."""
 
@@ -96,14 +110,25 @@ class Row:
     tokens: array[int]
     """The prompt and what was sampled so far."""
     logprobs: list[float] = field(default_factory=list)
-    blocks: array[int] = field(default_factory=lambda: array("i"))
+    tables: list[Table] = field(default_factory=lambda: [Table()])
+    """One for each group of layers."""
     num_computed: int = 0
-    """Leading tokens whose keys and values are in the cache."""
-    prefix: Prefix = NO_PREFIX
+    """Leading tokens whose keys and values are in the cache, or were."""
+    names: dict[int, list[int]] = field(default_factory=dict)
+    """Names of its prefixes in each pool with a window, as far as they are known (`windows.WindowPool.names`)."""
     lane: int = -1
     """Its index among the running rows, or -1; the device keeps the row's last token there."""
     num_pending: int = 0
     """Tokens that the launched step samples for it; the host has not read them yet."""
+
+    @property
+    def blocks(self) -> array[int]:
+        """Of the first group; the other groups' tables are as long while the row runs."""
+        return self.tables[0].blocks
+
+    @property
+    def prefix(self) -> Prefix:
+        return self.tables[0].prefix
 
     @property
     def num_sampled(self) -> int:

@@ -37,8 +37,9 @@ from turnwise.engine.sampling.requests import (
 )
 from turnwise.engine.sampling.scheduler import Scheduler
 from turnwise.engine.sampling.weights import SamplingWeights
+from turnwise.engine.sampling.windows import WindowPool
 from turnwise.engine.training.routing_memory import RoutingMemory
-from turnwise.errors import DataError
+from turnwise.errors import ConfigError, DataError
 from turnwise.types import SampledSequence, SampleRequest
 
 PROMPT_ROWS = 128
@@ -73,7 +74,12 @@ class Sampler:
         self.model = model
         self.ops = model.ops
         self.config = config
-        num_blocks = memory.kv_tokens // config.block_size
+        num_blocks = [tokens // config.block_size for tokens in memory.kv_group_tokens]
+        if config.routing_replay and model.experts and model.kv_shape.windows[0] is not None:
+            raise ConfigError(
+                "routing_replay keeps the experts of a token beside its keys and values, and every layer of this model "
+                "gives those back when its window has passed; set routing_replay=false"
+            )
         num_choices = model.num_choices if config.routing_replay else (0, 0)
         self.routing = RoutingMemory(*num_choices) if config.routing_replay else None
         """What the trainer learns of the experts that were chosen; None where nobody asks."""
@@ -90,11 +96,15 @@ class Sampler:
         # Without a kernel for experts, the host reads how many rows each expert has, which no graph can hold.
         can_capture = not model.experts or self.ops.experts.can_capture
         if self.ops.new_graph_recorder is not None and can_capture:
-            num_blocks -= 1  # padded rows of a captured graph write to the last lane
+            num_blocks = [count - 1 for count in num_blocks]  # padded rows of a captured graph write to the last block
             self._make_graphs(num_blocks)
-        self.pool = BlockPool(num_blocks, config.block_size)
+        self.pools = [
+            BlockPool(count, config.block_size) if window is None else WindowPool(count, config.block_size, window)
+            for count, window in zip(num_blocks, self.cache.windows, strict=True)
+        ]
+        """The blocks of each group of layers."""
         self.scheduler = Scheduler(
-            self.pool,
+            self.pools,
             self.cache.copy_block,
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens or self.ops.facts.prefill_tokens,
@@ -102,18 +112,30 @@ class Sampler:
         )
         self.scheduler.settle = self._settle
         self.stops = StopFinder(tokenizer_dir)
-        self.limits = RequestLimits(model.vocab_size, model.max_context_length, num_blocks * config.block_size)
+        self.limits = RequestLimits(
+            model.vocab_size, model.max_context_length, self.scheduler.tables.most_tokens or model.max_context_length
+        )
         self._requests: dict[int, OpenRequest] = {}
         self._ids = itertools.count(1)
         self._seeds = random.Random(config.seed)
 
-    def _make_graphs(self, scratch_block: int) -> None:
+    def _make_graphs(self, scratch_blocks: Sequence[int]) -> None:
         model = self.model
-        self.decode_graphs = DecodeGraphs(model, self.cache, scratch_block, self._last_tokens)
+        self.decode_graphs = DecodeGraphs(model, self.cache, scratch_blocks, self._last_tokens)
         self.weights.when_merged.append(self.decode_graphs.captures.weights_moved)
-        if model.fused is not None and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size):
-            self.prompt_graphs = PromptGraphs(model, self.cache, scratch_block, self._last_tokens)
+        is_plain = self.cache.windows == (None,)  # a captured prompt reads all keys of its sequence
+        if (
+            is_plain
+            and model.fused is not None
+            and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
+        ):
+            self.prompt_graphs = PromptGraphs(model, self.cache, scratch_blocks, self._last_tokens)
             self.weights.when_merged.append(self.prompt_graphs.captures.weights_moved)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the first group: the layers that see everything, if there are any."""
+        return self.pools[0]
 
     @property
     def has_work(self) -> bool:
@@ -182,7 +204,8 @@ class Sampler:
 
     def drop_cache(self) -> None:
         """Forget every prefix."""
-        self.pool.clear()
+        for pool in self.pools:
+            pool.clear()
 
     def _settle(self) -> bool:
         """Wait for the tokens of the launched step and add them to their rows; False if there are none."""

@@ -9,13 +9,13 @@ nothing fails.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from turnwise.engine.sampling.kvcache import BlockPool, Prefix
 from turnwise.engine.sampling.requests import OpenRequest, Piece, Row
+from turnwise.engine.sampling.tables import CopyBlock, KvTables
 
 WORTH_WAITING = 64
 """A prompt that shares at least this many tokens with another waits one step until the other has read them."""
@@ -29,15 +29,15 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
-        copy_block: Callable[[int, int], None],
+        pools: Sequence[BlockPool],
+        copy_block: CopyBlock,
         *,
         max_num_seqs: int,
         prefill_tokens: int,
         prefix_cache: bool,
     ) -> None:
-        self.pool = pool
-        self.copy_block = copy_block
+        self.block_size = pools[0].block_size
+        self.tables = KvTables(pools, copy_block, prefill_tokens)
         self.max_num_seqs = max_num_seqs
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = prefix_cache
@@ -68,7 +68,7 @@ class Scheduler:
 
     def next_decode(self) -> list[Row]:
         """The running rows that sample a token now, each with a place for it. They go before waiting rows."""
-        size = self.pool.block_size
+        size = self.block_size
         growing = [r for r in self.running if len(r.blocks) * size < len(r.tokens) + r.num_pending]
         for row in growing:
             if row in self.running:
@@ -97,6 +97,7 @@ class Scheduler:
         if not piece.is_last:
             return []
         self.reading.remove(row)
+        self.tables.end_reading(row)
         self._start_running(row)
         if not row.is_leader:
             return [row]
@@ -111,7 +112,7 @@ class Scheduler:
 
     def finish_decode(self, rows: Iterable[Row]) -> None:
         """Record one more computed token for each row; call this before their new tokens count as pending."""
-        size = self.pool.block_size
+        size = self.block_size
         for row in rows:
             row.num_computed = computed = len(row.tokens) + row.num_pending
             if computed % size == 0:
@@ -146,7 +147,7 @@ class Scheduler:
 
     def _beginning(self, row: Row, prefix: Prefix) -> Beginning | None:
         """The key by which rows with the same beginning find each other; None if the prompt is about to end."""
-        size = self.pool.block_size
+        size = self.block_size
         start = prefix.num_blocks * size
         stop = start + max(WORTH_WAITING, size)
         if not self.prefix_cache or len(row.tokens) <= stop:
@@ -154,8 +155,9 @@ class Scheduler:
         return prefix.node, row.tokens[start:stop].tobytes()
 
     def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
-        stop = min(len(row.tokens), row.num_computed + budget)
+        stop = min(len(row.tokens), row.num_computed + min(budget, self.tables.chunk))
         if stop > row.num_computed:
+            self.tables.fill(row, stop)
             pieces.append(Piece(row, row.num_computed, stop))
         return budget - (stop - row.num_computed)
 
@@ -168,23 +170,16 @@ class Scheduler:
         request = row.request
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
             return "no room"
-        blocks: list[int] = []
-        prefix = Prefix.root(request.policy.version)
-        if self.prefix_cache and not row.scores_prompt:
-            blocks, prefix = self.pool.match(request.policy.version, row.tokens, len(row.tokens) - 1)
-        beginning = self._beginning(row, prefix)
+        tables = self.tables.find(row, is_cached=self.prefix_cache and not row.scores_prompt)
+        beginning = self._beginning(row, tables[0].prefix)
         if beginning is not None and beginning in beginnings and not row.scores_prompt:
-            self.pool.release(blocks)
+            self.tables.give_back(tables)
             return "later"
-        missing = -(-(len(row.tokens) + 1) // self.pool.block_size) - len(blocks)
         # Leave one free block per running row, so that admitting a row does not preempt another at once.
-        headroom = len(self.running)
-        if self.pool.num_available < missing + headroom:
-            self.pool.release(blocks)
+        if not self.tables.reserve(row, tables, headroom=len(self.running)):
+            self.tables.give_back(tables)
             return "no room"
-        row.blocks = array("i", blocks + self.pool.allocate_many(missing))
-        row.prefix = prefix
-        row.num_computed = prefix.num_blocks * self.pool.block_size
+        row.num_computed = row.prefix.num_blocks * self.block_size
         if row.is_leader:
             request.num_cached = row.num_computed
             request.forget_scores()
@@ -192,14 +187,12 @@ class Scheduler:
         return "admitted"
 
     def _is_full(self, row: Row) -> bool:
-        return not row.is_finishing and len(row.blocks) * self.pool.block_size < row.length
+        return not row.is_finishing and len(row.blocks) * self.block_size < row.length
 
     def _reserve_decode(self, row: Row) -> None:
         """Make sure that the token about to be computed has a place; preempt the youngest if there is none."""
         while self._is_full(row):
-            block = self.pool.allocate()
-            if block is not None:
-                row.blocks.append(block)
+            if self.tables.grow(row):
                 continue
             if self.settle():  # rows that turn out to be complete give their blocks back
                 if row not in self.running:
@@ -220,22 +213,10 @@ class Scheduler:
     def _fork(self, parent: Row, index: int) -> Row:
         """Make a sibling that shares the parent's full blocks; without room it has no blocks and waits."""
         child = Row(parent.request, index, parent.tokens[:])
-        num_full, tail = divmod(parent.num_computed, self.pool.block_size)
-        if len(self.running) + len(self.reading) >= self.max_num_seqs:
-            return child
-        own = array("i")
-        if tail:
-            block = self.pool.allocate()
-            if block is None:
-                return child
-            self.copy_block(parent.blocks[num_full], block)
-            own.append(block)
-        shared = parent.blocks[:num_full]
-        self.pool.share(shared)
-        child.blocks = shared + own
-        child.num_computed = parent.num_computed
-        child.prefix = parent.prefix
-        self._start_running(child)
+        is_room = len(self.running) + len(self.reading) < self.max_num_seqs
+        if is_room and self.tables.fork(parent, child):
+            child.num_computed = parent.num_computed
+            self._start_running(child)
         return child
 
     def _start_running(self, row: Row) -> None:
@@ -243,18 +224,15 @@ class Scheduler:
         self.running.append(row)
 
     def _register(self, row: Row) -> None:
-        num_known = min(len(row.tokens), row.num_computed)
-        if self.prefix_cache and num_known // self.pool.block_size > row.prefix.num_blocks:
-            row.prefix = self.pool.register(row.tokens[:num_known], row.blocks, row.prefix)
+        if self.prefix_cache:
+            self.tables.register(row)
 
     def _free(self, row: Row) -> None:
-        self.pool.release(row.blocks)
+        self.tables.free(row)
         if row.lane >= 0:
             self._lanes.append(row.lane)
             row.lane = -1
-        row.blocks = array("i")
         row.num_computed = 0
-        row.prefix = Prefix.root(row.request.policy.version)
 
 
 def _policy_version(row: Row) -> int:

@@ -68,19 +68,19 @@ class SamplingWeights:
 
     def logits(self, hidden: Tensor, owners: Sequence[Policy]) -> Tensor:
         """Logits [rows, V] of hidden states [rows, H], each row under its owner."""
-        head = self.model.head
+        logits_of = self.model.logits
         if owners and owners[0].full is not None:  # all owners are the same then: see `Step.by_weights`
-            return head.apply_route(hidden, Route(full=owners[0].full))
+            return logits_of(hidden, Route(full=owners[0].full))
         if self._merged_version and all(owner.version == self._merged_version for owner in owners):
-            return head.apply_route(hidden, Route(merged=self.merged))
+            return logits_of(hidden, Route(merged=self.merged))
         if self._bank is not None:
-            return head.apply_route(hidden, self._beside([(owner, 1) for owner in owners]))
+            return logits_of(hidden, self._beside([(owner, 1) for owner in owners]))
         order = sorted(range(len(owners)), key=lambda i: owners[i].version)
         spans = _spans([(owners[i], 1) for i in order])
         if order == list(range(len(owners))):
-            return head.apply_route(hidden, Route(spans=spans))
+            return logits_of(hidden, Route(spans=spans))
         index = self.model.ops.transfer.upload(np.array(order))
-        logits = head.apply_route(hidden[index], Route(spans=spans))
+        logits = logits_of(hidden[index], Route(spans=spans))
         return torch.empty_like(logits).index_copy_(0, index, logits)
 
     def _beside(self, runs: PolicyRuns) -> Route:

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine.model.logits import finish_logits, logit_slopes
 from turnwise.engine.model.lora import LoraLinear, Route
 from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import SoftmaxGradients
 from turnwise.engine.training.pack import Entries
+from turnwise.models.blocks import LogitRule
 
 TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
 """(logprobs [E], entropies [E] or None, which entries they are) -> d loss / d logprob, d loss / d entropy."""
@@ -56,6 +58,8 @@ class _Chunk:
     sums_R: Tensor
     logprobs_E: Tensor
     entropies_R: Tensor | None
+    slopes_RV: Tensor | None = None
+    """d logit / d product of the head, where the model caps its logits."""
 
 
 def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
@@ -70,8 +74,11 @@ def row_chunks(entries: Entries, vocab_size: int, device: torch.device) -> Itera
 class TargetHead:
     """The unembedding with its adapters, applied to the rows of one packed batch."""
 
-    def __init__(self, head: LoraLinear, route: Route, entries: Entries, *, with_entropy: bool) -> None:
+    def __init__(
+        self, head: LoraLinear, route: Route, entries: Entries, *, with_entropy: bool, rule: LogitRule
+    ) -> None:
         self.head = head
+        self.rule = rule
         self.entries = entries
         self.with_entropy = with_entropy
         self.spans = _row_spans(head, route, entries)
@@ -98,7 +105,7 @@ class TargetHead:
             chunk = self._forward(hidden_RH[rows], rows, picked)
             entropies_E = None if chunk.entropies_R is None else chunk.entropies_R[chunk.local_E]
             grad_E, grad_entropy_E = gradients(chunk.logprobs_E, entropies_E, picked)
-            grad_logits = self._grad_logits(chunk, grad_E, grad_entropy_E)
+            grad_logits = self._grad_product(chunk, self._grad_logits(chunk, grad_E, grad_entropy_E))
             grad_hidden[rows] = self._grad_hidden(grad_logits, hidden_RH, rows)
             logprobs.append(chunk.logprobs_E)
             if entropies_E is not None:
@@ -111,6 +118,8 @@ class TargetHead:
         for span in self._spans_in(rows):
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
+        logits = finish_logits(logits, self.rule)
+        slopes = logit_slopes(logits, self.rule)
         local_E, targets_E = self.entries.rows[picked] - rows.start, self.entries.targets[picked]
         temperatures_R = self.entries.row_temperatures[rows]
         if self._fused is not None:
@@ -118,7 +127,7 @@ class TargetHead:
             chosen_E = logits[local_E, targets_E].float() / temperatures_R[local_E]
             entropies = logsumexps - means if self.with_entropy else None
             logprobs_E = chosen_E - logsumexps[local_E]
-            return _Chunk(rows, targets_E, local_E, logits, logsumexps, logprobs_E, entropies)
+            return _Chunk(rows, targets_E, local_E, logits, logsumexps, logprobs_E, entropies, slopes)
         logits = logits.float()
         logits /= temperatures_R[:, None]
         logits -= logits.amax(dim=-1, keepdim=True)
@@ -126,12 +135,12 @@ class TargetHead:
         if not self.with_entropy:
             exps = logits.exp_()
             sums = exps.sum(dim=-1)
-            return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], None)
+            return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], None, slopes)
         exps = logits.exp()
         sums = exps.sum(dim=-1)
         # H = log sum - E[logit]; an underflowed exp is 0 and its logit finite, so the product is 0.
         entropies = sums.log() - (logits.mul_(exps).sum(dim=-1) / sums)
-        return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], entropies)
+        return _Chunk(rows, targets_E, local_E, exps, sums, chosen_E - sums.log()[local_E], entropies, slopes)
 
     def _grad_logits(self, chunk: _Chunk, grad_E: Tensor, grad_entropy_E: Tensor | None) -> Tensor:
         """d loss / d logits [R, V] (before the temperature), written over the chunk's exponentials."""
@@ -156,6 +165,12 @@ class TargetHead:
             grad = probs.mul_(logprobs)
         grad.index_put_((local_E, chunk.targets_E), grad_E, accumulate=True)
         return grad.div_(temperatures_R[:, None])
+
+    def _grad_product(self, chunk: _Chunk, grad_logits: Tensor) -> Tensor:
+        """d loss / d product of the head, written over that of the logits."""
+        if chunk.slopes_RV is not None:
+            grad_logits.mul_(chunk.slopes_RV)
+        return grad_logits if self.rule.scale == 1 else grad_logits.mul_(self.rule.scale)
 
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
         weight = self.weight

@@ -98,7 +98,7 @@ def plan_player(plan: Sequence[PlanStep], protocol: ScreenProtocol = "text") -> 
             left.pop(0)
             num_scrolls = 0
             return ScreenAction(kind=step.kind, element=element.id, text=step.text).to_reply(protocol)
-        if num_scrolls >= MAX_SCROLLS:
+        if num_scrolls >= MAX_SCROLLS or not any(f"scroll {way})" in observation for way in ("down", "up")):
             return ScreenAction(kind="done").to_reply(
                 protocol
             )  # it is not on this page; the check says what that means

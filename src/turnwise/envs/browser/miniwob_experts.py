@@ -17,12 +17,12 @@ Planner = Callable[[str, str], Plan]
 TEN_PAGES = (
     "choose-list",
     "click-button",
-    "click-checkboxes",
     "click-dialog-2",
     "click-link",
     "click-option",
     "click-tab",
     "click-test-2",
+    "click-widget",
     "enter-text",
     "focus-text-2",
 )

@@ -32,8 +32,6 @@ Dialog = Download = Locator = Page = Any  # Playwright is an optional package
 
 T = TypeVar("T")
 
-ACTION_MS = 1500.0
-"""How long an element may take to become usable: visible, at rest, under no other element."""
 LEAVING_S = 2.0
 """How long a page that said it is about to go may take to do so. A download never goes."""
 QUIET_S = 0.03
@@ -45,6 +43,19 @@ MAX_DOWNLOAD = 20_000_000
 MAX_ELEMENTS = 30_000
 """A page with more elements is not read."""
 
+_SET_AT_ONCE = ("date", "time", "month", "week", "color", "range")
+_KIND_OF_FIELD = """(one) => [
+  one.tagName === 'INPUT' ? one.type : '',
+  Boolean(one.disabled || one.readOnly) || ['checkbox', 'radio', 'submit', 'button', 'image'].includes(one.type)
+    || !(['INPUT', 'TEXTAREA'].includes(one.tagName) || one.isContentEditable),
+]"""
+_OPTIONS = "(one) => one.disabled ? [] : [...(one.options || [])].filter((o) => !o.disabled).map((o) => o.label)"
+_IS_ON_TOP = """(one) => {
+  const box = one.getClientRects()[0];
+  const hit = box && document.elementFromPoint(box.left + box.width / 2, box.top + box.height / 2);
+  const label = hit && hit.closest('label');
+  return Boolean(hit) && (one.contains(hit) || hit.contains(one) || Boolean(label) && label.control === one);
+}"""
 _STATE = """() => ({
   ready: document.readyState,
   leaving: window.__turnwise_leaving ? performance.now() - window.__turnwise_leaving : -1,
@@ -257,8 +268,10 @@ class PageSession:
             else:
                 is_leaving = 0 <= state["leaving"] < LEAVING_S * 1000 and not self._saving
                 if state["ready"] == "complete" and not is_leaving:
-                    return
+                    break
             await asyncio.sleep(0.01)
+        if self._saving:
+            await asyncio.wait(set(self._saving), timeout=max(0.0, deadline - time.monotonic()))
 
     async def _wait_until_quiet(self, text: str) -> str:
         deadline = time.monotonic() + MAX_QUIET_S
@@ -272,13 +285,10 @@ class PageSession:
 
     async def _act(self, action: ScreenAction) -> str:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
-        from playwright.async_api import TimeoutError as PlaywrightTimeoutError  # pyright: ignore[reportMissingImports]
 
         before = self._page.url
         try:
             await self._perform(action)
-        except PlaywrightTimeoutError:
-            self._notes.append(f"{action.to_text()[:60]} did not work: the element is covered or not usable")
         except _NoSuchElementError as error:
             self._notes.append(str(error))
         except Error as error:
@@ -293,7 +303,7 @@ class PageSession:
     async def _perform(self, action: ScreenAction) -> None:
         page, number = self._page, action.element or 0
         if action.kind == "click":
-            await self._find(number).click(timeout=ACTION_MS)
+            await self._click(self._find(number))
         elif action.kind == "type":
             await self._type(self._find(number), action.text[:MAX_TEXT])
         elif action.kind == "select":
@@ -323,21 +333,35 @@ class PageSession:
             raise _NoSuchElementError(f"there is no element {number} on the page")
         return self._page.locator(f"aria-ref={ref}")
 
+    async def _click(self, element: Locator) -> None:
+        """Click where the element is, or say at once that something is in front of it."""
+        await element.scroll_into_view_if_needed(timeout=self._most_ms)
+        if not await element.evaluate(_IS_ON_TOP, timeout=self._most_ms):
+            raise _NoSuchElementError("something is in front of this element, or it cannot be clicked")
+        await element.click(timeout=self._most_ms, force=True)
+
     async def _type(self, field: Locator, text: str) -> None:
-        kind = await field.evaluate("(one) => one.tagName === 'INPUT' ? one.type : ''", timeout=ACTION_MS)
+        kind, is_fixed = await field.evaluate(_KIND_OF_FIELD, timeout=self._most_ms)
+        if is_fixed:
+            raise _NoSuchElementError("this element takes no text")
         if kind == "file":
-            await field.set_input_files(self._upload(text), timeout=ACTION_MS)
-            return
-        await field.fill(text if kind in ("date", "time", "month", "week", "color", "range") else "", timeout=ACTION_MS)
-        if kind not in ("date", "time", "month", "week", "color", "range"):
-            await field.press_sequentially(text, timeout=self._options.deadline_s * 1000)  # pages may listen to keys
+            await field.set_input_files(self._upload(text), timeout=self._most_ms)
+        elif kind in _SET_AT_ONCE:
+            await field.fill(text, timeout=self._most_ms)
+        else:
+            await field.fill("", timeout=self._most_ms)
+            await field.press_sequentially(text, timeout=self._most_ms)  # pages may listen to keys
 
     async def _select(self, field: Locator, option: str) -> None:
-        options = await field.evaluate("(one) => [...(one.options || [])].map((o) => o.label)", timeout=ACTION_MS)
+        options = await field.evaluate(_OPTIONS, timeout=self._most_ms)
         found = next((label for label in options if label.strip().lower() == option.lower()), None)
         if found is None:
-            raise _NoSuchElementError(f"no option {option!r}; the options are {', '.join(options[:20]) or 'none'}")
-        await field.select_option(label=found, timeout=ACTION_MS)
+            raise _NoSuchElementError(f"no option {option[:40]!r}; the options are {', '.join(options[:20]) or 'none'}")
+        await field.select_option(label=found, timeout=self._most_ms)
+
+    @property
+    def _most_ms(self) -> float:
+        return self._options.deadline_s * 1000
 
     async def _scroll(self, direction: str) -> None:
         sign = 1 if direction == "down" else -1

@@ -203,7 +203,7 @@ class BrowserPool:
         open_ones = [one for one in self._browsers if one.num_taken < PAGES_PER_BROWSER]
         if open_ones:
             return max(open_ones, key=lambda one: (bool(one.unused), -one.num_taken))
-        folder = Path(tempfile.mkdtemp(prefix="turnwise-chromium-"))
+        folder = Path(tempfile.mkdtemp(prefix="tw-chromium-"))
         chromium = Chromium(browser=asyncio.ensure_future(self._launch(folder)), folder=folder)
         self._browsers.append(chromium)
         return chromium
@@ -267,8 +267,9 @@ async def _start_playwright() -> Playwright:
 
 
 async def _empty(seat: PageSeat) -> None:
-    """Leave nothing of an attempt: no page, history or cookies. Storage belongs to a host that is not used again."""
+    """Leave no page, name, history or cookies. What is in storage belongs to a host that is not used again."""
     await seat.page.goto("about:blank")
+    await seat.page.evaluate("() => { window.name = ''; }")
     await seat.cdp.send("Page.resetNavigationHistory")
     await seat.context.clear_cookies()
 

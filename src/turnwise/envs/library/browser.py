@@ -53,7 +53,7 @@ NUM_SEEDS = 100_000
 """Number of different contents of a site."""
 MAX_TURNS = {1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
 """Turns of an attempt by level: what the expert needs, and about a third more."""
-DEMONSTRATIONS_AT_ONCE = 4
+DEMONSTRATIONS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

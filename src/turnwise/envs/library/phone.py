@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.phone_device import CHOICES, PhoneData, PhoneDevice
 from turnwise.envs.library.phone_goals import (
     GOAL_KINDS,
@@ -62,6 +63,7 @@ class Phone:
     """The world `phone`."""
 
     name: ClassVar[str] = "phone"
+    difficulties: ClassVar[Levels] = tuple({"actions": count} for count in (2, 4, 6, 10, 20, 40, 80, 150))
 
     actions: int = 6
     """How long the tasks are: the number of actions that an expert needs, 2 to 200."""

@@ -62,7 +62,7 @@ tw.message = (message, more) => h("article", { class: `message ${message.role}`,
   h("header", {}, h("b", {}, ICONS[message.role]), message.name ? h("code", {}, message.name) : null, more ? more.head : null),
   more && more.body ? more.body : message.content ? h("div", { class: "text" }, message.content) : null,
   message.tool_calls.map((call) => h("div", { class: "call" }, h("b", {}, call.name), h("code", {}, arguments_(call)))),
-  (message.images || []).map( // data: addresses, for worlds that store what they show; those of today store none
+  (message.images || []).map( // data: addresses, for worlds that keep what they show
     (image) => h("img", { src: image, alt: "screenshot of the world" })),
   more ? more.foot : null);
 
@@ -87,7 +87,8 @@ tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },
     h("summary", {}, `${tw.plural(turn.tokens.ids.length, "token")} after a prompt of ${turn.tokens.num_prompt.toLocaleString("en")}`)) : null;
-  return h("section", { class: `turn${isShared ? " shared" : ""}`, "aria-label": `turn ${index + 1}` },
+  const rewritten = turn.tokens && turn.tokens.is_rewritten ? h("p", { class: "note rewritten", title: "memory left out earlier turns, or the chat format changed them; a new datum starts here" }, `the prompt was rewritten here: ${turn.tokens.num_prompt.toLocaleString("en")} tokens`) : null;
+  return h("section", { class: `turn${isShared ? " shared" : ""}`, "aria-label": `turn ${index + 1}` }, rewritten,
     tw.message(turn.reply, { head, body: isText ? null : tw.tokenText(turn, view, most, partsAt), foot }),
     turn.observation.map((message) => tw.message(message)));
 };

@@ -130,6 +130,10 @@ const mainCharts = (run) => {
   found.push(tw.card("Where the time goes", "share of a step", tw.chart(shares.filter((one) => one.x.length), { title: "Time split", unit: "share", range: [0, 1], stacked: true })));
   const turns = run.metrics.filter((one) => /^rollout\/entropy_turn_/.test(one.name));
   found.push(tw.card("Entropy", turns.length ? "by turn, nats per token" : "nats per token", tw.chart(turns.length > 1 ? turns.map((one, index) => ({ label: `turn ${one.name.split("_").pop()}`, color: index, ...one })) : [line(run, "rollout/entropy_estimate", "all replies", 0)], { title: "Entropy" })));
+  const parts5 = run.metrics.filter((one) => /^behaviour\/entropy_fifth_/.test(one.name));
+  if (parts5.length > 1) found.push(tw.card("Entropy over an attempt", "by fifth of the attempt, nats per token", tw.chart(parts5.map((one, index) => ({ label: `fifth ${one.name.slice(-1)}`, color: index, ...one })), { title: "Entropy over an attempt" })));
+  const acts = run.metrics.filter((one) => /^behaviour\/(sibling_diversity|repeat_share|unparsable_share|tool_error_share)$/.test(one.name));
+  if (acts.length) found.push(tw.card("Behaviour", "shares of replies", tw.chart(acts.map((one, index) => ({ label: one.name.slice(10).replaceAll("_", " "), color: index, ...one })), { title: "Behaviour", unit: "share", range: [0, 1] })));
   const ends = run.metrics.filter((one) => /^rollout\/stop_\w+_share$/.test(one.name));
   if (ends.length) found.push(tw.card("How attempts end", "share", tw.chart(ends.map((one, index) => ({ label: one.name.slice(13, -6), color: index, ...one })), { title: "End reasons", unit: "share", range: [0, 1], stacked: true })));
   const pool = run.metrics.filter((one) => /^pool\/(staleness_mean|staleness_max)$/.test(one.name));

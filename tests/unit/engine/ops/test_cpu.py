@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cases import for_each
 from turnwise.engine.ops import build, cpu
+from turnwise.engine.ops.interface import AttentionRule
 from turnwise.errors import DataError
 
 _PRINT_THREADS = """
@@ -140,40 +141,42 @@ def naive_decode(
 def test_decode_equals_softmax_attention(kernels: cpu.CpuKernels, heads: int, kv_heads: int, head_size: int) -> None:
     inputs = paged_inputs(heads, kv_heads, head_size, 16, [1, 37, 16, 65, 0], seed=head_size)
     scale = head_size**-0.5
-    assert_close(kernels.paged_decode(*inputs, scale), naive_decode(*inputs, scale))
+    assert_close(kernels.paged_decode(*inputs, AttentionRule(scale)), naive_decode(*inputs, scale))
 
 
 @for_each("block_size", [1, 5, 16, 64])
 def test_decode_follows_the_block_table_for_any_block_size(kernels: cpu.CpuKernels, block_size: int) -> None:
     contexts = [33, 2, 31, 32, 64, 5, 0, 100, 8, 7, 129, 1]
     inputs = paged_inputs(4, 2, 16, block_size, contexts)
-    assert_close(kernels.paged_decode(*inputs, 0.25), naive_decode(*inputs, 0.25))
+    assert_close(kernels.paged_decode(*inputs, AttentionRule(0.25)), naive_decode(*inputs, 0.25))
 
 
 def test_decode_large_enough_for_threads_equals_softmax_attention(kernels: cpu.CpuKernels) -> None:
     for contexts in ([300, 7], [40 + 13 * row for row in range(16)]):
         inputs = paged_inputs(6, 2, 64, 16, contexts)
-        assert_close(kernels.paged_decode(*inputs, 0.125), naive_decode(*inputs, 0.125))
+        assert_close(kernels.paged_decode(*inputs, AttentionRule(0.125)), naive_decode(*inputs, 0.125))
 
 
 def test_decode_survives_scores_far_outside_the_range_of_exp(kernels: cpu.CpuKernels) -> None:
     inputs = paged_inputs(4, 2, 32, 16, [70, 3])
     for scale in (40.0, -40.0):
-        assert_close(kernels.paged_decode(*inputs, scale), naive_decode(*inputs, scale))
+        assert_close(kernels.paged_decode(*inputs, AttentionRule(scale)), naive_decode(*inputs, scale))
 
 
 def test_decode_reads_strided_queries_and_blocks(kernels: cpu.CpuKernels) -> None:
     query, key_cache, value_cache, table, contexts = paged_inputs(4, 2, 16, 8, [20, 9])
     pool = torch.stack([key_cache, value_cache], dim=1)  # [num_blocks, 2, block_size, kv heads, D]
     fused = torch.cat([query.flatten(1), torch.randn(2, 32)], dim=1)
-    out = kernels.paged_decode(fused[:, :64].unflatten(1, (4, 16)), pool[:, 0], pool[:, 1], table, contexts, 0.25)
+    out = kernels.paged_decode(
+        fused[:, :64].unflatten(1, (4, 16)), pool[:, 0], pool[:, 1], table, contexts, AttentionRule(0.25)
+    )
     assert_close(out, naive_decode(query, key_cache, value_cache, table, contexts, 0.25))
 
 
 def test_decode_of_an_empty_context_is_zero(kernels: cpu.CpuKernels) -> None:
     inputs = paged_inputs(4, 2, 16, 8, [0, 3])
     out = torch.full((2, 4, 16), float("nan"))
-    kernels.paged_decode(*inputs, 0.25, out)
+    kernels.paged_decode(*inputs, AttentionRule(0.25), out)
     assert (out[0] == 0).all()
     assert out[1].isfinite().all()
 
@@ -181,7 +184,7 @@ def test_decode_of_an_empty_context_is_zero(kernels: cpu.CpuKernels) -> None:
 def test_decode_shows_a_nan_in_the_cache(kernels: cpu.CpuKernels) -> None:
     query, key_cache, value_cache, table, contexts = paged_inputs(4, 2, 16, 8, [20, 20])
     key_cache[table[0, 1], 2, 0] = float("nan")
-    out = kernels.paged_decode(query, key_cache, value_cache, table, contexts, 0.25)
+    out = kernels.paged_decode(query, key_cache, value_cache, table, contexts, AttentionRule(0.25))
     assert out[0, :2].isnan().all()
     assert out[0, 2:].isfinite().all()
     assert out[1].isfinite().all()
@@ -194,25 +197,25 @@ def test_decode_rejects_a_table_that_does_not_cover_the_context(
     query, key_cache, value_cache, table, contexts = paged_inputs(4, 2, 16, 8, [3])
     table[0, 0], contexts[0] = block, context
     with pytest.raises(DataError, match="block table"):
-        kernels.paged_decode(query, key_cache, value_cache, table, contexts, 0.25)
+        kernels.paged_decode(query, key_cache, value_cache, table, contexts, AttentionRule(0.25))
 
 
 def test_decode_rejects_heads_it_has_no_code_for(kernels: cpu.CpuKernels) -> None:
     with pytest.raises(DataError, match="head size 12"):
-        kernels.paged_decode(*paged_inputs(4, 2, 12, 8, [3]), 0.25)
+        kernels.paged_decode(*paged_inputs(4, 2, 12, 8, [3]), AttentionRule(0.25))
     with pytest.raises(DataError, match="5 query heads over 2 KV heads"):
-        kernels.paged_decode(*paged_inputs(5, 2, 16, 8, [3]), 0.25)
+        kernels.paged_decode(*paged_inputs(5, 2, 16, 8, [3]), AttentionRule(0.25))
 
 
 def test_decode_rejects_tensors_it_cannot_read(kernels: cpu.CpuKernels) -> None:
     query, key_cache, value_cache, table, contexts = paged_inputs(4, 2, 16, 8, [3, 9])
     with pytest.raises(DataError, match="context_lens"):
-        kernels.paged_decode(query, key_cache, value_cache, table, contexts.long(), 0.25)
+        kernels.paged_decode(query, key_cache, value_cache, table, contexts.long(), AttentionRule(0.25))
     with pytest.raises(DataError, match="value_cache"):
-        kernels.paged_decode(query, key_cache, value_cache[:, :4], table, contexts, 0.25)
+        kernels.paged_decode(query, key_cache, value_cache[:, :4], table, contexts, AttentionRule(0.25))
     by_head = query.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(DataError, match="query"):
-        kernels.paged_decode(by_head, key_cache, value_cache, table, contexts, 0.25)
+        kernels.paged_decode(by_head, key_cache, value_cache, table, contexts, AttentionRule(0.25))
 
 
 # ---- sample_rows

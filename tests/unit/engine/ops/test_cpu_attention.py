@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cases import for_each
 from turnwise.engine.ops import cpu_attention
-from turnwise.engine.ops.interface import Saved
+from turnwise.engine.ops.interface import AttentionRule, Saved
 from turnwise.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -55,10 +55,11 @@ def test_attention_and_its_gradients_equal_float64(
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     batch, heads, kv_heads, queries, keys, size = shape
     scale = size**-0.5
+    rule = AttentionRule(scale)
     sides = make(batch, heads, queries, size), make(batch, kv_heads, keys, size), make(batch, kv_heads, keys, size)
     out, logsumexp = make(batch, heads, queries, size), torch.empty(batch, heads, queries)
     whole = Saved(*sides, out, logsumexp)
-    cpu_attention.attend(whole, scale, is_causal=is_causal)
+    cpu_attention.attend(whole, rule, is_causal=is_causal)
     exact = [side.double().requires_grad_() for side in sides]
     expected, expected_sum = exact_attention(exact[0], exact[1], exact[2], is_causal=is_causal)
     close(out, expected)
@@ -67,12 +68,12 @@ def test_attention_and_its_gradients_equal_float64(
     grad_out = make(batch, heads, queries, size)
     expected.backward(grad_out.double())
     dq, dk, dv = (torch.full_like(side, float("nan")) for side in sides)
-    cpu_attention.attend_backward(grad_out, whole, (dq, dk, dv), scale, is_causal=is_causal)
+    cpu_attention.attend_backward(grad_out, whole, (dq, dk, dv), rule, is_causal=is_causal)
     before = [grad.clone() for grad in (dq, dk, dv)]
     for actual, side in zip((dq, dk, dv), exact, strict=True):
         assert side.grad is not None
         close(actual, side.grad)
-    cpu_attention.attend_backward(grad_out, whole, (dq, dk, dv), scale, is_causal=is_causal, is_added=True)
+    cpu_attention.attend_backward(grad_out, whole, (dq, dk, dv), rule, is_causal=is_causal, is_added=True)
     for actual, once in zip((dq, dk, dv), before, strict=True):
         close(actual, 2 * once)
 
@@ -82,9 +83,11 @@ def test_two_sets_of_keys_one_after_the_other_are_one_softmax(keys: int) -> None
     query, key, value = make(1, 4, 23, 16), make(1, 2, keys + 23, 16) * 3, make(1, 2, keys + 23, 16)
     out, logsumexp = torch.empty(1, 4, 23, 16), torch.empty(1, 4, 23)
     own, before = slice(keys, None), slice(0, keys)
-    cpu_attention.attend(Saved(query, key[:, :, own], value[:, :, own], out, logsumexp), 0.3, is_causal=True)
+    cpu_attention.attend(
+        Saved(query, key[:, :, own], value[:, :, own], out, logsumexp), AttentionRule(0.3), is_causal=True
+    )
     earlier = Saved(query, key[:, :, before], value[:, :, before], out, logsumexp)
-    cpu_attention.attend(earlier, 0.3, is_causal=False, is_added=True)
+    cpu_attention.attend(earlier, AttentionRule(0.3), is_causal=False, is_added=True)
     scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     scores[..., keys:] = scores[..., keys:].masked_fill(torch.ones(23, 23).triu(1).bool(), -float("inf"))
     close(out, scores.softmax(-1) @ value.double().repeat_interleave(2, 1))
@@ -94,8 +97,10 @@ def test_two_sets_of_keys_one_after_the_other_are_one_softmax(keys: int) -> None
 def test_no_queries_give_no_output_and_keys_no_gradient() -> None:
     query, key = torch.ones(1, 2, 0, 8), torch.ones(1, 2, 3, 8)
     logsumexp, grads = torch.empty(1, 2, 0), (torch.empty_like(query), torch.ones_like(key), torch.ones_like(key))
-    cpu_attention.attend(Saved(query, key, key, query, logsumexp), 1.0, is_causal=False)
-    cpu_attention.attend_backward(query, Saved(query, key, key, query, logsumexp), grads, 1.0, is_causal=False)
+    cpu_attention.attend(Saved(query, key, key, query, logsumexp), AttentionRule(1.0), is_causal=False)
+    cpu_attention.attend_backward(
+        query, Saved(query, key, key, query, logsumexp), grads, AttentionRule(1.0), is_causal=False
+    )
     assert not grads[1].any()
     assert not grads[2].any()
 
@@ -104,7 +109,7 @@ def test_a_nan_stays_visible() -> None:
     query, key, value = (torch.ones(1, 1, 20, 8) for _ in range(3))
     value[0, 0, 6, 0] = float("nan")
     out, logsumexp = torch.empty(1, 1, 20, 8), torch.empty(1, 1, 20)
-    cpu_attention.attend(Saved(query, key, value, out, logsumexp), 1.0, is_causal=True)
+    cpu_attention.attend(Saved(query, key, value, out, logsumexp), AttentionRule(1.0), is_causal=True)
     assert out[0, 0, 6:, 0].isnan().all()
 
 
@@ -112,9 +117,51 @@ def test_sides_that_do_not_agree_are_refused() -> None:
     query, key = torch.ones(1, 4, 5, 8), torch.ones(1, 3, 5, 8)
     out, logsumexp = torch.empty_like(query), torch.empty(1, 4, 5)
     with pytest.raises(DataError, match="multiple of the KV heads"):
-        cpu_attention.attend(Saved(query, key, key, out, logsumexp), 1.0, is_causal=True)
+        cpu_attention.attend(Saved(query, key, key, out, logsumexp), AttentionRule(1.0), is_causal=True)
     with pytest.raises(DataError, match=r"expected float32 \(1, 4, 5, 8\)"):
-        cpu_attention.attend(Saved(query, key[:, :2], key[:, :2], out[:, :3], logsumexp), 1.0, is_causal=True)
+        cpu_attention.attend(
+            Saved(query, key[:, :2], key[:, :2], out[:, :3], logsumexp), AttentionRule(1.0), is_causal=True
+        )
     few = key[:, :2, :3]
     with pytest.raises(DataError, match="as many as queries"):
-        cpu_attention.attend(Saved(query, few, few, out, logsumexp), 1.0, is_causal=True)
+        cpu_attention.attend(Saved(query, few, few, out, logsumexp), AttentionRule(1.0), is_causal=True)
+
+
+RULES = [
+    (1, 1, AttentionRule(0.6, 1)),
+    (40, 40, AttentionRule(0.6, 7)),
+    (40, 40, AttentionRule(0.6, 1, 5.0)),
+    (23, 700, AttentionRule(0.6, 50)),
+    (23, 700, AttentionRule(0.6, 450, 3.0)),
+    (500, 900, AttentionRule(0.6, 384, 8.0)),
+    (900, 900, AttentionRule(0.6, 385)),
+    (60, 60, AttentionRule(0.6, None, 4.0)),
+    (9, 400, AttentionRule(0.6)),
+]
+
+
+@for_each(("queries", "keys", "rule"), RULES)
+@for_each("num_threads", [1, 2])
+def test_windows_and_soft_caps_equal_float64_when_queries_stand_at_the_last_keys(
+    queries: int, keys: int, rule: AttentionRule, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    window, softcap = rule.window, rule.softcap
+    sides = make(1, 4, queries, 24), make(1, 2, keys, 24), make(1, 2, keys, 24)
+    whole = Saved(*sides, torch.empty(1, 4, queries, 24), torch.empty(1, 4, queries))
+    cpu_attention.attend(whole, rule, is_causal=True)
+    exact = [side.double().requires_grad_() for side in sides]
+    scores = exact[0] @ exact[1].repeat_interleave(2, 1).transpose(-1, -2) * 0.6
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    gaps = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    scores = scores.masked_fill((gaps < 0) | (gaps >= (window or keys)), -float("inf"))
+    expected = scores.softmax(-1) @ exact[2].repeat_interleave(2, 1)
+    close(whole.out, expected)
+    close(whole.logsumexp, scores.logsumexp(-1))
+    grad_out = make(1, 4, queries, 24)
+    expected.backward(grad_out.double())
+    grads = tuple(torch.full_like(side, float("nan")) for side in sides)
+    cpu_attention.attend_backward(grad_out, whole, grads, rule, is_causal=True)
+    for actual, side in zip(grads, exact, strict=True):
+        assert side.grad is not None
+        close(actual, side.grad)

@@ -17,6 +17,7 @@ from turnwise.engine.attention.plans import PagedPlan
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Route
 from turnwise.engine.ops import cpu_attention
+from turnwise.engine.ops.interface import AttentionRule
 from turnwise.engine.sampling import prompt_graphs
 from turnwise.engine.sampling.prompt_graphs import Found, PromptGraphs, PromptShape
 from turnwise.engine.sampling.requests import Piece
@@ -42,10 +43,12 @@ class WatchedPrompts(PromptGraphs):
         return super().replay(found, pieces)
 
 
-def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+def varlen_prefill(
+    query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
+) -> Tensor:
     """What the flash kernels compute from the bounds and the index, one run after the other."""
     if plan.varlen is None:
-        return cpu_attention.prefill(query, key, value, plan, layer, scale)
+        return cpu_attention.prefill(query, key, value, plan, layer, rule)
     varlen = plan.varlen
     assert varlen.k_index is not None
     keys, values = (side.flatten(0, 1)[varlen.k_index].transpose(0, 1) for side in plan.cache.layer(layer))
@@ -57,7 +60,9 @@ def varlen_prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, l
         if q_stop > q:
             sides = query[:, :, q:q_stop], keys[None, :, k:k_stop], values[None, :, k:k_stop]
             seen = torch.ones(q_stop - q, k_stop - k, dtype=torch.bool).tril(k_stop - k - (q_stop - q))
-            own = torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=seen, scale=scale, enable_gqa=True)
+            own = torch.nn.functional.scaled_dot_product_attention(
+                *sides, attn_mask=seen, scale=rule.scale, enable_gqa=True
+            )
             out[q:q_stop] = own[0].transpose(0, 1)
     return out[None]
 

@@ -1,0 +1,323 @@
+"""Work in one place with files, a shell, Python, a database and screens: do the chores, then say done.
+
+    system     Do the chores. One action in a reply: $ COMMAND ...
+    user       1. Find the sum of all amounts of Ann in the orders and send it as a report.
+               2. In shop.db, set the balance of Ben to 42.
+
+               Home
+               [1] link "Orders"
+               [2] link "Reports"
+    assistant  click 1
+    user       Orders
+               [3] button "Download"
+               text "100, Ann, 17" ...
+    assistant  click 3
+    user       orders.csv was saved to /work. ...
+    assistant  $ awk -F, '$2=="Ann"{s+=$3} END{print s}' orders.csv
+    user       45
+    ...
+    assistant  done                                                     outcome 1.0: every chore is done
+
+All of it is one state: what a click downloads, the shell can read. The shell lives through the dialogue in a sandbox
+session (docs/sandbox.md), so an attempt can be forked in the middle. `interface` says what there is: `shell`, `screen`,
+or `both`; the same office can be worked in all three ways, so that they can be compared. What counts is what is there
+at the end: files, the database, the reports that were sent. One task in five is held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
+from turnwise.envs.library.workspace_office import (
+    CUSTOMERS,
+    Interface,
+    OfficeChore,
+    OfficePortal,
+    OfficeWork,
+    draw_office,
+    expert_replies,
+)
+from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
+from turnwise.envs.schema import check_fractions
+from turnwise.envs.screen import ScreenAction, read_screen_reply
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.errors import ConfigError, DataError
+from turnwise.trajectory import Message
+
+SHELL_RULES = """\
+$ COMMAND
+a ```python block
+a ```sql block, for shop.db"""
+SCREEN_RULES = """\
+click ID
+type ID TEXT
+scroll up, scroll down
+back"""
+
+_BLOCK = re.compile(r"```(bash|sh|shell|python|py|sql)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_SQL = """\
+import os, sqlite3, sys
+link = sqlite3.connect(os.path.expanduser("~/shop.db"))
+try:
+    for row in link.execute(sys.argv[1]).fetchmany(50):
+        print(*row, sep=" | ")
+    link.commit()
+    print(f"[{link.total_changes} rows changed]" if link.total_changes else "[done]")
+except sqlite3.Error as error:
+    print("error:", error)
+"""
+_SET_UP = (
+    'import sqlite3\nlink = sqlite3.connect("/work/shop.db")\nlink.executescript(open("/work/.setup.sql").read())\n'
+)
+_DUMP = """\
+import json, sqlite3
+rows = sqlite3.connect("shop.db").execute("SELECT name, balance FROM customers LIMIT 1000").fetchall()
+print(json.dumps(rows))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """The world `workspace`."""
+
+    name: ClassVar[str] = "workspace"
+    difficulties: ClassVar[Levels] = (
+        {"chores": 1, "orders": 8},
+        {"chores": 2, "orders": 16},
+        {"chores": 4, "orders": 40},
+        {"chores": 8, "orders": 100},
+        {"chores": 12, "orders": 400},
+    )
+
+    interface: Interface = "both"
+    """What there is to work with: `shell`, `screen`, or `both`."""
+    chores: int = 2
+    """How many chores a task has, 1 to 12."""
+    reports_only: bool = False
+    """Draw only chores that can be done on screens too, so that all three interfaces have the same tasks."""
+    orders: int = 16
+    """Rows of the orders, 8 to 1000. On screens they have to be read eight by eight."""
+    spare_turns: int = 4
+    """Turns beyond those of the expert with the most actions."""
+    partial_credit: float = 0.5
+    """Share of the outcome that is paid in proportion to the chores that are done."""
+    max_tokens: int = 128
+    command_s: float = 10.0
+    """Time limit of one command."""
+    observation_chars: int = 1500
+    """The middle of a longer answer is left out."""
+    sandbox: SandboxKind = "bubblewrap"
+    """`subprocess` sets limits but does not isolate, and cannot fork."""
+    _sandbox: Sandbox = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.interface not in ("shell", "screen", "both"):
+            raise ConfigError(f"interface={self.interface!r}; expected shell, screen or both")
+        if not 1 <= self.chores <= 12 or not 8 <= self.orders <= 1000:
+            raise ConfigError(f"chores={self.chores}, orders={self.orders}; expected 1 to 12 and 8 to 1000")
+        if self.spare_turns < 0 or self.command_s <= 0 or self.observation_chars < 200:
+            raise ConfigError(
+                f"spare_turns={self.spare_turns}, command_s={self.command_s}, "
+                f"observation_chars={self.observation_chars}; expected 0 or more turns, more than 0 s, 200 characters"
+            )
+        check_fractions(self, "partial_credit")
+        limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
+        object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
+
+    @property
+    def max_turns(self) -> int:
+        looks = (self.orders - 1) // 8 if self.interface == "screen" else 2
+        return 4 + looks + 3 * self.chores + self.spare_turns
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
+
+    def make_env(self, task: Task, seed: int) -> WorkspaceEnv:  # noqa: ARG002 - nothing is random once the task is drawn
+        return WorkspaceEnv(self, self._sandbox, OfficeWork.from_json(task.data, self.interface))
+
+    def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
+        return play_demonstrations(self, lambda task: self.expert(task, seed), count, seed, concurrency=4)
+
+    def expert(self, task: Task, seed: int) -> ScriptedPlayer:  # noqa: ARG002 - an expert has no doubts
+        replies = expert_replies(OfficeWork.from_json(task.data, self.interface))
+        return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
+
+    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
+        """Says anything that an expert might say in some task."""
+        rng = random_for("random", seed, task.id)
+        actions = ["back", "scroll down", *(f"click {n}" for n in range(1, 7)), "type 4 Ann", "type 5 42", "done"]
+        chore = OfficeChore(kind="total", name=rng.choice(CUSTOMERS))
+        commands = [
+            "$ ls",
+            "$ cat orders.csv | head",
+            f"$ {chore.awk()}",
+            "```sql\nSELECT * FROM customers\n```",
+            "done",
+        ]
+        choices = {"shell": commands, "screen": actions, "both": [*actions, *commands]}[self.interface]
+        return lambda _: rng.choice(choices)
+
+    def _draw_task(self, rng: random.Random) -> Task:
+        office = draw_office(rng, self.chores, self.orders, self.interface, reports_only=self.reports_only)
+        data = office.to_json()
+        name = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+        return Task(id=f"office-{name}", data=data)
+
+
+class WorkspaceEnv:
+    """One office."""
+
+    def __init__(self, world: Workspace, sandbox: Sandbox, office: OfficeWork) -> None:
+        self._world = world
+        self._sandbox = sandbox
+        self._office = office
+        self._portal = OfficePortal(office.orders, has_download=office.interface == "both")
+        self._session: Session | None = None
+        self._turn = 0
+        self._said = hashlib.sha256()
+        if sandbox.can_fork:  # without it, whoever branches plays the replies again
+            self.fork = self._fork
+
+    async def start(self) -> list[Message]:
+        interface = self._office.interface
+        parts = [SHELL_RULES] if interface != "screen" else []
+        parts += [SCREEN_RULES] if interface != "shell" else []
+        rules = "\n".join(["Do the chores. One action in a reply:", *parts, "done, when all is done"])
+        chores = [f"{n}. {chore.say(interface)}" for n, chore in enumerate(self._office.chores, start=1)]
+        screen = f"\n\n{self._screen()}" if interface != "shell" else ""
+        return [system(rules), user("\n".join(chores) + screen)]
+
+    async def step(self, reply: Message) -> EnvStep:
+        self._turn += 1
+        self._said.update(reply.content.encode("utf-8", "replace") + b"\0")
+        command = _read_command(reply.content) if self._office.interface != "screen" else None
+        action = read_screen_reply(reply, "text") if command is None else None
+        is_done = isinstance(action, ScreenAction) and action.kind == "done"
+        is_last = self._turn >= self._world.max_turns
+        if command is not None:
+            answer, is_unparsable = await self._run(command), False
+        elif isinstance(action, ScreenAction) and (is_done or self._office.interface != "shell"):
+            answer, is_unparsable = "" if is_done else await self._act(action), False
+        else:
+            answer, is_unparsable = "No action found. Write one of the actions, or done.", True
+        if is_done or is_last:
+            return await self._judge(is_unparsable=is_unparsable)
+        return EnvStep(messages=[user(answer)], is_unparsable=is_unparsable)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def state_key(self) -> str:
+        """The whole dialogue, because the shell's state depends on all of it."""
+        return f"turn {self._turn} {self._said.hexdigest()[:16]}"
+
+    def _fork(self) -> WorkspaceEnv:
+        """An env that goes on from here: its own screens, and a fork of the session."""
+        other = WorkspaceEnv(self._world, self._sandbox, self._office)
+        other._portal = self._portal.copy()
+        other._turn, other._said = self._turn, self._said.copy()
+        other._session = self._session.fork() if self._session is not None else None
+        return other
+
+    async def _shell(self) -> Session:
+        """The session. It is opened at the first use, so that attempts without one cost nothing."""
+        if self._session is None:
+            files = self._office.files()
+            self._session = self._sandbox.open(files=files)
+            if ".setup.sql" in files:
+                done = await self._session.run(f"python3 -c {shlex.quote(_SET_UP)} && rm .setup.sql")
+                if not done.is_ok:
+                    raise DataError(f"the database of the office was not made: {done.to_text(200)}")
+        return self._session
+
+    async def _run(self, command: str) -> str:
+        try:
+            result = await (await self._shell()).run(command, self._world.command_s)
+        except DataError as error:
+            return f"error: {error}"
+        return result.to_text(self._world.observation_chars)
+
+    async def _act(self, action: ScreenAction) -> str:
+        problem, is_download = self._portal.act(action)
+        if is_download:
+            (await self._shell()).files.write("orders.csv", self._office.csv.encode())
+            problem = "orders.csv was saved to /work."
+        return f"{problem}\n\n{self._screen()}" if problem else self._screen()
+
+    def _screen(self) -> str:
+        return self._portal.to_text(self._world.observation_chars)
+
+    async def _judge(self, *, is_unparsable: bool) -> EnvStep:
+        chores = self._office.chores
+        balances = await self._balances() if any(chore.kind == "balance" for chore in chores) else {}
+        done = [self._is_done(chore, balances) for chore in chores]
+        has_damage = any(chore.kind == "balance" for chore in chores) and balances != self._office.balances_after()
+        is_success = all(done) and not has_damage
+        part, share = self._world.partial_credit, sum(done) / len(done)
+        return EnvStep(
+            reward=part * share + (1 - part) * is_success,
+            terminated=True,
+            is_success=is_success,
+            is_unparsable=is_unparsable,
+            info={"chores_share": share, "actions": float(self._turn)},
+        )
+
+    def _is_done(self, chore: OfficeChore, balances: Mapping[str, int]) -> bool:
+        if chore.kind == "balance":
+            return balances.get(chore.name) == int(chore.value)
+        if chore.kind == "notes":
+            wanted = {name for name, text in self._office.notes.items() if chore.name in text}
+            return all(self._read(f"done/{name}") == self._office.notes[name] for name in wanted) and not any(
+                self._read(f"notes/{name}") for name in wanted
+            )
+        if self._office.interface == "shell":
+            return (self._read(f"reports/{chore.name}.txt") or "").strip() == chore.value
+        return self._portal.sent.get(chore.name) == chore.value
+
+    def _read(self, path: str) -> str | None:
+        """A file that the policy may have left; None if there is no such regular file."""
+        if self._session is None:
+            return None
+        try:
+            return self._session.files.read(path, max_bytes=10_000).decode("utf-8", "replace")
+        except OSError:
+            return None
+
+    async def _balances(self) -> dict[str, int]:
+        """The database at the end, read in a sandbox of its own: the policy may have written anything into the file."""
+        if self._session is None:
+            return {}
+        try:
+            data = self._session.files.read("shop.db", max_bytes=4 << 20)
+        except OSError:
+            return {}
+        result = await self._sandbox.run(["python3", "dump.py"], files={"dump.py": _DUMP, "shop.db": data})
+        try:
+            rows: Sequence[Any] = json.loads(result.stdout) if result.is_ok else []
+            return {str(name): int(value) for name, value in rows if str(name) in self._office.balances}
+        except (ValueError, TypeError):
+            return {}
+
+
+def _read_command(text: str) -> str | None:
+    """The first command of a reply, as the shell runs it: lines that begin with $, or a block."""
+    block = _BLOCK.search(text)
+    lines = [line[2:] for line in text.split("\n") if line.startswith("$ ")]
+    if lines and (block is None or text.index("$ ") < block.start()):
+        return "\n".join(lines)
+    if block is None:
+        return None
+    if block[1] == "sql":
+        return f"python3 -c {shlex.quote(_SQL)} {shlex.quote(block[2].strip())}"
+    return f"python3 -c {shlex.quote(block[2])}" if block[1] in ("python", "py") else block[2]

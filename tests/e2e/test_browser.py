@@ -1,0 +1,120 @@
+"""The world `browser` in a real Chromium: experts, rules, load, kills, replay, training and the viewer's pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from campaigns.browser_load import footprint, play_under_load
+from command_line import run_here
+from turnwise.envs.base import Task, assistant
+from turnwise.envs.browser.pool import close_pools
+from turnwise.envs.check import check_env
+from turnwise.envs.library.browser import SITES, BrowserWorld
+from turnwise.envs.scripted import ScriptedPlayer
+from turnwise.runlog.reader import RunReader
+from turnwise.view.one_attempt import attempt_json
+
+pytest.importorskip("playwright", reason="in the extra browser")
+pytestmark = [pytest.mark.slow, pytest.mark.model]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _browsers_end() -> Iterator[None]:
+    yield
+    close_pools()
+
+
+async def play(world: BrowserWorld, task: Task, player: ScriptedPlayer) -> Any:
+    """The last step of an attempt."""
+    env = world.make_env(task, 0)
+    try:
+        dialogue = list(await env.start())
+        while True:
+            dialogue.append(assistant(player(dialogue)))
+            step = await env.step(dialogue[-1])
+            dialogue += step.messages
+            if step.is_over:
+                return step
+    finally:
+        await env.close()
+
+
+async def play_all(world: BrowserWorld, tasks: Sequence[Task], skill: float = 1.0) -> list[bool]:
+    skilled = BrowserWorld(site=world.site, level=world.level, pages=world.pages, demonstration_skill=skill)
+    steps = await asyncio.gather(*(play(world, task, skilled.expert(task, random.Random(1))) for task in tasks))
+    return [step.is_success for step in steps]
+
+
+async def test_experts_reach_every_goal_and_a_forgotten_step_is_seen() -> None:
+    for site in SITES:
+        world = BrowserWorld(site=site, level=3)  # type: ignore[arg-type]
+        assert await play_all(world, world.tasks("train", 2, seed=3)) == [True, True], site
+    world = BrowserWorld(site="office", level=2)
+    assert await play_all(world, world.tasks("test", 2, seed=3), skill=0.0) == [False, False]
+
+
+async def test_experts_solve_the_ten_pages_of_miniwob() -> None:
+    pytest.importorskip("miniwob")
+    world = BrowserWorld(site="miniwob")
+    tasks = {task.data["page"]: task for task in world.tasks("train", 60, seed=0)}
+    assert len(tasks) == 10
+    solved = dict(zip(tasks, await play_all(world, list(tasks.values())), strict=True))
+    assert solved == dict.fromkeys(tasks, True)
+
+
+async def test_random_actions_rarely_reach_a_goal_and_are_always_understood() -> None:
+    world = BrowserWorld(site="shop", level=2)
+    players = [(task, world.random_player(task, random.Random(task.id))) for task in world.tasks("train", 4, seed=0)]
+    steps = await asyncio.gather(*(play(world, task, player) for task, player in players))
+    assert not any(step.is_success for step in steps)
+    assert not any(step.is_unparsable for step in steps)
+
+
+def test_the_world_keeps_the_rules() -> None:
+    report = check_env(BrowserWorld(site="mail"), num_tasks=1, deadline_s=60)
+    assert report.is_ok, report
+
+
+async def test_a_killed_browser_is_blamed_and_played_again_and_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await asyncio.to_thread(close_pools)
+    folder = tempfile.TemporaryDirectory(prefix="tw")  # not `tmp_path`: Chromium needs a short path for a socket
+    monkeypatch.setenv("TMPDIR", folder.name)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    report = await play_under_load(12, 6, kills=2, levels=[1])
+    await asyncio.to_thread(close_pools)
+    assert (report.attempts, report.successes, report.lost) == (12, 12, 0)
+    assert report.kills == 2
+    assert report.failed_tries >= 1
+    assert report.blamed == {"env"}
+    assert report.rows[0][1].temporary >= 1  # it looks where browsers leave things
+    left = footprint()
+    assert (left.processes, left.temporary) == (0, 0)
+    folder.cleanup()
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_trains_replays_exactly_and_its_pictures_are_shown(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    small = ("model=tiny", "train.steps=1", "train.tasks_per_step=1", "rollout.group_size=2", "eval.tasks=0")
+    world = ("env.options.site=forum", "env.options.max_turns=2", "env.options.screenshots=all")
+    warm = ("warmup.steps=1", "warmup.demonstrations=2", "warmup.batch_size=1")
+    limits = ("env.options.max_chars=300", "rollout.step_deadline_s=120", "rollout.max_trajectory_tokens=1000")
+    run_here("train", "browser", *small, *world, *warm, *limits, f"run.dir={directory}")
+    with RunReader(directory) as run:
+        rows = run.attempts()
+        shown = attempt_json(run, rows[0].id, "tiny")
+    assert "replayed exactly" in run_here("replay", str(directory), "--attempt", str(rows[0].id))
+    said = [message for turn in shown["turns"] for message in [*turn["observation"], turn["reply"]]]
+    pictures = [image for message in said for image in message.get("images", [])]
+    assert len(pictures) == len(shown["turns"])
+    assert all(picture.startswith("data:image/jpeg;base64,") for picture in pictures)
+    assert not any("screenshot" in name for name in shown["labels"])

@@ -1,0 +1,170 @@
+"""The world `workspace`: one state behind shell, Python, SQL and screens; what counts is what is there at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cases import for_each
+from turnwise.envs.base import EnvStep, assistant
+from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
+from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork
+from turnwise.envs.sandbox import Sandbox
+from turnwise.envs.scripted import play_script, run_coroutine
+from turnwise.errors import ConfigError
+
+ORDERS = [(100, "Ann", 17), (101, "Ben", 5), (102, "Ann", 28)]
+
+
+def office(interface: Interface, *chores: OfficeChore) -> OfficeWork:
+    return OfficeWork(
+        orders=ORDERS,
+        balances={"Ann": 1, "Ben": 2},
+        notes={"n0.txt": "parcel\n", "n1.txt": "garden\n"},
+        chores=chores,
+        interface=interface,
+    )
+
+
+async def play(given: OfficeWork, replies: Sequence[str]) -> list[EnvStep]:
+    world = Workspace(interface=given.interface, chores=max(1, len(given.chores)))
+    env = WorkspaceEnv(world, Sandbox(), given)
+    try:
+        await env.start()
+        return [await env.step(assistant(reply)) for reply in replies]
+    finally:
+        await env.close()
+
+
+def said(step: EnvStep) -> str:
+    return step.messages[0].content
+
+
+async def test_shell_python_and_sql_see_the_same_files() -> None:
+    steps = await play(
+        office("shell", OfficeChore(kind="balance", name="Ann", value="42")),
+        [
+            "$ cd notes; X=3; echo 5 > x",
+            "```python\nprint(open('x').read().strip() + '1')\n```",
+            "```sql\nSELECT * FROM customers\n```",
+            "```sql\nUPDATE customers SET balance = 42 WHERE name = 'Ann'\n```",
+            "```sql\nSELECT nonsense\n```",
+            "$ echo $X; ls /work",
+            "done",
+        ],
+    )
+    assert [said(step) for step in steps[1:6]] == [
+        "51",
+        "Ann | 1\nBen | 2\n[done]",
+        "[1 rows changed]",
+        "error: no such column: nonsense",
+        "3\nnotes\norders.csv\nshop.db",
+    ]
+    assert steps[-1].is_success
+
+
+async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None:
+    replies = ["$ ls", "click 1", "click 3", "$ grep -c Ann orders.csv", "back", "click 2", "type 4 Ann", "type 5 2"]
+    steps = await play(office("both", OfficeChore(kind="count", name="Ann", value="2")), [*replies, "click 6", "done"])
+    assert "orders.csv" not in said(steps[0])
+    assert said(steps[2]).startswith("orders.csv was saved to /work.")
+    assert said(steps[3]) == "2"
+    assert 'text "sent: Ann 2"' in said(steps[8])
+    assert steps[-1].is_success
+    assert steps[-1].reward == 1.0
+
+
+@for_each(
+    ("chore", "replies"),
+    [
+        (OfficeChore(kind="count", name="Ann", value="2"), ["$ mkdir reports; echo 3 > reports/Ann.txt"]),
+        (OfficeChore(kind="count", name="Ann", value="2"), ["$ mkdir reports; ln -s /etc/passwd reports/Ann.txt"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; cp notes/n0.txt done"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; rm notes/n0.txt; touch done/n0.txt"]),
+        (OfficeChore(kind="balance", name="Ann", value="42"), ["```sql\nUPDATE customers SET balance = 42\n```"]),
+        (OfficeChore(kind="balance", name="Ann", value="42"), ["$ echo rubbish > shop.db"]),
+        (
+            OfficeChore(kind="balance", name="Ann", value="42"),
+            [
+                "```sql\nUPDATE customers SET balance = 42 WHERE name = 'Ann'\n```",
+                "```sql\nDELETE FROM customers WHERE name = 'Ben'\n```",
+            ],
+        ),
+    ],
+)
+def test_half_done_or_done_with_damage_is_no_success(chore: OfficeChore, replies: list[str]) -> None:
+    last = run_coroutine(play(office("shell", chore), [*replies, "done"]))[-1]
+    assert last.is_success is False
+    assert sum(last.reward_parts.values()) <= 0.5
+
+
+def test_every_interface_has_the_same_tasks_and_the_expert_does_them_in_fewer_actions_with_both() -> None:
+    interfaces: tuple[Interface, ...] = ("shell", "screen", "both")
+    worlds = {each: Workspace(interface=each, chores=2, orders=64, reports_only=True) for each in interfaces}
+    tasks = {each: world.tasks("test", 2, seed=5) for each, world in worlds.items()}
+    assert tasks["shell"] == tasks["screen"] == tasks["both"]
+    turns = {each: [0.0] for each in interfaces}
+    for each, world in worlds.items():
+        for task in tasks[each]:
+            dialogue = run_coroutine(play_script(world.make_env(task, 0), world.expert(task, 0), world.max_turns))
+            turns[each].append(sum(message.role == "assistant" for message in dialogue))
+    assert sum(turns["shell"]) < sum(turns["both"]) < sum(turns["screen"])
+
+
+def test_a_fork_has_its_own_screens_shell_and_database() -> None:
+    world = Workspace(chores=4, orders=16)
+    (task,) = world.tasks("train", 1, seed=2)
+    replies = [m.content for m in world.demonstrations(1, seed=2)[0] if m.role == "assistant"]
+    half = len(replies) // 2
+
+    async def go() -> list[EnvStep]:
+        env = world.make_env(task, 0)
+        await env.start()
+        for reply in replies[:half]:
+            await env.step(assistant(reply))
+        fork = env.fork()
+        for spoil in ("$ rm -rf /work/*", "click 1", "```sql\nDELETE FROM customers\n```"):
+            await env.step(assistant(spoil))
+        try:
+            return [await fork.step(assistant(reply)) for reply in replies[half:]]
+        finally:
+            await env.close()
+            await fork.close()
+
+    assert run_coroutine(go())[-1].is_success
+
+
+def test_a_replayed_attempt_hears_the_same() -> None:
+    world = Workspace(chores=3)
+    (task,) = world.tasks("test", 1, seed=9)
+    player = world.expert(task, 0)
+    first = run_coroutine(play_script(world.make_env(task, 0), player, world.max_turns))
+    replies = iter([message.content for message in first if message.role == "assistant"])
+    assert run_coroutine(play_script(world.make_env(task, 1), lambda _: next(replies), world.max_turns)) == first
+
+
+def test_random_play_does_not_solve_it() -> None:
+    world = Workspace(chores=1, orders=8)
+
+    async def is_solved(number: int) -> bool:
+        task = world.tasks("test", 4, seed=0)[number]
+        env, player = world.make_env(task, 0), world.random_player(task, 0)
+        dialogue = list(await env.start())
+        while True:
+            dialogue.append(assistant(player(dialogue)))
+            step = await env.step(dialogue[-1])
+            if step.is_over:
+                await env.close()
+                return bool(step.is_success)
+
+    assert not any(run_coroutine(is_solved(number)) for number in range(4))
+
+
+@for_each(
+    "options", [{"interface": "voice"}, {"chores": 0}, {"orders": 3}, {"command_s": 0.0}, {"partial_credit": -1.0}]
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Workspace(**options)
