@@ -68,7 +68,7 @@ QWEN_EXPERTS = ExpertReader(scoring="softmax", normalises=False, has_dense_layer
 SIGMOID_EXPERTS = ExpertReader(scoring="sigmoid", shared="n_shared_experts", has_dense_layers=True)
 LOCAL_EXPERTS = ExpertReader(inner="intermediate_size")
 OLMO_EXPERTS = ExpertReader(scoring="softmax", inner="intermediate_size", normalises=False)
-GRANITE_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
+CHOSEN_EXPERTS = ExpertReader(scoring="chosen_softmax", inner="intermediate_size")
 
 
 def scaled_logits(setting: str, *, divides: bool = False) -> Callable[[ModelJson], LogitRule]:
@@ -123,13 +123,13 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
         Family(model_type="gpt_neox"),
-        Family(model_type="gpt_oss", default_window=128, window_pattern="LG"),
+        Family(model_type="gpt_oss", experts=CHOSEN_EXPERTS, default_window=128, window_pattern="LG"),
         Family(model_type="granite", **_GRANITE),
         Family(model_type="granite_swa", default_window=128, window_pattern="GLLL", **_GRANITE),
-        Family(model_type="granitemoe", experts=GRANITE_EXPERTS, **_GRANITE),
+        Family(model_type="granitemoe", experts=CHOSEN_EXPERTS, **_GRANITE),
         Family(
             model_type="granitemoeshared",
-            experts=replace(GRANITE_EXPERTS, shared="shared_intermediate_size"),
+            experts=replace(CHOSEN_EXPERTS, shared="shared_intermediate_size"),
             **_GRANITE,
         ),
         Family(model_type="helium"),

@@ -81,6 +81,11 @@ class CausalModel:
         spec = self.sizes.experts
         if spec is None or not spec.is_routable:
             raise ConfigError(f"routing_replay=True: no choice of experts of {self.arch} can be recorded; leave it out")
+        if self.kv_shape.windows != (None,):
+            raise ConfigError(
+                f"routing_replay=True: {self.arch} has sliding windows, whose blocks are given back before a dialogue "
+                "ends, and the choice of experts is kept beside them; leave it out"
+            )
         return len(self.experts), spec.num_chosen
 
     @property
