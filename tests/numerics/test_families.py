@@ -31,6 +31,7 @@ from turnwise.errors import ConfigError, ModelError
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
 from turnwise.models.families import FAMILIES, Family, add_family, check_supported, layer_windows, qwen3_block
+from turnwise.models.linears import linear_kind
 from turnwise.runtime import tolerances
 from turnwise.types import LoraConfig
 
@@ -90,8 +91,9 @@ def test_the_plan_counts_what_the_engine_makes_of_every_family(tmp_path: Path) -
         directory = make_model(small_config(family), tmp_path / family)
         engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01}), name=family)
         facts = read_facts(directory)
-        model = ModelConfig.model_validate({"rank": 3})
-        adapter = engine.create_adapter(LoraConfig(rank=3))
+        flags = {"train_mlp": any(linear_kind(name) == "mlp" for name in engine.model.shapes)}
+        model = ModelConfig.model_validate({"rank": 3, **flags})
+        adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
         assert facts.num_adapter_parameters(model) == adapter.flat.numel(), family
         assert facts.context_length == engine.max_context_length, family
         assert facts.kv_values_per_token == engine.model.sizes.kv_values_per_token, family
