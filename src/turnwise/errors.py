@@ -14,6 +14,7 @@ TurnwiseError
 ├── CheckpointError              a checkpoint that is missing, damaged or made for another base model
 ├── EngineStoppedError           the engine was closed, or died, while a request was waiting for it
 │   └── LearnerError             one of several learner processes died, failed or did not answer
+│       └── LearnerLostError     one is gone or silent: others can take its place
 └── ServiceError                 a service elsewhere cannot be reached, refused a request, or failed it
 """
 
@@ -54,6 +55,10 @@ class EngineStoppedError(TurnwiseError):
 
 class LearnerError(EngineStoppedError):
     """One of several learner processes died, failed or did not answer; the others cannot go on without it."""
+
+
+class LearnerLostError(LearnerError):
+    """A learner process is gone, or does not answer; it failed no call, so that the call can be made again."""
 
 
 class ServiceError(TurnwiseError):

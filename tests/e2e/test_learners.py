@@ -74,7 +74,7 @@ def _learner_of(pid: int) -> int:
 def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_learner(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     delays = ("env.options.median_s=0.01", "env.options.p99_s=0.02")
-    process = start(SLOW, *SMALL, *delays, *TWO, "train.steps=1000", f"run.dir={directory}")
+    process = start(SLOW, *SMALL, *delays, *TWO, "cluster.max_restarts=0", "train.steps=1000", f"run.dir={directory}")
     _wait_for_steps(directory, 2)
     learner = _learner_of(process.pid)
     os.kill(learner, signal.SIGKILL)

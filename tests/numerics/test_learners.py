@@ -149,7 +149,8 @@ def test_bad_data_is_refused_and_the_learners_go_on(engines: tuple[Engine, Repli
 def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Path]) -> None:
     threads = torch.get_num_threads()
     others = processes_below(os.getpid())
-    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=30), name="two")
+    cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=0)
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
     try:
         trainable = create(engine, "lora")
         before = trainable.flat.clone()
@@ -163,5 +164,47 @@ def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Pa
             run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
     finally:
         engine.close()
+        torch.set_num_threads(threads)
+    assert processes_below(os.getpid()) - others == set()
+
+
+def test_a_step_in_which_learners_die_ends_where_one_process_ends(model_dirs: dict[str, Path]) -> None:
+    threads = torch.get_num_threads()
+    others = processes_below(os.getpid())
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=120), name="two")
+    alone = Engine(model_dirs["llama"], CONFIG, name="one")
+
+    def kill() -> None:
+        (learner,) = processes_below(os.getpid()) - others
+        os.kill(learner, signal.SIGKILL)
+
+    def step(one: Engine, policy: Trainable, critic: Trainable, *deaths: str) -> None:
+        for number, half in enumerate((TREES[:3], TREES[3:])):  # accumulated: a death loses the gradient of both
+            work = one.forward_backward(policy, half, "importance_sampling", None)
+            next(work, None)
+            _ = kill() if f"in pass {number}" in deaths else None
+            run(work)
+        run(one.forward_backward(critic, BATCHES["critic"][0], "value", {"value_clip": 0.2}))
+        _ = kill() if "before the step" in deaths else None
+        one.optim_step(policy, STEP)
+        _ = kill() if "between the steps" in deaths else None
+        one.optim_step(critic, STEP)
+
+    try:
+        pairs = [(create(one, "lora"), create(one, "critic")) for one in (alone, engine)]
+        for deaths in ((), ("in pass 1",), ("before the step",), ("between the steps",)):
+            step(alone, *pairs[0])
+            step(engine, *pairs[1], *deaths)
+        assert engine.num_restarts == 3
+        for expected, found in zip(*pairs, strict=True):
+            assert found.num_steps == expected.num_steps == 4
+            assert relative_error(found.flat, expected.flat) < 1e-5
+            assert relative_error(found.exp_avg, expected.exp_avg) < 1e-5
+        kill()
+        with pytest.raises(LearnerError, match="ended with exit code -9"):  # the fourth time is one too many
+            run(engine.forward_backward(pairs[1][0], TREES, "importance_sampling", None))
+    finally:
+        engine.close()
+        alone.close()
         torch.set_num_threads(threads)
     assert processes_below(os.getpid()) - others == set()

@@ -2,7 +2,8 @@
 
 The bench samples from an adapter that is no longer at its start, once merged into the weights and once beside them: in
 batches of several sizes, and over the turns of dialogues whose earlier turns are cached. The trainer then computes the
-logprobs of the sampled tokens. `k2` is the mean of (trainer - sampler)^2 / 2 over these tokens, an estimate of the KL
+logprobs of the sampled tokens; of a mixture of experts, once with the experts that the sampler chose (`replayed`), and
+once with its own choice. `k2` is the mean of (trainer - sampler)^2 / 2 over these tokens, an estimate of the KL
 between the two. `adapter_k2` is the same between the adapter and the base: the value if one side ignored the adapter.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,10 +19,11 @@ import numpy as np
 import torch
 
 from turnwise.bench.drive import finish, sample_sequences
-from turnwise.bench.report import machine, make_engine
+from turnwise.bench.report import machine, make_engine, model_directory
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError
+from turnwise.models.families import describe_experts
 from turnwise.types import Datum, LoraConfig, ModelInput, SampledSequence
 
 MERGES: tuple[Literal["always", "never"], ...] = ("always", "never")
@@ -38,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dialogues", type=int, default=8, help="number of dialogues; 0 skips them")
     parser.add_argument("--turns", type=int, default=6, help="turns in each dialogue")
     parser.add_argument("--observed", type=int, default=8, help="tokens that the world adds after each turn")
+    parser.add_argument("--only-unmerged", action="store_true", help="leave out the adapter that is merged")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,8 +50,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"bench": "agreement", "model": args.model}
     figures: dict[str, dict[str, float]] = {}
     scales: list[float] = []
-    for merge in MERGES:
-        engine = make_engine(args, max_num_seqs=max(*args.batches, args.dialogues, 1), merge_adapter=merge)
+    directory = model_directory(args.model)
+    spec = describe_experts(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    replays = spec is not None and spec.is_routable
+    for merge in MERGES[1:] if args.only_unmerged else MERGES:
+        most = max(*args.batches, args.dialogues, 1)
+        engine = make_engine(args, max_num_seqs=most, merge_adapter=merge, routing_replay=replays)
         result |= _load(args, engine)
         gaps, scale = _measure(args, engine)
         figures |= {f"{NAMES[merge]}_{name}": _figures(values) for name, values in gaps.items()}
@@ -97,19 +105,43 @@ def _measure(args: argparse.Namespace, engine: Engine) -> tuple[dict[str, np.nda
     for size in args.batches:
         prompts = draw(size, args.prompt_tokens)
         replies = sample_sequences(engine, prompts, args.new_tokens, [policy] * len(prompts))
-        known = trainer_logprobs(engine, adapter, prompts, replies)
+        if engine.config.routing_replay:
+            found[f"batch_{size}_replayed"] = _gaps(engine, adapter, prompts, replies)
+        known = own_logprobs(engine, adapter, prompts, replies)
         found[f"batch_{size}"] = known - sampler_logprobs(replies)
         scale = k2(known - trainer_logprobs(engine, adapter, prompts, replies, of="base"))
     if not args.dialogues:
         return found, scale
     histories = draw(args.dialogues, args.prompt_tokens)
     turns: list[np.ndarray] = []
+    replayed: list[np.ndarray] = []
     for _ in range(args.turns):
         replies = sample_sequences(engine, histories, args.new_tokens, [policy] * len(histories))
-        turns.append(trainer_logprobs(engine, adapter, histories, replies) - sampler_logprobs(replies))
+        if engine.config.routing_replay:
+            replayed.append(_gaps(engine, adapter, histories, replies))
+        turns.append(own_logprobs(engine, adapter, histories, replies) - sampler_logprobs(replies))
         seen = draw(args.dialogues, args.observed)
         histories = [[*h, *r.tokens, *o] for h, r, o in zip(histories, replies, seen, strict=True)]
+    if replayed:
+        found["dialogues_replayed"] = np.concatenate(replayed)
     return {**found, "dialogues": np.concatenate(turns), f"turn_{args.turns}": turns[-1]}, scale
+
+
+def _gaps(
+    engine: Engine, adapter: LoraAdapter, prompts: Sequence[Sequence[int]], replies: Sequence[SampledSequence]
+) -> np.ndarray:
+    return trainer_logprobs(engine, adapter, prompts, replies) - sampler_logprobs(replies)
+
+
+def own_logprobs(
+    engine: Engine, adapter: LoraAdapter, prompts: Sequence[Sequence[int]], replies: Sequence[SampledSequence]
+) -> np.ndarray:
+    """`trainer_logprobs` with the trainer's own choice of experts."""
+    memory, engine.trainer.routing = engine.trainer.routing, None
+    try:
+        return trainer_logprobs(engine, adapter, prompts, replies)
+    finally:
+        engine.trainer.routing = memory
 
 
 def displaced_adapter(engine: Engine, rank: int) -> LoraAdapter:

@@ -170,7 +170,9 @@ def check_service(config: Config) -> None:
         return
     # engine.dtype is allowed: the certificate's tolerance needs the service's dtype, which is not known here.
     unread = [f"engine.{name}" for name in config.engine.changed_options() if name != "dtype"]
-    unread += [f"cluster.{name}" for name in config.cluster.changed_options() if not name.startswith("env")]
+    unread += [
+        f"cluster.{name}" for name in config.cluster.changed_options() if not name.startswith(("env", "address"))
+    ]
     experts = (*EXPERT_OPTIONS, "routing_replay")
     unread += [f"model.{name}" for name in experts if name in config.model.changed_options()]
     unread += ["rollout.deterministic"] if config.rollout.deterministic else []

@@ -8,10 +8,19 @@ from pydantic import Field, field_validator, model_validator
 
 from turnwise.runtime.section import Section
 
+LOCAL = "local"
+"""`cluster.address` of processes on this machine, without Ray."""
+
 
 class ClusterConfig(Section):
     """Which processes train together, and which play the envs (docs/scale.md)."""
 
+    address: str = Field(
+        default=LOCAL,
+        min_length=1,
+        description="Who starts the processes: `local` starts them on this machine; `auto`, `HOST:PORT` or "
+        "`ray://HOST:PORT` is a Ray cluster, which spreads learners and env workers over its nodes.",
+    )
     learners: int = Field(
         default=1,
         ge=1,
@@ -23,6 +32,18 @@ class ClusterConfig(Section):
         description="Seconds that learners wait for each other in one call; then the run stops with an error.",
     )
 
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often a run starts learners again that died or do not answer. They take over the state of the "
+        "last step, and the step under way is played again; then the run stops with an error.",
+    )
+    min_learners: int = Field(
+        default=0,
+        ge=0,
+        description="Go on with so few learners if lost ones cannot be started again; 0: with all of them or not at "
+        "all.",
+    )
     env_workers: int | tuple[str, ...] = Field(
         default=0,
         description="Processes that play the envs: a number starts as many on this machine, addresses "
@@ -34,6 +55,11 @@ class ClusterConfig(Section):
         description="Most envs at the same time in one worker that the run starts; 0 shares `rollout.max_concurrency` "
         "out.",
     )
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether a Ray cluster starts the processes."""
+        return self.address != LOCAL
 
     @field_validator("env_workers", mode="before")
     @classmethod
@@ -51,13 +77,26 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        if self.envs_per_worker and not (isinstance(self.env_workers, int) and self.env_workers):
+        starts_workers = isinstance(self.env_workers, int) and self.env_workers > 0
+        if self.envs_per_worker and not starts_workers:
             raise ValueError(
                 f"envs_per_worker={self.envs_per_worker} is not read with env_workers={self.env_workers!r}: the run "
                 "starts no worker; leave it out, or give --max-envs to turnwise env serve"
             )
-        if self.learners == 1 and "deadline_s" in self.changed_options():
-            raise ValueError(f"deadline_s={self.deadline_s:g} is not read with learners=1; leave it out")
+        for name in ("deadline_s", "max_restarts", "min_learners"):
+            if self.learners == 1 and name in self.changed_options():
+                raise ValueError(f"{name}={getattr(self, name):g} is not read with learners=1; leave it out")
+        if (
+            self.address != LOCAL
+            and self.learners == 1
+            and not (isinstance(self.env_workers, int) and self.env_workers)
+        ):
+            raise ValueError(
+                f"address={self.address} is not read: the run has no other learner and starts no env worker; set "
+                "learners or env_workers, or leave it out"
+            )
+        if self.min_learners > self.learners:
+            raise ValueError(f"min_learners={self.min_learners} is more than learners={self.learners}")
         return self
 
 

@@ -38,7 +38,7 @@ from turnwise.training.checkpoint import (
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
 from turnwise.training.opponents import check_opponents, num_panel, opponent_line
-from turnwise.training.plan import make_plan, plan_lines
+from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
@@ -85,13 +85,13 @@ class Setup:
         parts = replace(self.parts, config=config)
         return replace(self, config=config, parts=parts, directory=directory, notes=(*self.notes, note))
 
-    def plan_lines(self) -> list[str]:
-        """What the run will do and cost, for a person."""
-        engine, rollout = self.config.engine_in_use, self.parts.rollout
-        plan = make_plan(
+    def make_plan(self) -> Plan:
+        """What the run will do and cost, in numbers."""
+        engine = self.config.engine_in_use
+        return make_plan(
             self.config,
             self.facts,
-            rollout,
+            self.parts.rollout,
             engine=engine,
             device=None
             if self.config.model.base_url
@@ -102,6 +102,10 @@ class Setup:
                 "opponents": num_panel(self.config, self.parts.world),
             },
         )
+
+    def plan_lines(self) -> list[str]:
+        """What the run will do and cost, for a person."""
+        plan, rollout = self.make_plan(), self.parts.rollout
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
             lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")

@@ -56,6 +56,7 @@ def _make_workers(config: Config, options: dict[str, Any]) -> EnvWorkers:
         return found
     try:
         from turnwise.env_service.processes import LocalEnvWorkers, WorkerSpec
+        from turnwise.env_service.ray_workers import RayEnvWorkers
     except ImportError as cause:
         raise ConfigError(f"cluster.env_workers needs {cause.name}: pip install 'turnwise[served]'") from cause
     rollout = config.rollout
@@ -65,6 +66,8 @@ def _make_workers(config: Config, options: dict[str, Any]) -> EnvWorkers:
         max_envs=config.cluster.envs_per_worker or math.ceil(rollout.max_concurrency / workers),
         deadline_s=rollout.step_deadline_s,
     )
+    if config.cluster.uses_ray:
+        return RayEnvWorkers(spec, workers, config.cluster.address)
     return LocalEnvWorkers(spec, workers)
 
 
@@ -83,7 +86,9 @@ def worker_line(config: Config, world: World) -> list[str]:
     if part is None:
         return []
     count, places = len(part.workers.workers), part.workers.num_places
-    where = "processes of this machine" if isinstance(config.cluster.env_workers, int) else "addresses"
+    cluster = config.cluster
+    own = f"actors of Ray at {cluster.address}" if cluster.uses_ray else "processes of this machine"
+    where = own if isinstance(cluster.env_workers, int) else "addresses"
     bound = "" if places >= config.rollout.max_concurrency else f"; they bound rollout.max_concurrency to {places}"
     return [f"envs         {count} workers ({where}), {places} envs at once{bound}"]
 

@@ -27,7 +27,9 @@ class LearnerSetup:
     name: str
     rank: int
     size: int
+    store_host: str
     store_port: int
+    backend: Literal["nccl", "gloo"]
     deadline_s: float
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -18,6 +18,9 @@ from turnwise.engine.device_info import num_gpus
 
 dist: Any = torch.distributed  # stores and groups have no type stubs
 
+Backend = Literal["nccl", "gloo"]
+START_DEADLINE_S = 300.0
+"""Seconds for a learner to load its model."""
 MAX_ELEMENTS = 1 << 26
 """Numbers in one message, so that no backend needs a second copy of a large tensor."""
 
@@ -25,15 +28,13 @@ MAX_ELEMENTS = 1 << 26
 class LearnerCollective:
     """The ranks of one group of learners. Every call has a deadline and raises `RuntimeError` after it."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, *, deadline_s: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Any, rank: int, size: int, backend: Backend, *, deadline_s: float) -> None:
+        self.rank, self.size, self.backend = rank, size, backend
         self._deadline = timedelta(seconds=deadline_s)
-        # Several learners on one GPU cannot use NCCL; gloo copies through the host.
-        uses_nccl = num_gpus(str(device).partition(":")[0]) >= size and dist.is_nccl_available()
-        self.backend = "nccl" if uses_nccl else "gloo"
-        prefixed = dist.PrefixStore(self.backend, store)
-        make = dist.ProcessGroupNCCL if uses_nccl else dist.ProcessGroupGloo
-        self._group: Any = make(prefixed, rank, size, self._deadline)
+        prefixed = dist.PrefixStore(backend, store)
+        make = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
+        # To meet, the others must have loaded their models; each call then has the deadline.
+        self._group: Any = make(prefixed, rank, size, max(self._deadline, timedelta(seconds=START_DEADLINE_S)))
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor on every rank by the sum of all ranks'; every rank gets the same bits."""
@@ -50,13 +51,20 @@ class LearnerCollective:
         work.wait(self._deadline)
 
 
-def lead_store(size: int, *, deadline_s: float) -> Any:
+def choose_backend(device: torch.device, size: int, *, is_on_one_machine: bool) -> Backend:
+    """What all ranks use; rank 0 chooses. Several learners on one GPU cannot use NCCL, and this process does not see
+    which GPUs a cluster manager gives to others: gloo copies through the host."""
+    has_own = is_on_one_machine and num_gpus(str(device).partition(":")[0]) >= size
+    return "nccl" if has_own and dist.is_nccl_available() else "gloo"
+
+
+def lead_store(host: str, size: int, *, deadline_s: float) -> Any:
     """The place where the ranks of a group find each other; rank 0 makes it, on a port that is free."""
-    return dist.TCPStore(
-        "127.0.0.1", 0, size, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
-    )
+    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
+    return dist.TCPStore(host, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
-def join_store(port: int, size: int, *, deadline_s: float) -> Any:
+def join_store(host: str, port: int, size: int, *, deadline_s: float) -> Any:
     """The place that rank 0 has made."""
-    return dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=deadline_s))
+    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
+    return dist.TCPStore(host, port, size, is_master=False, timeout=wait)

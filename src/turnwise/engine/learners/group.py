@@ -16,29 +16,98 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pickle import PicklingError
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
-from turnwise.errors import ConfigError, LearnerError
+from turnwise.engine.learners.collective import START_DEADLINE_S
+from turnwise.errors import ConfigError, LearnerError, LearnerLostError
 
-START_DEADLINE_S = 300.0
-"""Seconds for a process to load its model."""
 POLL_S = 0.002
 END_S = 5.0
 """Seconds for a process to end by itself."""
 TAIL_BYTES = 2000
 
 
+class LearnerPeer(Protocol):
+    """Another learner, wherever it runs. `OSError` and `EOFError` mean that it is gone."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """For messages: "process 123"."""
+        ...
+
+    @property
+    def is_gone(self) -> bool: ...
+
+    def send(self, message: object) -> None: ...
+
+    def has_answer(self) -> bool: ...
+
+    def receive(self) -> tuple[str, Any]: ...
+
+    def why(self) -> str:
+        """How it ended, with the last of what it said."""
+        ...
+
+    def hang_up(self) -> None:
+        """Tell it to end."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def end(self) -> None:
+        """Wait until it has ended; kill it if it does not."""
+        ...
+
+
+StartPeer = Callable[[int], LearnerPeer]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPlace:
+    """Where the other learners of a group run."""
+
+    host: str
+    """The address at which they find this process."""
+    start_peer: StartPeer
+
+
 @dataclass(slots=True, eq=False)
-class _Peer:
+class ProcessPeer:
+    """A learner in a process of this machine."""
+
     rank: int
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
     """What it wrote to standard error."""
     connection: Connection
 
+    @property
+    def name(self) -> str:
+        return f"process {self.process.pid}"
+
+    @property
+    def is_gone(self) -> bool:
+        return self.process.poll() is not None
+
+    def send(self, message: object) -> None:
+        self.connection.send(message)
+
+    def has_answer(self) -> bool:
+        return self.connection.poll(0)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            return self.connection.recv()
+        except (OSError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)  # it needs a moment to be seen as dead
+            raise
+
     def why(self) -> str:
-        """How it ended, with the last of what it said."""
         code = self.process.poll()
         state = f"ended with exit code {code}" if code is not None else "does not answer"
         self.errors.seek(0, os.SEEK_END)
@@ -46,9 +115,26 @@ class _Peer:
         said = self.errors.read().decode(errors="replace").strip().splitlines()
         return f"{state}{f'; its last words: {said[-1]}' if said else ''}"
 
+    def hang_up(self) -> None:
+        self.connection.close()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
+
 
 class LearnerGroup:
-    """Learners 1 to N - 1, one process each on this machine."""
+    """Learners 1 to N - 1."""
 
     def __init__(
         self,
@@ -56,21 +142,21 @@ class LearnerGroup:
         size: int,
         *,
         deadline_s: float,
-        environment: Mapping[str, str],
+        start_peer: StartPeer,
     ) -> None:
-        """Start the processes and wait until each has loaded its model.
+        """Start the others, and tell each what it is.
 
         Args:
             make_setup: what a rank starts with.
             size: learners, rank 0 among them.
-            environment: variables that a learner gets beside those of this process.
+            start_peer: starts one of the others.
         """
         self._deadline_s = deadline_s
         self._broken: LearnerError | None = None
-        self._peers: list[_Peer] = []
+        self._peers: list[LearnerPeer] = []
         try:
             for rank in range(1, size):
-                self._peers.append(_start(rank, environment))
+                self._peers.append(start_peer(rank))
                 self._send(self._peers[-1], make_setup(rank))
         except BaseException:
             self.close()
@@ -87,9 +173,9 @@ class LearnerGroup:
             raise self._broken
         self._send(self._peers[rank - 1], call)
 
-    def _send(self, peer: _Peer, message: object) -> None:
+    def _send(self, peer: LearnerPeer, message: object) -> None:
         try:
-            peer.connection.send(message)
+            peer.send(message)
         except OSError:
             self._fail(peer, "take a call")
         except (AttributeError, TypeError, ImportError, PicklingError) as cause:
@@ -131,14 +217,14 @@ class LearnerGroup:
     def check_alive(self, what: str) -> None:
         """Raise the error of a learner that has ended."""
         for peer in self._peers:
-            if peer.process.poll() is not None:
+            if peer.is_gone:
                 self._fail(peer, what)
 
     def fail_all(self, what: str, cause: BaseException) -> NoReturn:
         """Give up after a collective failed: blame a learner that is gone, or all that did not come."""
         time.sleep(0.2)  # a process that was killed needs a moment to be seen as dead
         self.check_alive(what)
-        self._break(LearnerError(f"learners could not {what} together within {self._deadline_s:g} s: {cause}"))
+        self._break(LearnerLostError(f"learners could not {what} together within {self._deadline_s:g} s: {cause}"))
 
     @property
     def is_broken(self) -> bool:
@@ -153,39 +239,29 @@ class LearnerGroup:
             raise error from cause
 
     def close(self) -> None:
-        """End the processes: ask first, then kill."""
+        """End the learners: ask first, then kill."""
         for peer in self._peers:
-            peer.connection.close()
-            if peer.process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    peer.process.stdin.close()
+            peer.hang_up()
         for peer in self._peers:
-            try:
-                peer.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                peer.process.kill()
-                peer.process.wait()
-            peer.errors.close()
+            peer.end()
         self._peers = []
 
-    def _has_answer(self, peer: _Peer, what: str) -> bool:
+    def _has_answer(self, peer: LearnerPeer, what: str) -> bool:
         try:
-            return peer.connection.poll(0)
+            return peer.has_answer()
         except (OSError, EOFError):
             self._fail(peer, what)
 
-    def _receive(self, peer: _Peer, what: str) -> tuple[str, Any]:
+    def _receive(self, peer: LearnerPeer, what: str) -> tuple[str, Any]:
         try:
-            return peer.connection.recv()
+            return peer.receive()
         except (OSError, EOFError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                peer.process.wait(1.0)
             self._fail(peer, what)
 
-    def _fail(self, peer: _Peer, what: str) -> NoReturn:
+    def _fail(self, peer: LearnerPeer, what: str) -> NoReturn:
         self._break(
-            LearnerError(
-                f"learner {peer.rank} (process {peer.process.pid}) was asked to {what} and {peer.why()}. The last "
+            LearnerLostError(
+                f"learner {peer.rank} ({peer.name}) was asked to {what} and {peer.why()}. The last "
                 "checkpoint is kept; resume the run"
             )
         )
@@ -193,11 +269,12 @@ class LearnerGroup:
     def _break(self, error: LearnerError) -> NoReturn:
         self._broken = error
         for peer in self._peers:
-            peer.process.kill()
+            peer.kill()
         raise error
 
 
-def _start(rank: int, environment: Mapping[str, str]) -> _Peer:
+def start_process(rank: int, environment: Mapping[str, str]) -> LearnerPeer:
+    """Start a learner on this machine, with variables beside those of this process."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the group
     own, other = multiprocessing.Pipe()
     process = subprocess.Popen(
@@ -210,4 +287,4 @@ def _start(rank: int, environment: Mapping[str, str]) -> _Peer:
         start_new_session=True,  # Ctrl-C is for rank 0, which tells the others
     )
     other.close()  # a connection ends when the process that holds its other end does
-    return _Peer(rank, process, errors, own)
+    return ProcessPeer(rank, process, errors, own)

@@ -39,8 +39,8 @@ class LearnerProcess:
 
     def __init__(self, setup: LearnerSetup) -> None:
         self._engine = Engine(setup.model_dir, setup.engine, name=f"{setup.name} (learner {setup.rank})")
-        store = join_store(setup.store_port, setup.size, deadline_s=setup.deadline_s)
-        self._ranks = LearnerCollective(store, setup.rank, setup.size, self._engine.device, deadline_s=setup.deadline_s)
+        store = join_store(setup.store_host, setup.store_port, setup.size, deadline_s=setup.deadline_s)
+        self._ranks = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
         self._trainables: dict[int, Trainable] = {}
 
     def answer(self, call: LearnerCall) -> object:
@@ -119,7 +119,7 @@ def serve(connection: Connection) -> None:
         process = LearnerProcess(setup)
         connection.send(("ready", None))
     except Exception as error:  # noqa: BLE001 - rank 0 raises it
-        connection.send(("error", _portable(error)))
+        connection.send(("error", portable(error)))
         return
     while True:
         try:
@@ -129,11 +129,12 @@ def serve(connection: Connection) -> None:
         try:
             answer = ("done", process.answer(call))
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
-            answer = ("error", _portable(error))
+            answer = ("error", portable(error))
         connection.send(answer)
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
+    """The error, or its text where it cannot travel."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just written
     except Exception:  # noqa: BLE001 - whatever cannot travel goes as text

@@ -4,11 +4,15 @@ Each learner holds the model and a copy of every trainable. A batch is shared ou
 optimizer step, and every learner takes the same step, so the copies stay equal bit for bit. Losses are sums whose
 normalisers are part of the datums' weights, so the sum over learners is the gradient of the whole batch. Metrics are
 computed here from the numbers of all shares, as one process would. Sampling, publishing and saving are rank 0's alone.
+
+A learner that is lost is started again. Rank 0 has the state after the last step; it spreads it, forgets every gradient
+since, and runs the batches of the step under way once more, so that nothing is lost and nothing counts twice.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
@@ -32,8 +36,8 @@ from turnwise.engine.learners.calls import (
     StepCall,
     TakeStateCall,
 )
-from turnwise.engine.learners.collective import LearnerCollective, lead_store
-from turnwise.engine.learners.group import LearnerGroup
+from turnwise.engine.learners.collective import LearnerCollective, choose_backend, lead_store
+from turnwise.engine.learners.group import LearnerGroup, LearnerPlace, start_process
 from turnwise.engine.learners.process import reply_of, take_state
 from turnwise.engine.learners.shares import share_datums
 from turnwise.engine.threads import USERS_CHOICES, find_threads
@@ -43,9 +47,11 @@ from turnwise.engine.training.objective import LossSettings
 from turnwise.engine.training.preference_losses import PreferenceLoss, pair_number
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import FinishedJob
-from turnwise.errors import ConfigError, DataError
+from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
 from turnwise.losses.outside import LossFunction
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
+
+_log = logging.getLogger(__name__)
 
 PEER_CACHE_GIB = 0.05
 """KV cache of a learner that does not sample."""
@@ -60,8 +66,22 @@ class ReplicatedEngine(Engine):
         super().__init__(model_dir, config, name=name)
         self._group: LearnerGroup | None = None
         self._collective: LearnerCollective | None = None
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._size = cluster.learners
+        self._num_restarts = 0
+        self._created: WeakKeyDictionary[Any, CreateCall] = WeakKeyDictionary()
+        self._learned: WeakKeyDictionary[Any, list[RunCall]] = WeakKeyDictionary()
+        """What each trainable has learned from since its last step."""
         self._next_number = itertools.count()
+
+    @property
+    def num_learners(self) -> int:
+        """Learners that train now, this process among them."""
+        return self._size
+
+    @property
+    def num_restarts(self) -> int:
+        """How often learners were started again."""
+        return self._num_restarts
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         return self._mirror(super().create_adapter(lora), CreateCall(next(self._next_number), "adapter", lora))
@@ -73,38 +93,56 @@ class ReplicatedEngine(Engine):
         return self._mirror(super().create_full(), CreateCall(next(self._next_number), "full"))
 
     def drop_adapter(self, adapter: Trainable) -> None:
-        number = self._numbers.pop(adapter)
+        number = self._created.pop(adapter).number
+        self._learned.pop(adapter, None)
         super().drop_adapter(adapter)
         if self._group is not None and not self._group.is_broken:
             self._all_do(DropCall(number), "drop a trainable")
 
     def load_adapter(self, adapter: Trainable, directory: Path, *, with_optimizer: bool) -> None:
         super().load_adapter(adapter, directory, with_optimizer=with_optimizer)
-        self._spread(adapter)
+        self._learned.pop(adapter, None)
+        try:
+            self._spread(adapter)
+        except LearnerLostError as lost:
+            _finish(self._recover(lost))
 
     def optim_step(self, adapter: Trainable, params: AdamParams) -> dict[str, float]:
         """Sum the gradients of all learners; each then takes the same step."""
         what = "sum gradients"
+        while True:
+            try:
+                self._sum_gradients(adapter, params, what)
+                break
+            except LearnerLostError as lost:
+                _finish(self._recover(lost))
+        try:
+            metrics, allowed, refused = super().optim_step(adapter, params), (), None
+        except DataError as error:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
+            metrics, allowed, refused = {}, (DataError,), error
+        self._learned.pop(adapter, None)
+        try:
+            _finish(self._learners()[0].answers(what, allowed=allowed))
+        except LearnerLostError as lost:  # this process has taken the step; others take it over
+            _finish(self._recover(lost))
+        if refused is not None:
+            raise refused
+        return metrics
+
+    def _sum_gradients(self, adapter: Trainable, params: AdamParams, what: str) -> None:
         group, collective = self._learners()
         group.check_alive(what)
-        self._tell_all(StepCall(self._numbers[adapter], params))
+        self._tell_all(StepCall(self._created[adapter].number, params))
         try:
             collective.sum(adapter.grad)
         except RuntimeError as cause:
             group.fail_all(what, cause)
-        try:
-            metrics = super().optim_step(adapter, params)
-        except DataError:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
-            _finish(group.answers(what, allowed=(DataError,)))
-            raise
-        _finish(group.answers(what))
-        return metrics
 
     def read_job(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, FinishedJob]:
         loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
-        run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=False)
+        run = RunCall(self._created[adapter].number, datums, loss_fn, loss_fn_config, is_learning=False)
         whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
         return (yield from self._run_shares(whole, run, adapter))
 
@@ -117,7 +155,7 @@ class ReplicatedEngine(Engine):
         loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         finished: list[FinishedJob] = []
         for (adapter, datums), job in zip(batches, jobs, strict=True):
-            run = RunCall(self._numbers[adapter], datums, loss_fn, loss_fn_config, is_learning=True)
+            run = RunCall(self._created[adapter].number, datums, loss_fn, loss_fn_config, is_learning=True)
             whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
             finished.append((yield from self._run_shares(whole, run, adapter)))
         return finished
@@ -140,7 +178,18 @@ class ReplicatedEngine(Engine):
         super().close()
 
     def _run_shares(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
-        """Run every learner's share, this one's here, and put the numbers of all together."""
+        """Run every learner's share, again if a learner is lost, and put the numbers of all together."""
+        while True:
+            try:
+                finished = yield from self._run_once(whole, run, adapter)
+            except LearnerLostError as lost:
+                yield from self._recover(lost)
+            else:
+                if run.is_learning:
+                    self._learned.setdefault(adapter, []).append(run)
+                return finished
+
+    def _run_once(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
         what = "run its share of a batch"
         group, _ = self._learners()
         shares = self._shares(whole)
@@ -158,6 +207,49 @@ class ReplicatedEngine(Engine):
         replies = own | (yield from group.answers(what, busy))
         return _put_together(whole, {rank: (shares[rank], reply) for rank, reply in replies.items()})
 
+    def _recover(self, lost: LearnerLostError) -> Generator[None, None, None]:
+        """Start learners in place of those that are lost, and bring them to where this process is."""
+        while True:
+            self._num_restarts += 1
+            if self._num_restarts > self._cluster.max_restarts:
+                raise lost
+            _log.warning("%s; starting learners again, time %d", lost, self._num_restarts)
+            try:
+                self._restart_learners(lost)
+                for trainable, create in list(self._created.items()):
+                    self._all_do(create, "create a trainable")
+                    self._spread(trainable)
+                for trainable, runs in list(self._learned.items()):
+                    for run in runs:
+                        yield from self._run_again(trainable, run)
+            except LearnerLostError as again:
+                lost = again
+            else:
+                return
+
+    def _restart_learners(self, lost: LearnerLostError) -> None:
+        """Start all learners; fewer where that cannot be done and `cluster.min_learners` allows it."""
+        fewest = self._cluster.min_learners or self._cluster.learners
+        while True:
+            if self._group is not None:
+                self._group.close()
+            self._group = self._collective = None
+            try:
+                return self._start_learners()
+            except LearnerError as error:
+                if self._size <= max(fewest, 1):
+                    raise LearnerError(
+                        f"{lost} It did not start again ({error}), and cluster.min_learners={fewest} is the least"
+                    ) from error
+                self._size -= 1
+                _log.warning("a learner cannot be started again (%s); going on with %d", error, self._size)
+
+    def _run_again(self, trainable: Trainable, run: RunCall) -> Generator[None, None, None]:
+        batches = [(trainable, run.datums)]
+        loss, (job,) = self.make_jobs(batches, run.loss_fn, run.settings, is_learning=True)
+        whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
+        yield from self._run_once(whole, run, trainable)
+
     def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply]:
         if part.is_learning:
             (finished,) = yield from super().learn_jobs([(adapter, part.datums)], part.loss_fn, part.settings)
@@ -170,20 +262,23 @@ class ReplicatedEngine(Engine):
         units = None
         if isinstance(whole.loss, PreferenceLoss):
             units = [abs(pair_number(index, datum)) for index, datum in enumerate(datums)]
-        return share_datums([datum.input_ids for datum in datums], self._cluster.learners, units)
+        return share_datums([datum.input_ids for datum in datums], self._size, units)
 
     def _mirror(self, trainable: Any, create: CreateCall) -> Any:
         """Make the same trainable on every other learner, with this one's values."""
         self._learners()
-        self._numbers[trainable] = create.number
-        self._all_do(create, "create a trainable")
-        self._spread(trainable)
+        self._created[trainable] = create
+        try:
+            self._all_do(create, "create a trainable")
+            self._spread(trainable)
+        except LearnerLostError as lost:
+            _finish(self._recover(lost))
         return trainable
 
     def _spread(self, trainable: Trainable) -> None:
         what = "take over weights"
         group, collective = self._learners()
-        self._tell_all(TakeStateCall(self._numbers[trainable]))
+        self._tell_all(TakeStateCall(self._created[trainable].number))
         try:
             take_state(collective, trainable)
         except RuntimeError as cause:
@@ -192,7 +287,7 @@ class ReplicatedEngine(Engine):
 
     def _tell_all(self, call: LearnerCall) -> None:
         group, _ = self._learners()
-        for rank in range(1, self._cluster.learners):
+        for rank in range(1, self._size):
             group.call(rank, call)
 
     def _all_do(self, call: LearnerCall, what: str) -> None:
@@ -207,24 +302,47 @@ class ReplicatedEngine(Engine):
         assert self._collective is not None, "started above"
         return self._group, self._collective
 
+    def _place(self, size: int) -> LearnerPlace:
+        """Where the other learners run: on this machine, or where Ray puts them."""
+        if not self._cluster.uses_ray:
+            return LearnerPlace("127.0.0.1", lambda rank: start_process(rank, self._environment))
+        from turnwise.engine.learners.ray_peers import place_on_ray  # ray
+
+        return place_on_ray(self._cluster, size, environment=self._environment, takes_gpu=_num_gpus(self.config) > 0)
+
+    def _config_of(self, rank: int, size: int) -> EngineConfig:
+        """A learner's config: with a GPU of its own, if there are enough. Ray shows an actor its own GPU alone."""
+        config = self._peer_config
+        gpus = _num_gpus(config)
+        if gpus and self._cluster.uses_ray:
+            return config.model_copy(update={"device": "cuda"})
+        if gpus < size:
+            return config
+        first = choose_device(config)[0].index or 0
+        return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
+
     def _start_learners(self) -> None:
-        size, deadline_s = self._cluster.learners, self._cluster.deadline_s
-        store = lead_store(size, deadline_s=deadline_s)
+        size, deadline_s = self._size, self._cluster.deadline_s
+        place = self._place(size)
+        backend = choose_backend(self.device, size, is_on_one_machine=not self._cluster.uses_ray)
+        store = lead_store(place.host, size, deadline_s=deadline_s)
 
         def make_setup(rank: int) -> LearnerSetup:
             return LearnerSetup(
                 model_dir=self.model_dir,
-                engine=_config_of(self._peer_config, rank, size),
+                engine=self._config_of(rank, size),
                 name=self.name,
                 rank=rank,
                 size=size,
+                store_host=place.host,
                 store_port=store.port,
+                backend=backend,
                 deadline_s=deadline_s,
             )
 
-        self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, environment=self._environment)
+        self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
         try:
-            self._collective = LearnerCollective(store, 0, size, self.device, deadline_s=deadline_s)
+            self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
         except RuntimeError as cause:
             self._group.fail_all("meet", cause)
         self._group.wait_until_ready()
@@ -241,15 +359,6 @@ def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, s
     if gpus < size:  # they share one
         os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
     return peer, {}
-
-
-def _config_of(config: EngineConfig, rank: int, size: int) -> EngineConfig:
-    """A learner's config: with a GPU of its own, if there are enough."""
-    gpus = _num_gpus(config)
-    if gpus < size:
-        return config
-    first = choose_device(config)[0].index or 0
-    return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
 
 
 def _num_gpus(config: EngineConfig) -> int:

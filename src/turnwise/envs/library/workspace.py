@@ -39,10 +39,10 @@ from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.workspace_office import (
     CUSTOMERS,
-    Chore,
     Interface,
-    Office,
+    OfficeChore,
     OfficePortal,
+    OfficeWork,
     draw_office,
     expert_replies,
 )
@@ -143,20 +143,20 @@ class Workspace:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> WorkspaceEnv:  # noqa: ARG002 - nothing is random once the task is drawn
-        return WorkspaceEnv(self, self._sandbox, Office.from_json(task.data, self.interface))
+        return WorkspaceEnv(self, self._sandbox, OfficeWork.from_json(task.data, self.interface))
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         return play_demonstrations(self, lambda task: self.expert(task, seed), count, seed, concurrency=4)
 
     def expert(self, task: Task, seed: int) -> ScriptedPlayer:  # noqa: ARG002 - an expert has no doubts
-        replies = expert_replies(Office.from_json(task.data, self.interface))
+        replies = expert_replies(OfficeWork.from_json(task.data, self.interface))
         return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """Says anything that an expert might say in some task."""
         rng = random_for("random", seed, task.id)
         actions = ["back", "scroll down", *(f"click {n}" for n in range(1, 7)), "type 4 Ann", "type 5 42", "done"]
-        chore = Chore(kind="total", name=rng.choice(CUSTOMERS))
+        chore = OfficeChore(kind="total", name=rng.choice(CUSTOMERS))
         commands = [
             "$ ls",
             "$ cat orders.csv | head",
@@ -177,7 +177,7 @@ class Workspace:
 class WorkspaceEnv:
     """One office."""
 
-    def __init__(self, world: Workspace, sandbox: Sandbox, office: Office) -> None:
+    def __init__(self, world: Workspace, sandbox: Sandbox, office: OfficeWork) -> None:
         self._world = world
         self._sandbox = sandbox
         self._office = office
@@ -273,7 +273,7 @@ class WorkspaceEnv:
             info={"chores_share": share, "actions": float(self._turn)},
         )
 
-    def _is_done(self, chore: Chore, balances: Mapping[str, int]) -> bool:
+    def _is_done(self, chore: OfficeChore, balances: Mapping[str, int]) -> bool:
         if chore.kind == "balance":
             return balances.get(chore.name) == int(chore.value)
         if chore.kind == "notes":

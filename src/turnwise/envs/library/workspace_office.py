@@ -24,7 +24,7 @@ MAX_TEXT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chore:
+class OfficeChore:
     """One thing to get done. JSON holds it as a dict."""
 
     kind: Literal["total", "count", "largest", "balance", "notes"]
@@ -62,14 +62,14 @@ class Chore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Office:
+class OfficeWork:
     """What a task begins with."""
 
     orders: Sequence[Sequence[Any]]
     """Rows of id, customer, amount."""
     balances: Mapping[str, int]
     notes: Mapping[str, str]
-    chores: Sequence[Chore]
+    chores: Sequence[OfficeChore]
     interface: Interface
 
     @property
@@ -101,15 +101,15 @@ class Office:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any], interface: Interface) -> Office:
-        chores = tuple(Chore(**chore) for chore in data["chores"])
+    def from_json(data: Mapping[str, Any], interface: Interface) -> OfficeWork:
+        chores = tuple(OfficeChore(**chore) for chore in data["chores"])
         rest = {name: data[name] for name in ("orders", "balances", "notes")}
-        return Office(chores=chores, interface=interface, **rest)
+        return OfficeWork(chores=chores, interface=interface, **rest)
 
 
 def draw_office(
     rng: random.Random, num_chores: int, num_orders: int, interface: Interface, *, reports_only: bool = False
-) -> Office:
+) -> OfficeWork:
     """Draw data and chores. No two chores are about the same thing, so their order does not matter."""
     orders = [(100 + n, rng.choice(CUSTOMERS), rng.randrange(5, 100)) for n in range(num_orders)]
     balances = {name: rng.randrange(100) for name in CUSTOMERS}
@@ -121,20 +121,20 @@ def draw_office(
     free = [(kind, name) for kind in kinds for name in rng.sample(names[kind], len(names[kind]))]
     chosen = rng.sample(free, min(num_chores, len(free)))
     chores = [_draw_chore(rng, kind, name, orders, balances) for kind, name in chosen]
-    return Office(orders=orders, balances=balances, notes=notes, chores=chores, interface=interface)
+    return OfficeWork(orders=orders, balances=balances, notes=notes, chores=chores, interface=interface)
 
 
 def _draw_chore(
     rng: random.Random, kind: str, name: str, orders: Sequence[tuple[int, str, int]], balances: Mapping[str, int]
-) -> Chore:
+) -> OfficeChore:
     if kind == "balance":
-        return Chore(kind="balance", name=name, value=str(balances[name] + rng.randrange(1, 50)))
+        return OfficeChore(kind="balance", name=name, value=str(balances[name] + rng.randrange(1, 50)))
     if kind == "notes":
-        return Chore(kind="notes", name=name)
+        return OfficeChore(kind="notes", name=name)
     amounts = [amount for _, customer, amount in orders if customer == name]
     answers = {"total": sum(amounts), "count": len(amounts), "largest": max(amounts)}
     which: Any = rng.choice(sorted(answers))
-    return Chore(kind=which, name=name, value=str(answers[which]))
+    return OfficeChore(kind=which, name=name, value=str(answers[which]))
 
 
 @dataclass
@@ -235,7 +235,7 @@ class OfficePortal:
         return ""
 
 
-def expert_replies(office: Office) -> list[str]:
+def expert_replies(office: OfficeWork) -> list[str]:
     """What an expert says, up to `done`."""
     portal = OfficePortal(office.orders, has_download=office.interface == "both")
     replies: list[str] = []

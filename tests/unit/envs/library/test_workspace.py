@@ -10,7 +10,7 @@ import pytest
 from cases import for_each
 from turnwise.envs.base import EnvStep, assistant
 from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
-from turnwise.envs.library.workspace_office import Chore, Interface, Office
+from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork
 from turnwise.envs.sandbox import Sandbox
 from turnwise.envs.scripted import play_script, run_coroutine
 from turnwise.errors import ConfigError
@@ -18,8 +18,8 @@ from turnwise.errors import ConfigError
 ORDERS = [(100, "Ann", 17), (101, "Ben", 5), (102, "Ann", 28)]
 
 
-def office(interface: Interface, *chores: Chore) -> Office:
-    return Office(
+def office(interface: Interface, *chores: OfficeChore) -> OfficeWork:
+    return OfficeWork(
         orders=ORDERS,
         balances={"Ann": 1, "Ben": 2},
         notes={"n0.txt": "parcel\n", "n1.txt": "garden\n"},
@@ -28,7 +28,7 @@ def office(interface: Interface, *chores: Chore) -> Office:
     )
 
 
-async def play(given: Office, replies: Sequence[str]) -> list[EnvStep]:
+async def play(given: OfficeWork, replies: Sequence[str]) -> list[EnvStep]:
     world = Workspace(interface=given.interface, chores=max(1, len(given.chores)))
     env = WorkspaceEnv(world, Sandbox(), given)
     try:
@@ -44,7 +44,7 @@ def said(step: EnvStep) -> str:
 
 async def test_shell_python_and_sql_see_the_same_files() -> None:
     steps = await play(
-        office("shell", Chore(kind="balance", name="Ann", value="42")),
+        office("shell", OfficeChore(kind="balance", name="Ann", value="42")),
         [
             "$ cd notes; X=3; echo 5 > x",
             "```python\nprint(open('x').read().strip() + '1')\n```",
@@ -67,7 +67,7 @@ async def test_shell_python_and_sql_see_the_same_files() -> None:
 
 async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None:
     replies = ["$ ls", "click 1", "click 3", "$ grep -c Ann orders.csv", "back", "click 2", "type 4 Ann", "type 5 2"]
-    steps = await play(office("both", Chore(kind="count", name="Ann", value="2")), [*replies, "click 6", "done"])
+    steps = await play(office("both", OfficeChore(kind="count", name="Ann", value="2")), [*replies, "click 6", "done"])
     assert "orders.csv" not in said(steps[0])
     assert said(steps[2]).startswith("orders.csv was saved to /work.")
     assert said(steps[3]) == "2"
@@ -79,14 +79,14 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
 @for_each(
     ("chore", "replies"),
     [
-        (Chore(kind="count", name="Ann", value="2"), ["$ mkdir reports; echo 3 > reports/Ann.txt"]),
-        (Chore(kind="count", name="Ann", value="2"), ["$ mkdir reports; ln -s /etc/passwd reports/Ann.txt"]),
-        (Chore(kind="notes", name="parcel"), ["$ mkdir done; cp notes/n0.txt done"]),
-        (Chore(kind="notes", name="parcel"), ["$ mkdir done; rm notes/n0.txt; touch done/n0.txt"]),
-        (Chore(kind="balance", name="Ann", value="42"), ["```sql\nUPDATE customers SET balance = 42\n```"]),
-        (Chore(kind="balance", name="Ann", value="42"), ["$ echo rubbish > shop.db"]),
+        (OfficeChore(kind="count", name="Ann", value="2"), ["$ mkdir reports; echo 3 > reports/Ann.txt"]),
+        (OfficeChore(kind="count", name="Ann", value="2"), ["$ mkdir reports; ln -s /etc/passwd reports/Ann.txt"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; cp notes/n0.txt done"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; rm notes/n0.txt; touch done/n0.txt"]),
+        (OfficeChore(kind="balance", name="Ann", value="42"), ["```sql\nUPDATE customers SET balance = 42\n```"]),
+        (OfficeChore(kind="balance", name="Ann", value="42"), ["$ echo rubbish > shop.db"]),
         (
-            Chore(kind="balance", name="Ann", value="42"),
+            OfficeChore(kind="balance", name="Ann", value="42"),
             [
                 "```sql\nUPDATE customers SET balance = 42 WHERE name = 'Ann'\n```",
                 "```sql\nDELETE FROM customers WHERE name = 'Ben'\n```",
@@ -94,7 +94,7 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
         ),
     ],
 )
-def test_half_done_or_done_with_damage_is_no_success(chore: Chore, replies: list[str]) -> None:
+def test_half_done_or_done_with_damage_is_no_success(chore: OfficeChore, replies: list[str]) -> None:
     last = run_coroutine(play(office("shell", chore), [*replies, "done"]))[-1]
     assert last.is_success is False
     assert sum(last.reward_parts.values()) <= 0.5

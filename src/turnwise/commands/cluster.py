@@ -1,0 +1,40 @@
+"""`turnwise cluster plan`: what the processes of a run hold and send, before anything is spent."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_EXAMPLES = """\
+examples:
+  turnwise cluster plan guess_number model=tiny cluster.learners=2 cluster.env_workers=4
+  turnwise cluster plan my_run.yaml model.train=full cluster.learners=8 cluster.address=auto
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `cluster` to the command line's subcommands."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "cluster",
+        help="plan a run on several processes and machines",
+        description="Print where the processes of a run go, what each holds, and what they send.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(parser=parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
+    plan = actions.add_parser("plan", help="print placement, memory and traffic of a run")
+    plan.add_argument("name", help="a preset, a YAML file or a world, as for turnwise train")
+    plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of the run")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.action is None:
+        options.parser.print_help()
+        return 0
+    from turnwise.training.cluster_plan import cluster_lines
+    from turnwise.training.setup import read_config, set_up_new
+
+    setup = set_up_new(read_config(options.name, options.overrides))
+    print("\n".join([*setup.plan_lines(), "", *cluster_lines(setup)]))
+    return 0

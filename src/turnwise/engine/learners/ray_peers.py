@@ -1,0 +1,121 @@
+"""Learners as actors of a Ray cluster, spread over its nodes by a placement group."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from turnwise.engine.config import ClusterConfig
+from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
+from turnwise.engine.learners.group import LearnerPlace
+from turnwise.engine.learners.process import LearnerProcess, portable
+from turnwise.errors import LearnerError
+from turnwise.runtime.ray_cluster import RayActor, connect_ray
+
+PLACE_S = 30.0
+"""Seconds for the cluster to find room."""
+RECEIVE_S = 60.0
+"""Seconds to fetch an answer that is there."""
+
+
+class LearnerActor:
+    """The process of one rank, in an actor."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        if "OMP_NUM_THREADS" in environment:
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        self._process: LearnerProcess | None = None
+
+    def answer(self, message: LearnerSetup | LearnerCall) -> tuple[str, Any]:
+        try:
+            if isinstance(message, LearnerSetup):
+                self._process = LearnerProcess(message)
+                return "ready", None
+            assert self._process is not None, "the set-up comes first"
+            return "done", self._process.answer(message)
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it
+            return "error", portable(error)
+
+    def live(self) -> None:
+        """Last as long as the actor."""
+        threading.Event().wait()
+
+
+class RayPeer:
+    """A learner in an actor."""
+
+    def __init__(self, rank: int, actor: RayActor, give_room_back: Callable[[], None]) -> None:
+        self.rank = rank
+        self._actor = actor
+        self._give_room_back = give_room_back
+        self._answer: Any = None
+        self._problem = ""
+
+    @property
+    def name(self) -> str:
+        return f"actor {self._actor.name}"
+
+    @property
+    def is_gone(self) -> bool:
+        return self._actor.is_gone
+
+    def send(self, message: object) -> None:
+        if self._actor.is_gone:
+            raise OSError("the actor is gone")
+        self._answer = self._actor.handle.answer.remote(message)
+
+    def has_answer(self) -> bool:
+        return self._actor.is_ready(self._answer)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            return self._actor.get(self._answer, deadline_s=RECEIVE_S)
+        except OSError as cause:
+            self._problem = str(cause)
+            raise
+
+    def why(self) -> str:
+        state = "is gone" if self._actor.is_gone else "does not answer"
+        return f"{state}{f': {self._problem}' if self._problem else ''}"
+
+    def hang_up(self) -> None:
+        self._actor.kill()
+
+    def kill(self) -> None:
+        self._actor.kill()
+
+    def end(self) -> None:
+        """Ray ends it; the room of all learners is given back with the first."""
+        self._give_room_back()
+
+
+def place_on_ray(cluster: ClusterConfig, size: int, *, environment: Mapping[str, str], takes_gpu: bool) -> LearnerPlace:
+    """Find room for learners 1 to `size` - 1. Raises `LearnerError` if the cluster has none."""
+    ray = connect_ray(cluster.address)
+    util, groups, strategies = (
+        importlib.import_module(name)
+        for name in ("ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
+    )
+    bundle = {"CPU": 1, **({"GPU": 1} if takes_gpu else {})}
+    group = groups.placement_group([bundle] * (size - 1), strategy="SPREAD") if size > 1 else None
+    if group is not None and not group.wait(timeout_seconds=min(PLACE_S, cluster.deadline_s)):
+        groups.remove_placement_group(group)
+        raise LearnerError(f"the Ray cluster has no room for {size - 1} learners of {bundle}")
+
+    def give_room_back() -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            groups.remove_placement_group(group)
+
+    def start_peer(rank: int) -> RayPeer:
+        strategy = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1)
+        options = {"num_cpus": 1, "num_gpus": int(takes_gpu), "scheduling_strategy": strategy}
+        return RayPeer(rank, RayActor(ray, LearnerActor, (dict(environment),), options), give_room_back)
+
+    return LearnerPlace(util.get_node_ip_address(), start_peer)

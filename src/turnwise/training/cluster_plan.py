@@ -1,0 +1,82 @@
+"""What the processes of a run hold and send to each other: `turnwise cluster plan`. Numbers are upper bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnwise.engine.budget import FLOAT32_BYTES, format_bytes
+from turnwise.engine.device_info import num_gpus
+from turnwise.training.memory import Memory
+from turnwise.training.plan import attempts_per_task
+from turnwise.training.setup import Setup
+
+DATUM_BYTES = 48
+"""Of one token of a datum on its way to a learner: six columns of eight bytes."""
+START_STATES = 3
+"""A learner that starts takes over the weights and two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTraffic:
+    """Bytes and requests of one training step."""
+
+    gradients: int
+    """That each learner sends, over all optimizer steps of the step."""
+    datums: int
+    """That the first learner sends to the others together."""
+    state: int
+    """That one learner receives when it starts, or starts again."""
+    env_requests: int
+    """To env workers."""
+
+
+def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
+    """Args:
+    num_trained: Parameters of the policy that are trained.
+    """
+    config, rollout = setup.config, setup.parts.rollout
+    learners, train = config.cluster.learners, config.train
+    model = config.model.model_copy(update={"train_unembed": False})
+    critic = setup.facts.num_adapter_parameters(model, config.critic.rank) if config.method.needs_critic else 0
+    trained = (num_trained + critic) * FLOAT32_BYTES
+    attempts = train.tasks_per_step * train.accumulate * attempts_per_task(config)
+    tokens = attempts * min(rollout.max_trajectory_tokens, 2 * rollout.max_turns * rollout.max_tokens_per_turn)
+    others = learners - 1
+    return ClusterTraffic(
+        gradients=train.substeps * 2 * trained * others // learners,
+        datums=tokens * DATUM_BYTES * others // learners,
+        state=START_STATES * trained if others else 0,
+        env_requests=attempts * (rollout.max_turns + 2) if config.cluster.env_workers else 0,
+    )
+
+
+def cluster_lines(setup: Setup) -> list[str]:
+    """The plan of a run's processes, for a person."""
+    plan = setup.make_plan()
+    traffic, cluster = estimate_traffic(setup, plan.num_trained_parameters), setup.config.cluster
+    lines = [f"learner {rank:<4} {_place(setup, rank, plan.memory)}" for rank in range(cluster.learners)]
+    if isinstance(cluster.env_workers, int):
+        where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
+        lines += [f"env worker {number:<1} {where}" for number in range(cluster.env_workers)]
+    else:
+        lines += [f"env worker {number:<1} {address}" for number, address in enumerate(cluster.env_workers)]
+    lines += ["traffic of one step, at most"]
+    lines += [f"  gradients  {format_bytes(traffic.gradients)} from each learner, {setup.config.train.substeps} sums"]
+    lines += [f"  datums     {format_bytes(traffic.datums)} from learner 0 to the others"]
+    lines += [f"  envs       {traffic.env_requests:,} requests to env workers"]
+    lines += [f"a learner that starts takes over {format_bytes(traffic.state)}"]
+    return lines
+
+
+def _place(setup: Setup, rank: int, memory: Memory | None) -> str:
+    """Where a learner runs, and what it holds there. Only the first one samples and has a KV cache."""
+    cluster = setup.config.cluster
+    where = "this process" if rank == 0 else "an actor of Ray" if cluster.uses_ray else "a process of this machine"
+    if memory is None:
+        return f"{where}; the model is at {setup.config.model.base_url}"
+    held = memory.total if rank == 0 else memory.total - memory.kv_cache - memory.merged
+    gpus = num_gpus(memory.device.kind)
+    device = memory.device.kind
+    if gpus and not cluster.uses_ray:
+        device = f"cuda:{rank % gpus}" if gpus >= cluster.learners else "the GPU that all learners share"
+    return f"{where}, {device}: {format_bytes(held)}"

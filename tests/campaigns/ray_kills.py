@@ -1,0 +1,147 @@
+"""A run on a local Ray cluster of two nodes, whose learner, env workers and second node are killed while it trains.
+
+    python -m campaigns.ray_kills --kills 20          # with the interpreter of tests/ray_environment.py
+
+Prints one line of JSON: what was killed, how the run ended, and how far its weights are from those of a run that nobody
+touched. Only deaths of env workers move them: an attempt that is played again draws other seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from turnwise.cli import main as turnwise
+from turnwise.client.checkpoints import CheckpointStore
+from turnwise.runlog.reader import RunReader, is_run
+
+ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
+SMALL = (
+    *("model=tiny", "train.tasks_per_step=2", "rollout.group_size=4", "train.learning_rate=1e-3", "eval.tasks=0"),
+    *("train.save_every=1", "train.max_empty_steps=1000", "run.dialogues=0", "rollout.deterministic=true"),
+)
+VICTIMS = {"learner": "ray::LearnerActor", "env": "ray::EnvWorkerActor"}
+
+
+def start_cluster() -> Any:
+    """Two nodes on this machine, without dashboards."""
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes long
+    cluster_utils = importlib.import_module("ray.cluster_utils")
+    node = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    return cluster, cluster.add_node(**node)
+
+
+def weights(directory: Path) -> np.ndarray:
+    with RunReader(directory) as run:
+        place = CheckpointStore(directory).directory(run.checkpoints()[-1].path)
+    tensors = load_file(place / "adapter_model.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def find(title: str) -> list[int]:
+    """Processes of actors, by the title that Ray gives them."""
+    found: list[int] = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        found += [int(place.name)] if line.startswith(title.encode()) else []
+    return found
+
+
+def num_steps(directory: Path) -> int:
+    if not is_run(directory):
+        return 0
+    with RunReader(directory) as run:
+        return len(run.metric("time/step_s"))
+
+
+class Killer(threading.Thread):
+    """Kills actors at random moments after the first step; `node` removes the second node, once."""
+
+    def __init__(self, directory: Path, kinds: Sequence[str], remove_node: Any, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._directory, self._kinds, self._remove_node = directory, kinds, remove_node
+        self._random = random.Random(seed)
+        self.killed: list[str] = []
+        self.ending = threading.Event()
+
+    def run(self) -> None:
+        while not num_steps(self._directory) and not self.ending.wait(0.05):
+            pass
+        for kind in self._kinds:
+            if self.ending.wait(self._random.uniform(0.0, 1.0)):
+                return
+            if kind == "node":
+                self._remove_node()
+                self.killed.append(kind)
+                continue
+            while not (pids := find(VICTIMS[kind])) and not self.ending.wait(0.05):
+                pass
+            if pids:
+                os.kill(self._random.choice(pids), signal.SIGKILL)
+                self.killed.append(kind)
+            before = num_steps(self._directory)
+            while num_steps(self._directory) == before and not self.ending.wait(0.05):
+                pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", default="learner", help="a number, or kinds: learner,env,node")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--env-workers", type=int, default=0)
+    parser.add_argument("--learners", type=int, default=2)
+    parser.add_argument("--min-learners", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    chooser = random.Random(args.seed)
+    kinds = (
+        args.kills.split(",") if not args.kills.isdigit() else chooser.choices(["learner", "env"], k=int(args.kills))
+    )
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        calm, rough = Path(place) / "calm", Path(place) / "rough"
+        steps = f"train.steps={args.steps}"
+        assert turnwise(["train", ECHO, *SMALL, steps, f"run.dir={calm}"]) == 0
+        cluster, node = start_cluster()
+        killer = Killer(rough, kinds, lambda: cluster.remove_node(node, allow_graceful=False), args.seed)
+        killer.start()
+        options = [f"cluster.learners={args.learners}", f"cluster.max_restarts={2 * len(kinds) + 2}"]
+        options += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []
+        options += [f"cluster.min_learners={args.min_learners}"] if args.min_learners else []
+        address = f"cluster.address={cluster.address}"
+        code = turnwise(["train", ECHO, *SMALL, steps, *options, address, f"run.dir={rough}"])
+        killer.ending.set()
+        killer.join()
+        expected, found = weights(calm), weights(rough)
+        report = {
+            "exit_code": int(code),
+            "killed": killer.killed,
+            "steps": num_steps(rough),
+            "relative_error": float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
+            "seconds": round(time.monotonic() - started_s, 1),
+        }
+        print(json.dumps(report), flush=True)
+        importlib.import_module("ray").shutdown()
+        cluster.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Learners and env workers on a local Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_environment import ray_python
+
+TESTS = Path(__file__).parents[1]
+
+
+def _campaign(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [str(ray_python()), "-m", "campaigns.ray_kills", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_whose_learner_is_killed_and_whose_node_is_lost_ends_with_the_weights_of_one_process() -> None:
+    found = _campaign("--kills", "learner,node", "--steps", "12", "--learners", "4", "--min-learners", "2")
+    assert found["exit_code"] == 0
+    assert found["killed"] == ["learner", "node"]
+    assert found["steps"] == 12
+    assert found["relative_error"] < 1e-5
