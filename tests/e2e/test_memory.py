@@ -28,17 +28,25 @@ def weights(run: RunReader) -> dict[str, np.ndarray]:
     return load_file(directory / "adapter_model.safetensors")
 
 
+def exit_code(*arguments: str) -> int:
+    """Of `turnwise train` in a process of its own, with one thread."""
+    process = start(*arguments)
+    try:
+        process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode
+
+
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_run_that_is_killed_inside_a_summary_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, killed, marker = tmp_path / "whole", tmp_path / "killed", tmp_path / "marker"
-    assert main(["train", WORLD, *SMALL, f"run.dir={whole}"]) == 0
-    process = start(WORLD, *SMALL, f"env.options.marker={marker}", f"run.dir={killed}")
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == -9, out
+    assert exit_code(WORLD, *SMALL, f"run.dir={whole}") == 0
+    assert exit_code(WORLD, *SMALL, f"env.options.marker={marker}", f"run.dir={killed}") == -9
     assert marker.exists()
     with RunReader(killed) as run:
         assert 1 <= len(run.metric("time/step_s")) < 4
-    assert main(["train", "--resume", str(killed)]) == 0
+    assert exit_code("--resume", str(killed)) == 0
     with RunReader(whole) as one, RunReader(killed) as two:
         ours, theirs = weights(one), weights(two)
         for name, values in ours.items():

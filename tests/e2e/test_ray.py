@@ -30,20 +30,9 @@ def _campaign(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_run_on_two_nodes_ends_with_the_weights_of_one_process_though_its_learner_is_killed() -> None:
-    found = _campaign("--kills", "learner", "--steps", "12")
+def test_a_run_whose_learner_is_killed_and_whose_node_is_lost_ends_with_the_weights_of_one_process() -> None:
+    found = _campaign("--kills", "learner,node", "--steps", "12", "--learners", "4", "--min-learners", "2")
     assert found["exit_code"] == 0
-    assert found["killed"] == ["learner"]
+    assert found["killed"] == ["learner", "node"]
     assert found["steps"] == 12
     assert found["relative_error"] < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny_dir")
-def test_a_run_whose_node_is_lost_goes_on_with_fewer_learners_and_its_env_workers_move() -> None:
-    found = _campaign(
-        *("--kills", "node", "--steps", "12", "--learners", "4", "--min-learners", "2", "--env-workers", "2")
-    )
-    assert found["exit_code"] == 0
-    assert found["killed"] == ["node"]
-    assert found["steps"] == 12

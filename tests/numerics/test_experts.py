@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -27,8 +28,11 @@ from naive import (
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
+from turnwise.engine.model.kept import kept_bytes
+from turnwise.engine.model.lora import Route
 from turnwise.engine.model.merge import write_merged
 from turnwise.engine.training.adapter_files import read_lora_config
+from turnwise.engine.training.pack import pack
 from turnwise.models.tiny import build_tokenizer
 from turnwise.types import LoraConfig
 
@@ -101,6 +105,21 @@ def test_recomputed_activations_and_cut_passes_give_the_same_gradient_of_experts
         grads.append(adapter.grad)
     assert relative_error(grads[1], grads[0]) < 1e-5
     assert relative_error(grads[2], grads[0]) < 1e-5
+
+
+def test_the_plan_counts_what_a_block_of_experts_keeps(moe_dir: Path) -> None:
+    engine = load(moe_dir)
+    if engine.model.fused is None:
+        return  # transformers' layers keep what autograd keeps
+    adapter = displaced_adapter(engine, rank=4, train_router=True)
+    batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
+    ids, positions = (torch.from_numpy(part) for part in (batch.input_ids, batch.position_ids))
+    hidden = engine.model.hidden(ids, positions, batch.plan, Route(spans=[adapter.span(0, 70)]))
+    planned = 70 * kept_bytes(engine.model.sizes, 4, 4, engine.model.ops.facts)
+    own = hidden.grad_fn.kept.blocks[0]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in own.tensors()}
+    kept = sum(storage.nbytes() for storage in storages.values())
+    assert 0.9 * planned < kept < 1.1 * planned
 
 
 def test_merged_unmerged_and_mixed_sampling_have_the_trainers_logprobs(moe_dir: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.schema import EvaluationRow
 
 SUMMARIES, WINDOW = "summaries", "window only"
 NO_SUMMARY = ("memory.summary_tokens=0",)
@@ -85,7 +87,7 @@ def read_one(arm: str, seed: int, directory: Path) -> Row:
     with RunReader(directory) as run:
         rows = run.evaluations()
         before = [row for row in rows if row.step == 0][-1]
-        found: Row = {"arm": arm, "seed": seed, "before": before.success, "after": rows[-1].success}
+        found: Row = {"arm": arm, "seed": seed, "before": _rate(before), "after": _rate(rows[-1])}
         found["reward_before"], found["reward_after"] = before.reward, rows[-1].reward
         for name in (*ENTROPIES, "rollout/turns_mean", "rollout/splits"):
             values = [value for _, value in run.metric(name)]
@@ -94,6 +96,11 @@ def read_one(arm: str, seed: int, directory: Path) -> Row:
         prompts = [value for _, value in run.metric("rollout/prompt_tokens_max")]
         found["longest_prompt"] = max(prompts, default=0.0)
     return found
+
+
+def _rate(row: EvaluationRow) -> float:
+    """The success rate; 0 where no attempt came to its verdict, because the context was full before."""
+    return 0.0 if math.isnan(row.success) else row.success
 
 
 def tables(results: Sequence[Row]) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "Values",
     "credit_groups",
     "datums_of",
+    "imitated_successes",
     "keep_by",
     "make_lessons",
     "scaled",
@@ -240,6 +241,25 @@ def scaled(lesson: Lesson, share: float) -> Lesson:
         for inputs in [datum.loss_fn_inputs]
     ]
     return replace(lesson, datums=tuple(datums))
+
+
+def imitated_successes(lessons: Sequence[Lesson], coef: float) -> list[Datum]:
+    """The successes among the lessons as datums of `cross_entropy`, whose loss is `coef` times the mean negative
+    log-likelihood of their trained tokens (VAPO's positive-example loss, arXiv:2504.05118)."""
+    chosen = [one for one in lessons if one.trajectory is not None and one.trajectory.is_success]
+    masks = [(datum, trained_mask(datum)) for datum in datums_of(chosen)]
+    total = sum(sum(mask) for _, mask in masks)
+    kept = ("target_tokens", "mask", "temperature")
+    return [
+        Datum(
+            datum.model_input,
+            {
+                **{name: column for name, column in datum.loss_fn_inputs.items() if name in kept},
+                "weights": TensorData([coef * flag / total for flag in mask]),
+            },
+        )
+        for datum, mask in masks
+    ]
 
 
 def with_old_logprobs(lessons: Sequence[Lesson], logprobs: Sequence[TensorData]) -> list[Lesson]:

@@ -155,6 +155,11 @@ class MethodOptions(Section):
         """
         return None
 
+    @property
+    def imitation_coef(self) -> float:
+        """Weight of the negative log-likelihood of the step's successes, which is added to the loss; 0: not added."""
+        return 0.0
+
     def why_not_memory(self) -> str | None:
         """Why the method cannot learn from attempts that a memory (`memory.window`) cuts into several datums."""
         return None

@@ -67,6 +67,13 @@ class Ppo:
         )
         whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
 
+        positive_nll: float = Field(
+            default=0.0,
+            ge=0,
+            description="Add so many times the mean negative log-likelihood of the step's successful attempts to the "
+            "loss; VAPO uses 0.1.",
+        )
+
         default_loss = "ppo"
         loss_defaults: ClassVar[dict[str, Settings]] = {"ppo": PPO_LOSS}
         needs_critic = True
@@ -74,6 +81,10 @@ class Ppo:
         @property
         def learns_from_one(self) -> bool:
             return True
+
+        @property
+        def imitation_coef(self) -> float:
+            return self.positive_nll
 
         def build(self, setup: MethodSetup) -> Ppo:
             return Ppo(

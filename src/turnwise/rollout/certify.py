@@ -300,19 +300,24 @@ class _Checker:
 
 
 def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Place]:
-    """Find each turn in the datum of the turn before, or in a later one."""
+    """Find each turn in the datum of the turn before, after that turn, or in a later datum.
+
+    A rewritten prompt may be the same as an earlier one, so a datum that begins with the turn may be that of another.
+    """
     found: list[int | None] = []
     links: list[Link] = []
-    num_sampled = [0] * len(sequences)
+    num_sampled, ends = [0] * len(sequences), [0] * len(sequences)
     current = 0
     for index, turn in enumerate(trajectory.turns):
-        place = next((i for i in range(current, len(sequences)) if sequences[i].holds(turn)), None)
+        free = (i for i in range(current, len(sequences)) if len(turn.prompt_ids) >= ends[i])
+        place = next((i for i in free if sequences[i].holds(turn)), None)
         is_extension = index > 0 and place is not None and place == found[-1]
         if place is None:
             links.append("lost" if turn.is_trained else "left out")
         else:
             links.append("first" if index == 0 else "extends" if is_extension else "splits")
             num_sampled[place] += len(turn.sampled_ids) * turn.is_trained
+            ends[place] = len(turn.prompt_ids) + len(turn.sampled_ids)
             current = place
         found.append(place)
     # Tokens that a lost turn left in a datum count against that turn only.

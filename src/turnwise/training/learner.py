@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from turnwise.client.base import TrainingClient
-from turnwise.methods.base import Lesson, Method, datums_of, scaled, with_old_logprobs, with_old_share
+from turnwise.methods.base import (
+    Lesson,
+    Method,
+    datums_of,
+    imitated_successes,
+    scaled,
+    with_old_logprobs,
+    with_old_share,
+)
 from turnwise.methods.kl_penalty import with_kl_penalty
 from turnwise.rollout.certify import Certificate, certify
 from turnwise.training.assemble import Parts, split_evenly
@@ -41,7 +49,7 @@ class Learner:
         lessons = await self._prepare(items, version)
         if not datums_of(lessons):
             return []
-        return [await self._add([scaled(lesson, 1 / num_batches) for lesson in lessons])]
+        return [await self._add([scaled(lesson, 1 / num_batches) for lesson in lessons], share=1 / num_batches)]
 
     async def update(self, learned: Sequence[Learned], optim: AdamParams) -> Learned:
         """Move the weights by the gradients that were added; returns the last of them with the optimizer's numbers."""
@@ -100,12 +108,18 @@ class Learner:
         output = await self._call("forward", self._trainer.forward(datums, "cross_entropy"))
         return with_old_logprobs(lessons, [one["logprobs"] for one in output.loss_fn_outputs])
 
-    async def _add(self, lessons: Sequence[Lesson]) -> Learned:
-        """Add the gradient of these lessons to what is there."""
+    async def _add(self, lessons: Sequence[Lesson], share: float = 1.0) -> Learned:
+        """Add the gradient of these lessons, a share of an optimizer step, to what is there."""
         method, datums = self._parts.method, datums_of(lessons)
         output = await self._call(
             "forward_backward", self._trainer.forward_backward(datums, method.loss_fn, method.loss_config)
         )
+        coef = self._parts.config.method_in_use.imitation_coef
+        successes = imitated_successes(lessons, coef * share) if coef else []
+        if successes:
+            imitated = await self._call("forward_backward", self._trainer.forward_backward(successes, "cross_entropy"))
+            loss = imitated.metrics["loss:sum"] / (coef * share)
+            output = replace(output, metrics={**output.metrics, "positive_nll:mean": loss})
         return Learned(lessons=lessons, output=output)
 
     async def _call(self, what: str, work: Any) -> Any:

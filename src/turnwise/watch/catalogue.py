@@ -190,6 +190,10 @@ CATALOGUE: tuple[Metric, ...] = (
         ("train/learning_rate", "rate", "Learning rate of the last optimizer step."),
     ),
     *_rows(
+        "training/learner.py",
+        ("train/positive_nll", "nats/token", "Mean negative log-likelihood of successes (`method.positive_nll`)."),
+    ),
+    *_rows(
         "training/critic.py",
         ("train/critic_loss", "loss", "Value loss of the critic's first update in this step."),
         ("train/critic_value", "reward", "Mean value that the critic gave."),

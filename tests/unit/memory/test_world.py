@@ -9,7 +9,7 @@ import pytest
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.files import load_config
 from turnwise.credit.datums import trajectory_to_datums
-from turnwise.envs.base import assistant
+from turnwise.envs.base import assistant, user
 from turnwise.envs.registry import get_world
 from turnwise.envs.tools import format_tool_call
 from turnwise.errors import ConfigError
@@ -19,10 +19,11 @@ from turnwise.memory.world import MemoryEnv, MemoryWorld
 from turnwise.renderers import get_renderer
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
+from turnwise.rollout.certify import certify
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.replay import replay
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import EndReason, Trajectory, Turn
 from turnwise.types import ModelInput, SamplingParams
 
 MEMORY = MemoryConfig(window=4, summary_tokens=12)
@@ -171,3 +172,26 @@ def test_what_cannot_work_with_a_memory_is_refused_by_name(options: list[str], w
 def test_methods_that_can_learn_with_a_memory_are_taken() -> None:
     for method in ("grpo", "rloo", "ppo", "gigpo", "mt_grpo", "la_grpo", "refuel", "dpo", "rft", "reinforce_pp"):
         assert load_config("key_door", ["memory.window=4", f"method={method}"]).memory.window == 4
+
+
+def test_the_certificate_holds_where_two_rewritten_prompts_are_the_same() -> None:
+    """A policy that goes round in circles writes the same summary twice, and the world says the same again."""
+    prompts = [(1,), (1, 5, 2), (1, 7), (1, 7, 5, 2), (1, 7), (1, 7, 5, 2)]
+    replies = [(5,), (6,), (5,), (6,), (5,), (8, 8)]
+    turns = tuple(
+        Turn(
+            prompt_ids=prompt,
+            sampled_ids=reply,
+            sampler_logprobs=(-1.0,) * len(reply),
+            policy_version=0,
+            reply=assistant("x"),
+            observation=(user("y"),),
+        )
+        for prompt, reply in zip(prompts, replies, strict=True)
+    )
+    attempt = Trajectory(
+        task_id="t", attempt=0, seed=0, start=(user("z"),), turns=turns, end_reason=EndReason.TERMINATED
+    )
+    found = certify([attempt], lambda datums: [[-1.0] * len(datum.model_input.to_ints()) for datum in datums])
+    assert found.is_exact
+    assert [one.link for one in found.turns] == ["first", "extends", "splits", "extends", "splits", "extends"]
