@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
-    Phi3Config,
     PretrainedConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -23,18 +22,27 @@ from transformers import (
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample
 from turnwise.bench.families import compare, plain_logprobs
 from turnwise.bench.family_page import FamilyRow, family_table
-from turnwise.bench.family_samples import SHAPE, FamilySample, family_samples
+from turnwise.bench.family_samples import SHAPE, VARIANTS, FamilySample, family_samples
 from turnwise.cli import main
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.errors import ConfigError, ModelError
+from turnwise.errors import ConfigError, DataError, ModelError
 from turnwise.models.config import ModelConfig
 from turnwise.models.facts import read_facts
-from turnwise.models.families import FAMILIES, Family, add_family, check_supported, layer_windows, qwen3_block
+from turnwise.models.families import (
+    FAMILIES,
+    Family,
+    add_family,
+    check_supported,
+    context_length,
+    layer_windows,
+    qwen3_block,
+)
+from turnwise.models.linears import linear_kind
 from turnwise.runtime import tolerances
 from turnwise.types import LoraConfig
 
-LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+(LONG_PHI,) = (sample.settings for sample in VARIANTS if sample.name == "phi3, LongRoPE")
 
 
 CPU = EngineConfig(device="cpu", dtype="float32")
@@ -90,8 +98,9 @@ def test_the_plan_counts_what_the_engine_makes_of_every_family(tmp_path: Path) -
         directory = make_model(small_config(family), tmp_path / family)
         engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01}), name=family)
         facts = read_facts(directory)
-        model = ModelConfig.model_validate({"rank": 3})
-        adapter = engine.create_adapter(LoraConfig(rank=3))
+        flags = {"train_mlp": "mlp" in {linear_kind(name) for name in engine.model.shapes}}
+        model = ModelConfig.model_validate({"rank": 3, **flags})
+        adapter = engine.create_adapter(LoraConfig(rank=3, **flags))
         assert facts.num_adapter_parameters(model) == adapter.flat.numel(), family
         assert facts.context_length == engine.max_context_length, family
         assert facts.kv_values_per_token == engine.model.sizes.kv_values_per_token, family
@@ -158,8 +167,7 @@ def test_a_rotation_that_grows_with_the_context_is_right_within_it(tmp_path: Pat
 def test_what_would_be_wrong_or_die_is_refused_by_name_by_plan_eval_chat_and_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long_rope = {**SHAPE, "sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONG_ROPE}
-    refused: dict[str, PretrainedConfig] = {"LongRoPE": Phi3Config(**long_rope)}
+    refused: dict[str, PretrainedConfig] = {}
     refused |= {family: CONFIG_MAPPING[family]() for family in ("diffllama", "gpt2", "falcon", "gptj", "deepseek_v3")}
     refused |= {family: CONFIG_MAPPING[family]() for family in ("bert", "stablelm", "nemotron", "t5", "qwen3_next")}
     for named, config in refused.items():
@@ -181,11 +189,30 @@ def test_what_would_be_wrong_or_die_is_refused_by_name_by_plan_eval_chat_and_ser
     assert not (tmp_path / "run").exists()
 
 
+def test_the_context_ends_where_long_rope_changes_its_factors(tmp_path: Path) -> None:
+    config = FamilySample(name="", model_type="phi3", settings=LONG_PHI).config()
+    directory = make_model(config, tmp_path)
+    engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01}), name="long")
+    assert engine.max_context_length == read_facts(directory).context_length == 192
+    adapter = engine.create_adapter(LoraConfig(rank=2, seed=1))
+    short, long = rl_datum(random_ids(20, 1), 0), rl_datum(random_ids(191, 2), 0)
+    alone, beside = (run(engine.forward(adapter, datums, "cross_entropy", None)) for datums in ([short], [short, long]))
+    first, second = (output.loss_fn_outputs[0]["logprobs"].to_torch() for output in (alone, beside))
+    assert float((first - second).abs().max()) < 1e-5
+    with pytest.raises(DataError, match="192"):
+        run(engine.forward(adapter, [rl_datum(random_ids(200, 3), 0)], "cross_entropy", None))
+    with pytest.raises(DataError, match="192"):
+        sample(engine, random_ids(200, 3), engine.base_policy, max_tokens=4)
+
+
 def test_long_rope_is_known_by_all_its_names() -> None:
-    for rope in ({"rope_type": "longrope"}, {"type": "longrope"}, {"type": "su"}, {"full_attention": LONG_ROPE}):
+    for kind in ({"rope_type": "longrope"}, {"type": "longrope"}, {"type": "su"}):
         for key in ("rope_scaling", "rope_parameters"):
-            with pytest.raises(ModelError, match="LongRoPE"):
-                check_supported({"model_type": "phi3", key: rope})
+            config = {"model_type": "phi3", "sliding_window": None, "max_position_embeddings": 131072}
+            assert context_length({**config, key: kind, "original_max_position_embeddings": 4096}) == 4096
+            assert context_length({**config, key: {**kind, "original_max_position_embeddings": 4096}}) == 4096
+    with pytest.raises(ModelError, match="LongRoPE"):
+        check_supported({"model_type": "phi3", "rope_parameters": {"full_attention": {"rope_type": "longrope"}}})
 
 
 def test_a_config_says_the_same_before_and_after_transformers_has_read_it(tmp_path: Path) -> None:

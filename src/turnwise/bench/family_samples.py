@@ -102,6 +102,20 @@ VARIANTS: Sequence[FamilySample] = (
         model_type="llama",
         settings={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
+    FamilySample(
+        name="phi3, LongRoPE",
+        model_type="phi3",
+        settings={
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 192,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "rope_theta": 1e4,
+            },
+        },
+    ),
     FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
     FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
     FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),

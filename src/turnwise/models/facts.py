@@ -16,6 +16,7 @@ from turnwise.models.experts import ExpertSpec
 from turnwise.models.families import (
     ModelJson,
     check_supported,
+    context_length,
     describe_block,
     describe_experts,
     layer_windows,
@@ -23,8 +24,6 @@ from turnwise.models.families import (
 )
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
-DEFAULT_CONTEXT = 4096
-"""The context of a model whose config does not name one."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
 """Names of the embedding; it is the head's matrix too where the two are tied."""
@@ -159,7 +158,7 @@ def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
         shapes[head][0] if head is not None else 0,
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
-        context_length=config.get("max_position_embeddings") or DEFAULT_CONTEXT,
+        context_length=context_length(config),
         linears=linears,
         frozen={what: count for what, count in frozen.items() if count},
     )

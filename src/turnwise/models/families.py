@@ -13,7 +13,7 @@ runs transformers' own modelling code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,11 +217,12 @@ def logit_rule(config: ModelJson) -> LogitRule:
     return LogitRule() if family is None or family.logits is None else family.logits(config)
 
 
-_LENGTH_ROPES = {
-    "longrope": "LongRoPE",
-    "su": "LongRoPE",
-}
-"""Rotations whose angles depend on the longest sequence of a pass."""
+DEFAULT_CONTEXT = 4096
+"""The context of a model whose config does not name one."""
+LONG_ROPES = ("longrope", "su")
+"""Names of LongRoPE, whose factors change at the length of the model's first training."""
+LENGTH_ROPES = (*LONG_ROPES, "dynamic")
+"""Rotations whose angles depend on the longest sequence of a pass beyond some length."""
 _CHECKED_SETTINGS = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -237,12 +238,12 @@ def check_supported(config: ModelJson) -> None:
     name = str(config.get("model_type", ""))
     if name in REFUSED:
         raise ModelError(_unknown_family(name, config))
-    for rope in rope_types(config):
-        if rope in _LENGTH_ROPES:
-            raise ModelError(
-                f"{name} uses {_LENGTH_ROPES[rope]} (rope type {rope!r}), which is not supported: its angles depend on "
-                "the longest sequence of a pass, so a dialogue would change with those that are packed beside it"
-            )
+    settings = config.get("rope_parameters") or {}
+    if has_rope(config, LENGTH_ROPES) and any(isinstance(part, Mapping) for part in settings.values()):
+        raise ModelError(
+            f"{name} has a rotation for each kind of layer, and one of them depends on the length of a sequence "
+            "(LongRoPE or dynamic NTK), which is not supported"
+        )
     kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(
@@ -272,6 +273,26 @@ def _unknown_family(name: str, config: ModelJson) -> str:
         reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
     return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
+
+
+def has_rope(config: ModelJson, kinds: Sequence[str]) -> bool:
+    return not rope_types(config).isdisjoint(kinds)
+
+
+def context_length(config: ModelJson) -> int:
+    """The longest sequence that a model reads here.
+
+    A model with LongRoPE has other angles for sequences beyond its original length. A dialogue that grows beyond it
+    would change under its own sampled tokens, so the context ends there.
+    """
+    longest = int(config.get("max_position_embeddings") or DEFAULT_CONTEXT)
+    if not has_rope(config, LONG_ROPES):
+        return longest
+    named = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    original = [
+        int(part["original_max_position_embeddings"]) for part in named if part.get("original_max_position_embeddings")
+    ]
+    return min([longest, *original])
 
 
 def rope_types(config: ModelJson) -> set[str]:

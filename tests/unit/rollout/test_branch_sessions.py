@@ -28,5 +28,5 @@ async def test_each_continuation_counts_on_from_the_branch_and_a_replay_hears_th
             heard = [turn.observation[0].content for turn in trajectory.turns if turn.observation]
             assert heard == [f"{number} {number}" for number in range(1, len(heard) + 1)]
             assert len(heard) == 5
-        again = await replay(group.trajectories[-1], task, world, renderer, config)
+        again = await replay(world, task, group.trajectories[-1], renderer, config)
         assert again.is_exact, again.lines()

@@ -55,7 +55,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "norm_place": ("before",),
     "head_norm": ("none", "rms"),
     "rotation": ("halves",),
-    "angles": ("default", "linear", "llama3", "yarn"),
+    "angles": ("default", "dynamic", "linear", "llama3", "yarn"),
     "mlp": ("gated",),
     "activation": ("silu",),
 }

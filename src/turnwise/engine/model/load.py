@@ -19,13 +19,14 @@ from turnwise.engine.model.full import WeightLayout
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.model.reference import run_plainly
+from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import ModelSizes
-from turnwise.models.families import check_supported, describe_experts
+from turnwise.models.families import LENGTH_ROPES, check_supported, context_length, describe_experts, has_rope
 from turnwise.models.linears import Shape
 
 RANDOM_FILE = "random_weights"
@@ -47,6 +48,9 @@ class CausalModel:
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), device)
         self.reference = run_plainly(model) if is_tested else None
+        self.max_context_length = context_length(config.to_dict())
+        if has_rope(config.to_dict(), LENGTH_ROPES):
+            fix_rotation(model.base_model, self.max_context_length, device)
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
         self.shapes = _adaptable_shapes(self.linears, self.experts)
@@ -61,7 +65,6 @@ class CausalModel:
         self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
         self.layout = _read_layout(model, self.head, self.fused)
         """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
-        self.max_context_length = int(config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         windows = self.sizes.kv_windows
         self.kv_shape = KvShape(

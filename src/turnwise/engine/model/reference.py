@@ -72,7 +72,7 @@ def run_plainly(model: PreTrainedModel) -> Reference:
 @contextmanager
 def _own_code(model: PreTrainedModel) -> Iterator[None]:
     """Let transformers compute attention and experts itself."""
-    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    attention, experts = str(model.config._attn_implementation), model.config._experts_implementation
     model.set_attn_implementation("eager")
     if experts is not None:
         model.set_experts_implementation("eager")
