@@ -142,8 +142,8 @@ class _Pair:
     def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
         self.plain = self._load_plain()
-        routers = any(linear_kind(name) == "router" for name in engine.model.shapes)
-        self.lora = LoraConfig(rank=RANK, seed=1, train_router=routers)
+        kinds = {linear_kind(name) for name in engine.model.shapes}
+        self.lora = LoraConfig(rank=RANK, seed=1, train_mlp="mlp" in kinds, train_router="router" in kinds)
         self.adapter = engine.create_adapter(self.lora)
         noise = torch.randn(self.adapter.flat.shape, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():

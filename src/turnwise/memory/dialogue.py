@@ -40,7 +40,7 @@ def answers_request(dialogue: Sequence[Message]) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
+class _AnsweredReply:
     """A reply and what the world said after it."""
 
     said: Message
@@ -59,7 +59,7 @@ def visible(dialogue: Sequence[Message], memory: MemoryConfig) -> tuple[Message,
     return _joined(start, "", replies[first - 1].observation, replies[first:])
 
 
-def _after_summary(start: Sequence[Message], replies: Sequence[_Reply], keep: int) -> tuple[Message, ...]:
+def _after_summary(start: Sequence[Message], replies: Sequence[_AnsweredReply], keep: int) -> tuple[Message, ...]:
     written = [index for index, reply in enumerate(replies) if reply.is_summary and reply.observation]
     if not written:
         return (*start, *_messages(replies))
@@ -75,7 +75,7 @@ def _after_summary(start: Sequence[Message], replies: Sequence[_Reply], keep: in
 
 
 def _joined(
-    start: Sequence[Message], text: str, observation: Sequence[Message], replies: Sequence[_Reply]
+    start: Sequence[Message], text: str, observation: Sequence[Message], replies: Sequence[_AnsweredReply]
 ) -> tuple[Message, ...]:
     """The start, the memory's text and the observation, as one user message where all are plain text, then replies."""
     parts = [start[-1]] if start and start[-1].role == "user" else []
@@ -92,21 +92,21 @@ def _is_plain(message: Message) -> bool:
     return replace(message, role="user", name=None) == Message(role="user", content=message.content)
 
 
-def _messages(replies: Sequence[_Reply]) -> list[Message]:
+def _messages(replies: Sequence[_AnsweredReply]) -> list[Message]:
     return [message for reply in replies for message in (reply.said, *reply.observation)]
 
 
-def _unasked(reply: _Reply) -> tuple[Message, ...]:
+def _unasked(reply: _AnsweredReply) -> tuple[Message, ...]:
     return tuple(message for message in reply.observation if not is_request(message))
 
 
-def _split(dialogue: Sequence[Message]) -> tuple[tuple[Message, ...], list[_Reply]]:
+def _split(dialogue: Sequence[Message]) -> tuple[tuple[Message, ...], list[_AnsweredReply]]:
     """The messages before the first reply, and the replies."""
     places = [index for index, message in enumerate(dialogue) if message.role == "assistant"]
     if not places:
         return tuple(dialogue), []
-    replies: list[_Reply] = []
+    replies: list[_AnsweredReply] = []
     for place, end in zip(places, [*places[1:], len(dialogue)], strict=True):
         asked = place > 0 and is_request(dialogue[place - 1])
-        replies.append(_Reply(dialogue[place], tuple(dialogue[place + 1 : end]), asked))
+        replies.append(_AnsweredReply(dialogue[place], tuple(dialogue[place + 1 : end]), asked))
     return tuple(dialogue[: places[0]]), replies
