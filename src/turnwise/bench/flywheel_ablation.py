@@ -4,8 +4,8 @@
 
 Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the same
 warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the table
-has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm without RL
-samples fewer. The same command goes on with what was interrupted.
+has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm without
+RL samples fewer. The same command goes on with what was interrupted.
 """
 
 from __future__ import annotations
