@@ -34,6 +34,8 @@ MAX_PAGES = 64
 """Pages at the same time in this process. Who wants another one waits."""
 PAGES_PER_BROWSER = 16
 """A browser that dies fails this many attempts at most."""
+OPENING_AT_ONCE = 4
+"""New pages at the same time. Each starts a process; dozens of them at once would only slow each other down."""
 USES_PER_SEAT = 50
 IDLE_S = 20.0
 CLOSE_S = 5.0
@@ -113,6 +115,7 @@ class BrowserPool:
         self._browsers: list[Chromium] = []
         self._free = asyncio.Semaphore(MAX_PAGES)
         self._starting = asyncio.Lock()
+        self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
         self._gateway: SiteGateway | None = None
         self._num_held = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -217,7 +220,7 @@ class BrowserPool:
             if not seat.lost.is_set():
                 seat.num_uses += 1
                 return seat
-        async with asyncio.timeout(LAUNCH_S):
+        async with self._opening, asyncio.timeout(LAUNCH_S):
             width, height = VIEWPORT
             context = await browser.new_context(
                 viewport={"width": width, "height": height}, service_workers="block", locale="en-US", timezone_id="UTC"
