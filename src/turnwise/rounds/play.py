@@ -66,7 +66,7 @@ class RoundPlayer:
         if reasons and not self._store.query("SELECT 1 FROM attempts WHERE round = ? LIMIT 1", number):
             self._store.forget_dropped(number)  # so that the same command plays them once the cause is mended
             raise TurnwiseError(
-                f"not one of the groups of round {number} could be played; the first: {reasons[0]}; mend it, and repeat "
+                f"not one of the groups of round {number} could be played; the first: {reasons[0]}; mend it and repeat "
                 "the command"
             )
 
