@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from turnwise.envs.library.customer_service_shop import TODAY, Order, Request, ShopData, price_of
+from turnwise.envs.library.customer_service_shop import TODAY, Request, ShopData, ShopOrder, price_of
 from turnwise.envs.tools import Toolbox, ToolError, tool
 
 Reason = Literal["not_verified", "shipped", "not_delivered", "too_late", "no_receipt", "no_stock"]
@@ -240,7 +240,7 @@ class ServiceDesk:
         self.is_closed = True
         return "closed"
 
-    def _order(self, number: int, item: str | None = None) -> Order:
+    def _order(self, number: int, item: str | None = None) -> ShopOrder:
         found = self.data.orders.get(number)
         if found is None:
             raise ToolError(f"no order {number}")
@@ -253,11 +253,11 @@ class ServiceDesk:
             raise ToolError(f"the shop has no {item[:40]!r}")
         return item
 
-    def _is_in_time(self, order: Order) -> bool:
+    def _is_in_time(self, order: ShopOrder) -> bool:
         days = self.policy.days_for(is_member=self.data.customers[order.customer].is_member)
         return order.status == "delivered" and TODAY - order.day <= days
 
-    def _hold(self, name: str, order: Order, is_allowed: bool) -> None:
+    def _hold(self, name: str, order: ShopOrder, is_allowed: bool) -> None:
         """Write down a change that the rules forbid."""
         is_known = not self.policy.verifies or self.verified == order.customer
         if not (is_allowed and is_known):

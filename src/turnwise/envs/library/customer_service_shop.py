@@ -38,7 +38,7 @@ class Customer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Order:
+class ShopOrder:
     customer: str
     """The customer's name; no two have the same."""
     status: Status
@@ -59,7 +59,7 @@ class ShopData:
     """The database of one attempt. Two of them are equal if nothing in them differs."""
 
     customers: dict[str, Customer]
-    orders: dict[int, Order]
+    orders: dict[int, ShopOrder]
     stock: dict[str, int]
     """How many there are, by thing."""
     refunds: list[list[Any]] = field(default_factory=list[list[Any]])
@@ -82,7 +82,7 @@ class ShopData:
         """The shop as it was drawn, before anything was paid back or refused."""
         return cls(
             customers={row["name"]: Customer(**row) for row in data["customers"]},
-            orders={number: Order(**deepcopy(row)) for number, row in data["orders"]},
+            orders={number: ShopOrder(**deepcopy(row)) for number, row in data["orders"]},
             stock=dict(data["stock"]),
         )
 
@@ -145,8 +145,8 @@ def _draw_customer(rng: random.Random, name: str) -> Customer:
     return Customer(name=name, pin=rng.randrange(1000, 10_000), is_member=rng.random() < 0.4)
 
 
-def _draw_order(rng: random.Random, owner: str, bought: Any) -> Order:
-    return Order(
+def _draw_order(rng: random.Random, owner: str, bought: Any) -> ShopOrder:
+    return ShopOrder(
         customer=owner,
         status=rng.choice(("processing", "shipped", "delivered")),
         day=TODAY - rng.randrange(1, 90),

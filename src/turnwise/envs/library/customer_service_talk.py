@@ -26,7 +26,7 @@ NOTHING_LEFT = "That is all, thank you."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ToldPiece:
     """One thing that the customer can tell."""
 
     kind: PieceKind
@@ -35,12 +35,14 @@ class Piece:
     wordings: tuple[str, ...]
 
 
-def pieces_of(requests: Sequence[Request], caller: str, pin: int, policy: ShopPolicy, *, is_terse: bool) -> list[Piece]:
+def pieces_of(
+    requests: Sequence[Request], caller: str, pin: int, policy: ShopPolicy, *, is_terse: bool
+) -> list[ToldPiece]:
     """All that the customer tells, in the order in which it is told when nothing special is asked."""
-    found: list[Piece] = []
+    found: list[ToldPiece] = []
 
     def add(kind: PieceKind, number: int, *wordings: str) -> None:
-        found.append(Piece(kind=kind, request=number, wordings=wordings))
+        found.append(ToldPiece(kind=kind, request=number, wordings=wordings))
 
     for number, request in enumerate(requests):
         if not is_terse:
@@ -89,7 +91,7 @@ def _second_wish(request: Request) -> str:
     return " If you have none, my money back." if request.takes_refund else " I do not want money."
 
 
-def asked_for(text: str, pieces: Sequence[Piece], told: Sequence[int]) -> list[int]:
+def asked_for(text: str, pieces: Sequence[ToldPiece], told: Sequence[int]) -> list[int]:
     """The pieces that a question asks for: those that it names, else the next one; none when all are told.
 
     Only the request that was told last is talked about; a piece may be told again.
@@ -109,13 +111,13 @@ def asked_for(text: str, pieces: Sequence[Piece], told: Sequence[int]) -> list[i
     return left[:1]
 
 
-def say_pieces(pieces: Sequence[Piece], seed: int) -> str:
+def say_pieces(pieces: Sequence[ToldPiece], seed: int) -> str:
     """The words for some pieces. The seed chooses among wordings."""
     rng = random.Random(seed)
     return " ".join(rng.choice(piece.wordings) for piece in pieces) or NOTHING_LEFT
 
 
-def brief_customer(pieces: Sequence[Piece]) -> str:
+def brief_customer(pieces: Sequence[ToldPiece]) -> str:
     """What a model is told that plays the customer."""
     lines = [f"- {piece.wordings[0]}" for piece in pieces]
     return "\n".join(

@@ -17,7 +17,7 @@ from turnwise.envs.check import check_env
 from turnwise.envs.difficulty import level_options
 from turnwise.envs.library.customer_service import LEVELS, CustomerService
 from turnwise.envs.library.customer_service_rules import ShopPolicy, decide
-from turnwise.envs.library.customer_service_shop import Customer, Order, Request, ShopData
+from turnwise.envs.library.customer_service_shop import Customer, Request, ShopData, ShopOrder
 from turnwise.envs.scripted import ScriptedPlayer, run_coroutine
 from turnwise.envs.tools import format_tool_call
 from turnwise.errors import ConfigError
@@ -31,8 +31,8 @@ def make_shop(**order: Any) -> ShopData:
     """Ann has order 412 with a red lamp and a red bag; Ben has order 500 with a blue cap."""
     ann = {"customer": "Ann", "status": "delivered", "day": 92, "address": "5 Oak Street", "receipt": "R100"}
     rows = {
-        412: Order(**{**ann, "items": ["red lamp", "red bag"], **order}),
-        500: Order(**{**ann, "customer": "Ben", "items": ["blue cap"]}),
+        412: ShopOrder(**{**ann, "items": ["red lamp", "red bag"], **order}),
+        500: ShopOrder(**{**ann, "customer": "Ben", "items": ["blue cap"]}),
     }
     customers = {
         "Ann": Customer(name="Ann", pin=4417, is_member=False),
