@@ -14,7 +14,8 @@ from turnwise.config.spellings import ONLY_OFF, SKYRL_SECTION, canonical_option
 from turnwise.training.setup import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "cli.md"]  # the help, with more commands
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 SECTIONS = "|".join((*Config.model_fields, SKYRL_SECTION))
 NAMED = re.compile(rf"`((?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*)(?=[`=])|(?:^|[\s\['\"`;,])((?:{SECTIONS})\.[a-z_.]+)=")
 """`train.steps` in backticks, or train.steps=5 anywhere."""

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample
-from turnwise.bench.families import compare, plain_logprobs
+from turnwise.bench.families import compare_all, plain_logprobs
 from turnwise.bench.family_page import FamilyRow, family_table
 from turnwise.bench.family_samples import SHAPE, VARIANTS, FamilySample, family_samples
 from turnwise.cli import main
@@ -80,7 +80,8 @@ def wrong_rows(rows: Sequence[FamilyRow]) -> list[FamilyRow]:
 
 
 def test_every_family_computes_and_learns_what_transformers_and_peft_do() -> None:
-    rows = [compare(sample, CPU) for sample in family_samples()]
+    rows, failures = compare_all(family_samples(), CPU)
+    assert failures == {}
     assert len({sample.model_type for sample in family_samples()}) >= 35
     assert wrong_rows(rows) == []
 
@@ -88,9 +89,9 @@ def test_every_family_computes_and_learns_what_transformers_and_peft_do() -> Non
 @pytest.mark.gpu
 def test_every_family_computes_and_learns_what_transformers_and_peft_do_on_a_gpu() -> None:
     settings = EngineConfig(device="cuda", dtype="float32")
-    rows = [compare(sample, settings) for sample in family_samples()]
+    rows, failures = compare_all(family_samples(), settings)
     print(family_table(rows))
-    assert wrong_rows(rows) == []
+    assert (failures, wrong_rows(rows)) == ({}, [])
 
 
 def test_the_plan_counts_what_the_engine_makes_of_every_family(tmp_path: Path) -> None:

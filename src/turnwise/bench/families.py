@@ -38,7 +38,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.load import without_progress_bars
 from turnwise.engine.training.trainable import LoraAdapter
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, ModelError
 from turnwise.models.families import FAMILIES
 from turnwise.models.linears import linear_kind
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampleRequest, SampleResponse, SamplingParams
@@ -66,8 +66,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = EngineConfig(device=args.device, dtype="float32" if args.dtype == "auto" else args.dtype)
     start = time.perf_counter()
     with quiet_transformers():
-        rows = [compare(sample, settings) for sample in chosen]
+        rows, failures = compare_all(chosen, settings)
     device = torch.device("cuda" if settings.device == "auto" and torch.cuda.is_available() else "cpu")
+    if args.write is not None and failures:
+        raise ModelError(f"the table is not written, because these failed: {failures}")
     if args.write is not None:
         args.write.write_text(replace_tables(args.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return {
@@ -76,7 +78,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "machine": machine(device),
         "dtype": settings.dtype,
         "seconds": round(time.perf_counter() - start, 1),
-        "largest": max(row.differences.largest for row in rows),
+        "largest": max((row.differences.largest for row in rows), default=0.0),
+        "failed": len(failures),
+        **{name: f"failed: {reason}" for name, reason in failures.items()},
         **{row.name: " ".join(f"{k} {v:.1g}" for k, v in asdict(row.differences).items()) for row in rows},
     }
 
@@ -91,6 +95,18 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(level)
+
+
+def compare_all(samples: Sequence[FamilySample], settings: EngineConfig) -> tuple[list[FamilyRow], dict[str, str]]:
+    """The rows of the models that ran, and why each of the others did not."""
+    rows: list[FamilyRow] = []
+    failures: dict[str, str] = {}
+    for sample in samples:
+        try:
+            rows.append(compare(sample, settings))
+        except Exception as cause:  # noqa: BLE001 - one family's failure must not hide what the others do
+            failures[sample.name] = f"{type(cause).__name__}: {cause}"
+    return rows, failures
 
 
 def compare(sample: FamilySample, settings: EngineConfig) -> FamilyRow:
@@ -126,8 +142,8 @@ class _Pair:
     def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
         self.plain = self._load_plain()
-        routers = any(linear_kind(name) == "router" for name in engine.model.shapes)
-        self.lora = LoraConfig(rank=RANK, seed=1, train_router=routers)
+        kinds = {linear_kind(name) for name in engine.model.shapes}
+        self.lora = LoraConfig(rank=RANK, seed=1, train_mlp="mlp" in kinds, train_router="router" in kinds)
         self.adapter = engine.create_adapter(self.lora)
         noise = torch.randn(self.adapter.flat.shape, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():

@@ -2,9 +2,10 @@
 
     python -m turnwise.bench.flywheel_ablation --seeds 5 --jobs 8 --out runs/ablation
 
-Every arm takes the same number of optimizer steps per round, plays as many tasks and attempts, starts from the same
-warm-up of its seed, and is measured on the same held-out tasks. RL plays attempts of its own; their number is in the
-table, because an arm without RL samples fewer tokens. The same command goes on with what was interrupted.
+Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the same
+warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the table
+has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm without
+RL samples fewer. The same command goes on with what was interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -26,7 +27,7 @@ from turnwise.runlog.reader import RunReader
 ARMS: dict[str, list[str]] = {
     "whole": [],
     "no routing": ["flywheel.routing=false"],
-    "no verdict": ["flywheel.verdict=none"],
+    "no verdict": ["flywheel.verdict=none", "flywheel.routing=false"],  # without a verdict nothing can be routed
     "no dial": ["flywheel.dial=fixed"],
     "all levels at once": ["flywheel.dial=uniform"],
 }
@@ -42,7 +43,16 @@ def run_one(job: tuple[str, str, int, Path, tuple[str, ...]]) -> dict[str, Any]:
     wheel = flywheel(preset, directory=place, overrides=[*ARMS[arm], f"train.seed={seed}", *overrides])
     curve = [row["success"] for row in wheel.evaluations]
     played = wheel.query("SELECT sum(num_tokens) AS n FROM attempts")[0]["n"]
-    return {"arm": arm, "seed": seed, "success": curve, "played_tokens": played, "rl_tokens": _rl_tokens(place)}
+    stages = wheel.query("SELECT detail FROM stages")
+    steps = sum(json.loads(row["detail"]).get("steps", 0) for row in stages)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "steps": steps,
+        "success": curve,
+        "played_tokens": played,
+        "rl_tokens": _rl_tokens(place),
+    }
 
 
 def _rl_tokens(place: Path) -> int:
@@ -56,7 +66,7 @@ def _rl_tokens(place: Path) -> int:
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each arm; differences are paired by seed, with 95 % intervals of Student's t."""
-    lines = ["| arm | seeds | before | after | minus whole | sampled tokens |", "|---|---|---|---|---|---|"]
+    lines = ["| arm | seeds | before | after | minus whole | steps | sampled tokens |", "|---|---|---|---|---|---|---|"]
     whole = {one["seed"]: one["success"][-1] for one in results if one["arm"] == "whole"}
     for arm in ARMS:
         own = [one for one in results if one["arm"] == arm]
@@ -64,8 +74,11 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
             continue
         gaps = [one["success"][-1] - whole[one["seed"]] for one in own if arm != "whole" and one["seed"] in whole]
         tokens = fmean(one["played_tokens"] + one["rl_tokens"] for one in own)
+        steps = fmean(one["steps"] for one in own)
         before, after = (fmean(one["success"][index] for one in own) for index in (0, -1))
-        lines.append(f"| {arm} | {len(own)} | {before:.1%} | {after:.1%} | {_interval(gaps)} | {tokens:,.0f} |")
+        lines.append(
+            f"| {arm} | {len(own)} | {before:.1%} | {after:.1%} | {_interval(gaps)} | {steps:.0f} | {tokens:,.0f} |"
+        )
     return lines
 
 
@@ -92,12 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(run_one, jobs))
-    (options.out / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
-    lines = table(results)
-    (options.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
+        results: list[dict[str, Any]] = []
+        for done in as_completed([pool.submit(run_one, job) for job in jobs]):
+            results.append(done.result())
+            _write(options.out, results)
+            last = results[-1]
+            curve = ", ".join(f"{success:.1%}" for success in last["success"])
+            print(f"{len(results)}/{len(jobs)}  {last['arm']}, seed {last['seed']}: {curve}", flush=True)
+    print("\n".join(table(results)))
     return 0
+
+
+def _write(out: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Write what is known so far, after every flywheel: a study that is cut short has said something."""
+    (out / "results.json").write_text(json.dumps(list(results), indent=2), encoding="utf-8")
+    (out / "table.md").write_text("\n".join(table(results)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Long attempts: what memory is worth, and what entropy does while agents learn.
 
-    python -m turnwise.bench.long_study --seeds 5 --jobs 8 --out runs/long_study [--arms no_memory summaries]
+    python -m turnwise.bench.long_study --seeds 5 --jobs 8 --out runs/long_study [--arms "no memory" summaries]
 
 Every arm is a preset with options, trained once for each seed in a process of its own. A run that has come to its end
-is not trained again, and one that was stopped is resumed, so the command can be repeated. The tables are printed, and
-written to `table.md` and `results.json`.
+is not trained again, and one that was stopped is resumed, so the command can be repeated. The tables hold the runs that
+have ended; they are written to `table.md` and `results.json` whenever one does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,14 +25,19 @@ from typing import Any
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import EvaluationRow
 
-SUMMARIES, WINDOW = "summaries", "window only"
+FORM = (
+    *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
+    *("train.steps=30", "train.learning_rate=1e-3", "eval.every=0", "warmup.steps=80"),
+)
+"""A form of 24 cells in a context that holds about 13 of them. The scripted dialogues of the warm-up fit into `tiny`
+also without memory, so that all arms begin alike."""
 NO_SUMMARY = ("memory.summary_tokens=0",)
 HOUSE = ("memory.window=8", "memory.summary_tokens=24", "train.tasks_per_step=8", "train.steps=60")
 PPO = ("method=ppo", "rollout.group_size=4", "train.tasks_per_step=16")
 ARMS: Mapping[str, tuple[str, ...]] = {
-    "no memory": ("workflow", "memory.window=0", *NO_SUMMARY),
-    WINDOW: ("workflow", *NO_SUMMARY),
-    SUMMARIES: ("workflow",),
+    "no memory": (*FORM, "memory.window=0", *NO_SUMMARY),
+    "window of 3": (*FORM, "memory.window=3", *NO_SUMMARY),
+    "summaries": (*FORM, "memory.window=6"),
     "guess_number": ("guess_number_tiny",),
     "key_door": ("key_door", "model=tiny", "model.rank=32", "warmup.learning_rate=5e-3", "warmup.steps=100"),
     "household 2": ("household",),
@@ -57,21 +63,24 @@ def arguments_of(arm: str, seed: int, directory: Path) -> list[str]:
     return [preset, *options, f"train.seed={seed}", f"run.dir={directory}", "run.dialogues=0"]
 
 
-def train_one(arm: str, seed: int, out: Path) -> Path:
-    """Train one run to its end; its directory."""
+def train_one(arm: str, seed: int, out: Path, deadline_s: float) -> Path:
+    """Train one run to its end, or until the clock says so; its directory."""
     directory = out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
-    if not _has_ended(directory):
+    left_s = deadline_s - time.monotonic()
+    if not _has_ended(directory) and left_s > 0:
         todo = ["--resume", str(directory)] if is_run(directory) else arguments_of(arm, seed, directory)
-        done = subprocess.run(
-            [sys.executable, "-m", "turnwise.cli", "train", *todo],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0 and not _has_ended(directory):
-            raise RuntimeError(f"{arm}, seed {seed} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        with (out / f"{directory.name}.log").open("a", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "turnwise.cli", "train", *todo],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                process.wait(timeout=left_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     return directory
 
 
@@ -139,18 +148,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/long_study"))
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="stop what still runs after so many seconds")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), help="default: all")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
+    deadline_s = time.monotonic() + options.limit_s
+    results: list[Row] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        places = list(pool.map(lambda one: train_one(one[0], one[1], options.out), wanted))
-    results = [read_one(arm, seed, place) for (arm, seed), place in zip(wanted, places, strict=True)]
-    results.sort(key=lambda row: (list(ARMS).index(row["arm"]), row["seed"]))
-    (options.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    (options.out / "table.md").write_text(tables(results), encoding="utf-8")
+        runs = {pool.submit(train_one, arm, seed, options.out, deadline_s): (arm, seed) for arm, seed in wanted}
+        for done in as_completed(runs):
+            if _has_ended(done.result()):
+                results.append(read_one(*runs[done], done.result()))
+                results.sort(key=lambda row: (list(ARMS).index(row["arm"]), row["seed"]))
+                (options.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+                (options.out / "table.md").write_text(tables(results), encoding="utf-8")
+            print(f"{runs[done]}: {'done' if _has_ended(done.result()) else 'NOT ENDED, see its .log'}", flush=True)
     print(tables(results))
-    return 0
+    return 0 if len(results) == len(wanted) else 1
 
 
 if __name__ == "__main__":

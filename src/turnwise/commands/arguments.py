@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from turnwise.commands import flywheel_options, orm_options
+from turnwise.commands import flywheel_options, merge_options, orm_options
 
 COMMANDS = (
     "train",
@@ -25,11 +25,13 @@ COMMANDS = (
     "flywheel",
     "pools",
     "orm",
+    "merge",
 )
 
 _ELSEWHERE = {
     **dict.fromkeys(flywheel_options.COMMANDS, flywheel_options.run_command),
     "orm": orm_options.run_command,
+    "merge": merge_options.run_command,
 }
 """Commands whose options are in files of their own."""
 _TRAIN_EXAMPLES = """\
@@ -53,6 +55,7 @@ def add_commands(commands: Any) -> None:
     _add_compare(commands)
     flywheel_options.add_commands(commands)
     orm_options.add_commands(commands)
+    merge_options.add_commands(commands)
     certify = commands.add_parser(
         "certify",
         help="check that a run trained on exactly the sampled tokens",

@@ -101,7 +101,7 @@ def _row_to_task(row: Mapping[str, Any]) -> Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _AgentCall:
     """One request of the agent, and where its answer goes."""
 
     body: ChatBody
@@ -110,7 +110,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _AgentEnd:
     """The agent has returned, or it raised."""
 
     value: Any
@@ -124,17 +124,17 @@ class AgentEnv:
         self._agent = agent
         self._task = task
         self._options = options
-        self._events: queue.SimpleQueue[_Call | _Done] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_AgentCall | _AgentEnd] = queue.SimpleQueue()
         self._arrived = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._call: _Call | None = None
+        self._call: _AgentCall | None = None
         self._is_closed = threading.Event()
 
     async def start(self) -> list[Message]:
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._play, name="turnwise-agent", daemon=True).start()
         event = await self._next()
-        if isinstance(event, _Done):
+        if isinstance(event, _AgentEnd):
             if event.error is not None:
                 raise _blame(event.error)
             raise DataError(f"{self._agent.__name__} returned without a call of client.chat.completions.create")
@@ -148,7 +148,7 @@ class AgentEnv:
         said = read_reply(reply.content, has_tools=call.body.wants_tools)
         call.answer.set_result(said)
         event = await self._next()
-        if isinstance(event, _Done):
+        if isinstance(event, _AgentEnd):
             self._call = None
             if event.error is not None:
                 raise _blame(event.error)
@@ -166,22 +166,22 @@ class AgentEnv:
                 call.answer.set_exception(AttemptOverError("the attempt is over"))
         self._call = None
 
-    def _waiting(self) -> list[_Call]:
-        found: list[_Call] = []
+    def _waiting(self) -> list[_AgentCall]:
+        found: list[_AgentCall] = []
         while not self._events.empty():
             event = self._events.get()
-            if isinstance(event, _Call):
+            if isinstance(event, _AgentCall):
                 found.append(event)
         return found
 
-    async def _next(self) -> _Call | _Done:
+    async def _next(self) -> _AgentCall | _AgentEnd:
         while self._events.empty():
             self._arrived.clear()
             if self._events.empty():
                 await self._arrived.wait()
         return self._events.get()
 
-    def _tell(self, event: _Call | _Done) -> None:
+    def _tell(self, event: _AgentCall | _AgentEnd) -> None:
         self._events.put(event)
         assert self._loop is not None
         if not self._loop.is_closed():
@@ -196,9 +196,9 @@ class AgentEnv:
             else:
                 value = self._agent(make_client(self.ask), self._task, **self._options)
         except BaseException as error:  # noqa: BLE001 - it is told to the attempt, whatever it is
-            self._tell(_Done(None, error))
+            self._tell(_AgentEnd(None, error))
         else:
-            self._tell(_Done(value))
+            self._tell(_AgentEnd(value))
 
     def ask(self, content: bytes) -> tuple[ChatBody, Future[Reply]]:
         """Take a request of the agent; the future has the policy's reply."""
@@ -215,7 +215,7 @@ class AgentEnv:
         asked = read_messages(body.messages)
         if body.wants_tools:
             asked = with_tools(asked, body.tools or ())
-        call = _Call(body, tuple(asked), Future())
+        call = _AgentCall(body, tuple(asked), Future())
         if self._is_closed.is_set():
             raise AttemptOverError("the attempt is over")
         self._tell(call)

@@ -53,6 +53,7 @@ def check_demonstrations(world: World, renderer: Renderer, limits: RolloutLimits
     if whole > limits.max_trajectory_tokens:
         seen.append(f"a demonstration needs {whole} tokens, an attempt has {limits.max_trajectory_tokens}")
         fixes.append(Fix(option=f"rollout.max_trajectory_tokens={whole}", text="if the model's context is that long"))
+        fixes.append(Fix(option="memory.window=8", text="let a prompt show the last turns only (docs/memory.md)"))
     if num_turns > limits.max_turns:
         seen.append(f"a demonstration has {num_turns} turns, an attempt {limits.max_turns}")
         fixes.append(Fix(option=f"rollout.max_turns={num_turns}", text="let attempts be as long"))

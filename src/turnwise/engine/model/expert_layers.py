@@ -45,6 +45,7 @@ class TokenRouter(LoraLinear):
         self.name, self.holder, self.spec, self.layer = name, holder, spec, layer
         self.out_features, self.in_features = base.weight.shape
         self.register_buffer(CORRECTION, getattr(base, CORRECTION, None))
+        self._order = _output_order(base, spec)
 
     @property
     def correction(self) -> Tensor | None:
@@ -52,13 +53,23 @@ class TokenRouter(LoraLinear):
         return getattr(self, CORRECTION)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Logits [N, E], the weights [N, K] of the chosen experts, and the experts [N, K]."""
+        """Logits [N, E], the weights [N, K] of the chosen experts, and the experts [N, K], in the family's order."""
         logits = super().forward(x.reshape(-1, self.in_features).to(self.weight.dtype))
         choice = choose_experts(logits.detach(), self.spec, self.correction)
         routing = self.holder.route.routing
         if routing is not None:
             choice = routing.choose(self.layer, choice, None)
-        return logits, score_experts(logits, choice, self.spec), choice
+        outputs = logits, score_experts(logits, choice, self.spec), choice
+        first, second, third = (outputs[place] for place in self._order)
+        return first, second, third
+
+
+@torch.no_grad()
+def _output_order(base: Any, spec: ExpertSpec) -> tuple[int, int, int]:
+    """Where a router returns logits, weights and experts: versions of transformers differ in that, so it is tried."""
+    outputs = base(torch.ones(2, base.weight.shape[1], dtype=base.weight.dtype, device=base.weight.device))
+    order = [2 if not out.is_floating_point() else 0 if out.shape[-1] != spec.num_chosen else 1 for out in outputs]
+    return (order[0], order[1], order[2]) if sorted(order) == [0, 1, 2] else (0, 1, 2)
 
 
 class ExpertLayer:

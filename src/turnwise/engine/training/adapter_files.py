@@ -150,7 +150,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_lora_config(directory: Path) -> LoraConfig:
     """The shape of a saved adapter, read from its config and the names of its tensors."""
     rank = int(read_config(directory)["r"])
-    saved = _read_pairs(directory)
+    saved = read_pairs(directory)
     kinds = {linear_kind(name) for name in saved}
     return LoraConfig(
         rank=rank,
@@ -164,14 +164,14 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 def adapted_names(directory: Path) -> list[str]:
     """The dotted names of the linears that a saved adapter changes."""
-    return list(_read_pairs(directory))
+    return list(read_pairs(directory))
 
 
 def read_flat(directory: Path, shapes: Mapping[str, Shape], lora: LoraConfig, start: Tensor | None = None) -> Tensor:
     """The saved A and B as one flat tensor in the order of `shapes`; linears without saved ones keep `start` (or
     zeros)."""
     config = read_config(directory)
-    saved = _read_pairs(directory)
+    saved = read_pairs(directory)
     unknown = sorted(set(saved) - set(shapes))
     if unknown:
         raise CheckpointError(f"{directory} adapts {unknown[0]}, which this adapter does not; is the base the same?")
@@ -208,7 +208,8 @@ def read_head(directory: Path, hidden_size: int) -> Tensor:
     return torch.cat([tensors["weight"].float(), tensors["bias"].float().reshape(1)])
 
 
-def _read_pairs(directory: Path) -> dict[str, SavedPair]:
+def read_pairs(directory: Path) -> dict[str, SavedPair]:
+    """A, B and scale of every matrix that a saved adapter changes, in float32."""
     tensors = load_tensors(directory / WEIGHTS_FILE)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for key in tensors:

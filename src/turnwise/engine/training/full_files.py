@@ -64,10 +64,15 @@ def write_state(
 
 def export_weights(source: Path, out: Path) -> None:
     """Copy a checkpoint without its optimizer state, in the dtype that it was sampled in."""
-    config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    dtype = getattr(torch, str(config[_DTYPE_KEYS[0]]))
+    dtype = weights_dtype(source)
     tensors = {name: tensor.to(dtype) for name, tensor in load_tensors(source / WEIGHTS_FILE).items()}
     _fill(out, tensors, source, dtype)
+
+
+def weights_dtype(directory: Path) -> torch.dtype:
+    """The dtype that passes and samplers use; a state's masters are float32 all the same."""
+    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    return getattr(torch, str(config[_DTYPE_KEYS[0]]))
 
 
 def read_weights(directory: Path, into: Mapping[str, Tensor]) -> None:

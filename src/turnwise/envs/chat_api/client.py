@@ -34,12 +34,11 @@ def make_client(ask: Ask) -> Any:
     """An `openai.OpenAI`."""
     httpx, openai = _packages()
 
-    class Transport(httpx.BaseTransport):
-        def handle_request(self, request: Any) -> Any:
-            answer = _begin(httpx, ask, request.method, request.url.path, request.read())
-            return answer if not isinstance(answer, tuple) else _finish(httpx, answer[0], answer[1].result())
+    def answer(request: Any) -> Any:
+        begun = _begin(httpx, ask, request.method, request.url.path, request.read())
+        return _finish(httpx, begun[0], begun[1].result()) if isinstance(begun, tuple) else begun
 
-    http = httpx.Client(transport=Transport())
+    http = httpx.Client(transport=httpx.MockTransport(answer))
     return openai.OpenAI(base_url=ADDRESS, api_key="none", max_retries=0, timeout=None, http_client=http)
 
 
@@ -47,14 +46,13 @@ def make_async_client(ask: Ask) -> Any:
     """An `openai.AsyncOpenAI`."""
     httpx, openai = _packages()
 
-    class Transport(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: Any) -> Any:
-            answer = _begin(httpx, ask, request.method, request.url.path, await request.aread())
-            if not isinstance(answer, tuple):
-                return answer
-            return _finish(httpx, answer[0], await asyncio.wrap_future(answer[1]))
+    async def answer(request: Any) -> Any:
+        begun = _begin(httpx, ask, request.method, request.url.path, await request.aread())
+        if not isinstance(begun, tuple):
+            return begun
+        return _finish(httpx, begun[0], await asyncio.wrap_future(begun[1]))
 
-    http = httpx.AsyncClient(transport=Transport())
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     return openai.AsyncOpenAI(base_url=ADDRESS, api_key="none", max_retries=0, timeout=None, http_client=http)
 
 
