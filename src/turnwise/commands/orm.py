@@ -32,6 +32,7 @@ def run_orm_train(words: Sequence[str], out: str) -> ExitCode:
 
 def run_orm_eval(directory: str, sources: Sequence[str], *, as_json: bool) -> ExitCode:
     """Measure an outcome model on the attempts of other runs, without those at tasks that it has learned from."""
+    model = open_outcome_model(directory)
     found, _ = read_attempts(sources, 1_000_000)
     if not found:
         raise ConfigError(
@@ -44,7 +45,7 @@ def run_orm_eval(directory: str, sources: Sequence[str], *, as_json: bool) -> Ex
             f"{directory} has learned from the tasks of all {len(found)} attempts; name a run with other tasks"
         )
     with ServiceClient() as service:
-        quality = measure_model(open_outcome_model(directory), attempts, service)
+        quality = measure_model(model, attempts, service)
     if as_json:
         print(json.dumps(quality.to_json() | {"left_out": len(found) - len(attempts)}))
     else:

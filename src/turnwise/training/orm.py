@@ -168,6 +168,11 @@ def read_attempts(sources: Sequence[str | Path], max_attempts: int) -> tuple[lis
 def learned_tasks(directory: str | Path) -> set[tuple[str, str]]:
     """(world, task) of every attempt that an outcome model has learned from."""
     path = Path(directory).expanduser() / ATTEMPTS
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not there; it says which tasks the model has learned from, and those are no measure: copy the "
+            "whole directory that turnwise orm train made"
+        )
     return {(one.world, one.task_id) for one in read_labelled(path) if one.split == "train"}
 
 

@@ -13,6 +13,7 @@ from turnwise.commands.orm import run_orm_eval
 from turnwise.envs.base import assistant, user
 from turnwise.errors import ConfigError
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
+from turnwise.outcomes.model import OutcomeInfo
 from turnwise.training.orm import best_of_n, learned_tasks
 
 
@@ -36,8 +37,13 @@ def test_attempts_at_learned_tasks_are_no_measure(tmp_path: Path) -> None:
     learned = learned_tasks(tmp_path)
     assert learned == {(one.world, one.task_id) for one in attempts if one.split == "train"}
     assert 0 < len(learned) < 20
+    info = OutcomeInfo(kind="classifier", base_model="tiny", checkpoint="none", worlds=("guess_number",))
+    info.write(tmp_path)
     write_labelled(tmp_path / "same.jsonl", [one for one in attempts if one.split == "train"])
     with pytest.raises(ConfigError, match="has learned from the tasks of all"):
+        run_orm_eval(str(tmp_path), [str(tmp_path / "same.jsonl")], as_json=True)
+    (tmp_path / "attempts.jsonl").unlink()
+    with pytest.raises(ConfigError, match="which tasks the model has learned from"):
         run_orm_eval(str(tmp_path), [str(tmp_path / "same.jsonl")], as_json=True)
 
 
