@@ -156,7 +156,7 @@ class Forecast:
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _SimulatedGroup:
     entry: PoolEntry
     attempts: Sequence[AttemptShape]
     num_left: int
@@ -165,23 +165,23 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
-    group: _Group
+class _SimulatedAttempt:
+    group: _SimulatedGroup
     shape: AttemptShape
     fails_at: int | None
     """The turn in which this try fails."""
-    sampler: _Sampler
+    sampler: _SimulatedSampler
     turn: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Sampler:
+class _SimulatedSampler:
     """Draws its replies side by side. `drawn` is how many tokens each of them would have got since the beginning."""
 
     number: int
     drawn: float = 0.0
     since: float = 0.0
-    replies: list[tuple[float, int, _Attempt]] = field(default_factory=list)
+    replies: list[tuple[float, int, _SimulatedAttempt]] = field(default_factory=list)
     num_attempts: int = 0
     stamp: int = 0
     is_down: bool = False
@@ -203,11 +203,11 @@ class Simulation:
             batch_size=shape.tasks_per_step, max_batch=shape.tasks_per_step, max_staleness=shape.max_staleness
         )
         self._pool = Pool(_plan_group, rules)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _SimulatedGroup] = {}
         self._num_done = 0
-        self._queue: deque[tuple[_Group, AttemptShape]] = deque()
+        self._queue: deque[tuple[_SimulatedGroup, AttemptShape]] = deque()
         self._num_free = shape.num_slots
-        self._samplers = [_Sampler(number) for number in range(shape.samplers)]
+        self._samplers = [_SimulatedSampler(number) for number in range(shape.samplers)]
         self._by_load = [(0, number) for number in range(shape.samplers)]
         self._is_paused = False
         self._is_training = False
@@ -260,7 +260,7 @@ class Simulation:
         entries, size = self._pool.admit(ENDLESS), self._shape.group_size
         drawn = self._rates.draw_groups(self._random, len(entries), size)
         for entry, attempts in zip(entries, drawn, strict=True):
-            group = _Group(entry, attempts, num_left=size)
+            group = _SimulatedGroup(entry, attempts, num_left=size)
             self._groups[entry.plan.number] = group
             self._queue.extend((group, attempt) for attempt in attempts)
         self._start_attempts()
@@ -270,14 +270,14 @@ class Simulation:
             self._num_free -= 1
             self._try(*self._queue.popleft())
 
-    def _try(self, group: _Group, shape: AttemptShape) -> None:
+    def _try(self, group: _SimulatedGroup, shape: AttemptShape) -> None:
         failure = self._rates.attempt_failure
         fails_at = self._random.randrange(shape.turns) if failure and self._random.random() < failure else None
         sampler = self._least_loaded()
         self._load(sampler, 1)
-        self._ask(_Attempt(group, shape, fails_at, sampler))
+        self._ask(_SimulatedAttempt(group, shape, fails_at, sampler))
 
-    def _least_loaded(self) -> _Sampler:
+    def _least_loaded(self) -> _SimulatedSampler:
         while self._by_load:
             load, number = self._by_load[0]
             sampler = self._samplers[number]
@@ -286,11 +286,11 @@ class Simulation:
             heapq.heappop(self._by_load)
         return self._samplers[0]  # every sampler is down: wait for the first one
 
-    def _load(self, sampler: _Sampler, change: int) -> None:
+    def _load(self, sampler: _SimulatedSampler, change: int) -> None:
         sampler.num_attempts += change
         heapq.heappush(self._by_load, (sampler.num_attempts, sampler.number))
 
-    def _ask(self, attempt: _Attempt) -> None:
+    def _ask(self, attempt: _SimulatedAttempt) -> None:
         """Begin to draw the reply of a turn."""
         group = attempt.group
         if group.oldest is None:
@@ -306,7 +306,7 @@ class Simulation:
         heapq.heappush(sampler.replies, (sampler.drawn + wanted, self._num_events, attempt))
         self._plan_reply(sampler)
 
-    def _advance(self, sampler: _Sampler) -> None:
+    def _advance(self, sampler: _SimulatedSampler) -> None:
         """Draw what a sampler has drawn since it was looked at."""
         seconds, sampler.since = self._now - sampler.since, self._now
         count = len(sampler.replies)
@@ -316,10 +316,10 @@ class Simulation:
             sampler.num_tokens += num_tokens
             sampler.busy_s += seconds
 
-    def _is_stopped(self, sampler: _Sampler) -> bool:
+    def _is_stopped(self, sampler: _SimulatedSampler) -> bool:
         return self._is_paused or sampler.is_down
 
-    def _plan_reply(self, sampler: _Sampler) -> None:
+    def _plan_reply(self, sampler: _SimulatedSampler) -> None:
         """Plan the end of the reply that is done first; what was planned before no longer counts."""
         sampler.stamp += 1
         count = len(sampler.replies)
@@ -329,7 +329,7 @@ class Simulation:
         stamp = sampler.stamp
         self._after(left * count / self._rates.sampler_rate(count), lambda: self._reply(sampler, stamp))
 
-    def _reply(self, sampler: _Sampler, stamp: int) -> None:
+    def _reply(self, sampler: _SimulatedSampler, stamp: int) -> None:
         if stamp != sampler.stamp:
             return
         self._advance(sampler)
@@ -338,7 +338,7 @@ class Simulation:
         seconds = attempt.shape.env_s / attempt.shape.turns
         self._after(seconds, lambda: self._env_answers(attempt, seconds))
 
-    def _env_answers(self, attempt: _Attempt, seconds: float) -> None:
+    def _env_answers(self, attempt: _SimulatedAttempt, seconds: float) -> None:
         self._env_busy_s += seconds
         group = attempt.group
         group.num_tokens += 0 if attempt.fails_at is not None else attempt.shape.tokens / attempt.shape.turns
@@ -433,7 +433,7 @@ class Simulation:
         for attempt in lost:
             self._ask(attempt)
 
-    def _back(self, sampler: _Sampler) -> None:
+    def _back(self, sampler: _SimulatedSampler) -> None:
         sampler.since = self._now
         sampler.is_down = False
         heapq.heappush(self._by_load, (sampler.num_attempts, sampler.number))
