@@ -30,8 +30,8 @@ class PassedTests:
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
         self._facts = {
-            "model": _model_fingerprint(model_dir),
-            "code": _code_fingerprint(),
+            "model": model_fingerprint(model_dir),
+            "code": code_fingerprint(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -54,7 +54,8 @@ class PassedTests:
             log.info("the passed self-test was not recorded: %s", cause)
 
 
-def _model_fingerprint(directory: Path) -> str:
+def model_fingerprint(directory: Path) -> str:
+    """Names a model by its config and the sizes and times of its files."""
     digest = hashlib.sha256((directory / "config.json").read_bytes() if (directory / "config.json").is_file() else b"")
     for file in sorted(directory.glob("*.safetensors")):
         status = file.stat()
@@ -62,7 +63,8 @@ def _model_fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _code_fingerprint() -> str:
+def code_fingerprint() -> str:
+    """Names the version of our code that computes with a model."""
     digest = hashlib.sha256(turnwise.__version__.encode())
     root = Path(turnwise.__file__).parent
     for file in sorted(file for room in TESTED_ROOMS for file in (root / room).rglob("*.[pch]*") if file.is_file()):
