@@ -109,9 +109,15 @@ class MixedSites:
         self._times = (start_s, step_s)
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
-        share = -(-count // len(self._worlds))
+        """Tasks that differ in their goals, because the expert knows them by their goals."""
+        share = -(-2 * count // len(self._worlds))
         rounds = zip(*(world.tasks(split, share, seed) for world in self._worlds), strict=True)
-        return [task for tasks in rounds for task in tasks][:count]
+        by_goal: dict[str, Task] = {}
+        for task in (task for tasks in rounds for task in tasks):
+            by_goal.setdefault(SITES[task.data["site"]].draw_task(task.data["seed"], task.data["level"]).goal, task)
+        if len(by_goal) < count:
+            raise ValueError(f"{len(by_goal)} different goals for {count} attempts; add levels")
+        return list(by_goal.values())[:count]
 
     def make_env(self, task: Task, seed: int) -> Env:
         fitting = (w for w in self._worlds if (w.site, w.level) == (task.data["site"], task.data["level"]))
@@ -145,6 +151,7 @@ def expert_sampler(tasks: Sequence[Task], tokenizer: Any, renderer: Renderer) ->
     """A sampler that plays as the experts of these tasks, from nothing but the prompt."""
     known = [SITES[task.data["site"]].draw_task(task.data["seed"], task.data["level"]) for task in tasks]
     plans = {task.goal: task.plan for task in known}
+    assert all(plans[task.goal] == task.plan for task in known), "two tasks with one goal and two plans"
 
     def reply(prompt_ids: list[int]) -> list[int]:
         said = tokenizer.decode(prompt_ids, skip_special_tokens=False)

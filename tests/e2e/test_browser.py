@@ -89,6 +89,7 @@ async def test_a_killed_browser_is_blamed_and_played_again_and_nothing_is_left_b
     folder = tempfile.TemporaryDirectory(prefix="tw")  # not `tmp_path`: Chromium needs a short path for a socket
     monkeypatch.setenv("TMPDIR", folder.name)
     monkeypatch.setattr(tempfile, "tempdir", None)
+    (Path(folder.name) / "tw-chromium-99999999-dead").mkdir()  # of a process that was killed
     report = await play_under_load(12, 6, kills=2, levels=[1])
     await asyncio.to_thread(close_pools)
     assert (report.attempts, report.successes, report.lost) == (12, 12, 0)

@@ -53,7 +53,7 @@ def _qwen3_30b_a3b() -> PretrainedConfig:
         num_hidden_layers=48,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # pyright: ignore[reportCallIssue] - not declared by this class, and read by its layers
         tie_word_embeddings=False,
         max_position_embeddings=40960,
     )

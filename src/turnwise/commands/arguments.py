@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from turnwise.commands import flywheel_options, merge_options, orm_options
+from turnwise.commands import flywheel_options, merge_options, orm_options, scale_options
 
 COMMANDS = (
     "train",
@@ -26,12 +26,14 @@ COMMANDS = (
     "pools",
     "orm",
     "merge",
+    "scale",
 )
 
 _ELSEWHERE = {
     **dict.fromkeys(flywheel_options.COMMANDS, flywheel_options.run_command),
     "orm": orm_options.run_command,
     "merge": merge_options.run_command,
+    "scale": scale_options.run_command,
 }
 """Commands whose options are in files of their own."""
 _TRAIN_EXAMPLES = """\
@@ -56,6 +58,7 @@ def add_commands(commands: Any) -> None:
     flywheel_options.add_commands(commands)
     orm_options.add_commands(commands)
     merge_options.add_commands(commands)
+    scale_options.add_commands(commands)
     certify = commands.add_parser(
         "certify",
         help="check that a run trained on exactly the sampled tokens",

@@ -69,6 +69,13 @@ def find_device(config: EngineConfig) -> DeviceInfo:
     return DeviceInfo(kind=device.type, dtype=name, free_bytes=free, total_bytes=total)
 
 
+def device_name(device: torch.device) -> str:
+    """What the maker calls a GPU, such as `NVIDIA H200`; the kind of any other device."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def num_gpus(kind: str) -> int:
     """GPUs that this process sees, for an engine on that kind of device; 0 if it runs on a CPU."""
     if not facts_of(kind).has_own_memory:

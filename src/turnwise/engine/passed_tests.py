@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import turnwise
+from turnwise.engine.device_info import device_name
 from turnwise.models.directories import home
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class PassedTests:
             "code": code_fingerprint(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "device": device_name(device),
             "dtype": str(dtype),
         }
         key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:24]

@@ -29,7 +29,7 @@ from turnwise.engine.model.reference import PlainRun, Reference
 from turnwise.engine.model.trace import LAST_NORM, Trace, traced
 from turnwise.engine.passed_tests import PassedTests
 from turnwise.engine.sampling.inputs import step_inputs
-from turnwise.engine.sampling.requests import Piece, Row, Step, Table
+from turnwise.engine.sampling.requests import BlockTable, Piece, Row, Step
 from turnwise.engine.training.objective import TOKEN_LOGPROBS
 from turnwise.engine.training.pack import make_entries, pack
 from turnwise.errors import ModelError
@@ -196,7 +196,7 @@ class _SamplerSteps:
         for i, ids in enumerate(self.sequences):
             blocks = array("i", range(i * num_blocks, (i + 1) * num_blocks))  # nobody else uses the cache yet
             prompt = array("i", ids[:-NUM_DECODED])
-            tables = [Table(blocks) for _ in engine.sampler.pools]  # it writes to none of them
+            tables = [BlockTable(blocks) for _ in engine.sampler.pools]  # it writes to none of them
             self.rows.append(Row(cast(Any, None), 0, prompt, tables=tables, lane=i))
         self.last_tokens = torch.zeros(len(self.rows), dtype=torch.int64, device=engine.device)
 

@@ -18,6 +18,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "browser": "turnwise.envs.library.browser:BrowserWorld",
     "calculator": "turnwise.envs.library.calculator:Calculator",
     "code": "turnwise.envs.library.code:Code",
+    "customer_service": "turnwise.envs.library.customer_service:CustomerService",
     "dialogue": "turnwise.envs.library.dialogue:DialogueWorld",
     "gsm8k_multi_turn": "turnwise.envs.library.gsm8k_multi_turn:Gsm8kMultiTurn",
     "guess_number": "turnwise.envs.library.guess_number:GuessNumber",

@@ -217,19 +217,37 @@ class Toolbox:
         except _POLICY_FAULTS as error:
             return Message(role="tool", name=call.name, content=f"error: {_describe_error(error)}")
 
+    def call_now(self, call: ToolCall) -> Message:
+        """Run one call in this thread, without a deadline: for plain tools that return at once, such as a game's."""
+        try:
+            spec, function, arguments = self._find(call)
+            try:
+                result = function(**arguments)
+            except _POLICY_FAULTS:
+                raise
+            except Exception as cause:
+                raise AttemptFailed(Party.TOOL, f"{spec.name}: {describe_error(cause)}") from cause
+            return Message(role="tool", name=call.name, content=_result_to_text(spec.name, result))
+        except _POLICY_FAULTS as error:
+            return Message(role="tool", name=call.name, content=f"error: {_describe_error(error)}")
+
     async def call_all(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Run calls in order, one after the other, because a call may depend on an earlier one."""
         return [await self.call(call) for call in calls]
 
-    async def _run(self, call: ToolCall) -> str:
+    def _find(self, call: ToolCall) -> tuple[ToolSpec, Callable[..., Any], dict[str, Any]]:
+        """The tool of a call, and its arguments in the types that it takes."""
         if call.name not in self._tools:
             near = did_you_mean(call.name, self._tools)
             raise ToolError(f"no tool {call.name[:40]!r}{near}; the tools are {', '.join(self._tools)}")
         spec, function = self._tools[call.name]
         try:
-            arguments = match_arguments(spec.signature.parameters, call.arguments)
+            return spec, function, match_arguments(spec.signature.parameters, call.arguments)
         except DataError as error:
             raise ToolError(f"{spec.name}: {error}") from error
+
+    async def _run(self, call: ToolCall) -> str:
+        spec, function, arguments = self._find(call)
         deadline = asyncio.timeout(spec.timeout_s)
         try:
             with PENDING_CALLS.listed("tool", spec.name, spec.timeout_s):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
+from turnwise.watch.intervals import Interval
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 40, 44
@@ -118,6 +119,44 @@ def metric_svg(title: str, name: str, runs: Mapping[str, Points]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetLine:
+    """Success over budgets, for one line of `budgets_svg`."""
+
+    name: str
+    points: Sequence[tuple[int, Interval]]
+    """(budget, success)"""
+
+
+def budgets_svg(title: str, panels: Mapping[str, Sequence[BudgetLine]]) -> str:
+    """Draw success over budgets, each doubling as wide as the one before: one panel per kind of budget."""
+    most = max((len(lines) for lines in panels.values()), default=0)
+    height = HEIGHT + LEGEND_HEIGHT * most
+    parts = _frame(title, height * len(panels))
+    for number, (kind, lines) in enumerate(panels.items()):
+        parts += [f'<g transform="translate(0 {number * height})">', *_panel(kind, lines), "</g>"]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(kind: str, lines: Sequence[BudgetLine]) -> list[str]:
+    budgets = sorted({budget for line in lines for budget, _ in line.points})
+    axes = _Axes(max(1.0, *(math.log2(budget) for budget in budgets)))
+    parts = axes.shares(TEXT_COLOR)
+    parts += [
+        _text(axes.x(math.log2(budget)), HEIGHT - BOTTOM + 18, str(budget), "middle", TEXT_COLOR)
+        for budget in budgets
+        if budget & (budget - 1) == 0  # the largest budget may stand close to a power of 2
+    ]
+    parts.append(_text(WIDTH / 2, HEIGHT - 8, kind, "middle", TEXT_COLOR))
+    parts.append(_text(LEFT, TOP - 6, "success, 95 % intervals over tasks", "start", TEXT_COLOR))
+    for index, line in enumerate(lines):
+        color = RUN_COLORS[index % len(RUN_COLORS)]
+        measured = [(math.log2(budget), one) for budget, one in line.points if math.isfinite(one.value)]
+        parts += axes.interval_line(measured, color, 0.08)
+        parts += _legend(index, line.name, color)
+    return parts
+
+
 def _legend(index: int, name: str, color: str) -> list[str]:
     at = HEIGHT + LEGEND_HEIGHT * index
     mark = f'<rect x="{LEFT}" y="{at - 2}" width="18" height="4" fill="{color}"/>'
@@ -137,21 +176,30 @@ class _Axes:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
     def grid(self, share_color: str) -> list[str]:
+        steps = [round(share * self.last_step) for share in TICKS]
+        marks = [_text(self.x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR) for step in steps]
+        return [*self.shares(share_color), *marks, _text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR)]
+
+    def shares(self, share_color: str) -> list[str]:
+        """The lines of the shares, with their numbers at the left."""
         parts: list[str] = []
         for share in TICKS:
-            step = round(share * self.last_step)
             parts += [
                 _line([(LEFT, self.y(share)), (WIDTH - RIGHT, self.y(share))], GRID_COLOR, 1),
                 _text(LEFT - 8, self.y(share) + 4, f"{share:.0%}", "end", share_color),
-                _text(self.x(step), HEIGHT - BOTTOM + 18, str(step), "middle", TEXT_COLOR),
             ]
-        return [*parts, _text(WIDTH / 2, HEIGHT - 8, "step", "middle", TEXT_COLOR)]
+        return parts
 
     def success_line(self, rows: Sequence[EvaluationRow], color: str, opacity: float) -> list[str]:
         """Success at every evaluation, drawn over the band of its interval."""
-        band = [(self.x(row.step), self.y(row.success_high)) for row in rows]
-        band += [(self.x(row.step), self.y(row.success_low)) for row in rows[::-1]]
-        points = [(self.x(row.step), self.y(row.success)) for row in rows]
+        found = [(float(row.step), Interval(row.success, row.success_low, row.success_high)) for row in rows]
+        return self.interval_line(found, color, opacity)
+
+    def interval_line(self, found: Sequence[tuple[float, Interval]], color: str, opacity: float) -> list[str]:
+        """Shares from left to right, drawn over the band of their intervals."""
+        band = [(self.x(at), self.y(one.high)) for at, one in found]
+        band += [(self.x(at), self.y(one.low)) for at, one in found[::-1]]
+        points = [(self.x(at), self.y(one.value)) for at, one in found]
         return [
             f'<polygon points="{_points(band)}" fill="{color}" fill-opacity="{opacity}"/>',
             _line(points, color, 2),

@@ -53,7 +53,7 @@ def check(words: str, world: str = "negotiate", **sections: Any) -> None:
 
 
 def test_an_option_means_a_script_a_model_or_an_address_in_every_world_with_two_sides() -> None:
-    for name in ("negotiate", "tic_tac_toe", "twenty_questions", "bargain"):
+    for name in ("negotiate", "tic_tac_toe", "twenty_questions", "bargain", "customer_service"):
         world: Any = get_world(name)
         assert find_source(world.opponent, world).kind == "script"
         for words, kind in (("base", "base"), ("tiny", "model"), ("http://a/v1", "address"), ("pool", "pool")):

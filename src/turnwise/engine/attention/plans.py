@@ -132,7 +132,7 @@ class TreePlan:
         rule: AttentionRule,
     ) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad:
-            return _TreeAttention.apply(query, key, value, rule.sinks, self, rule)
+            return _TreeAttention.apply(query, key, value, rule.sinks, (self, rule))
         out, _ = for_device(query.device).attention.tree_forward(query, key, value, self, rule)
         return out
 
@@ -275,7 +275,9 @@ def _level_varlen(
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, plan, rule):
+    def forward(ctx, query, key, value, sinks, plan_and_rule):
+        # The sinks are the rule's; autograd sees only tensors that are arguments themselves.
+        plan, rule = plan_and_rule
         out, logsumexp = for_device(query.device).attention.tree_forward(query, key, value, plan, rule)
         ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
         ctx.plan, ctx.rule = plan, rule
@@ -289,7 +291,7 @@ class _TreeAttention(torch.autograd.Function):
         grad_sinks = None
         if ctx.needs_input_grad[3]:
             grad_sinks = sink_gradients(grad_out, saved.out, saved.logsumexp, sinks)
-        return *attention.tree_backward(grad_out, saved, ctx.plan, ctx.rule), grad_sinks, None, None
+        return *attention.tree_backward(grad_out, saved, ctx.plan, ctx.rule), grad_sinks, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class TritonExperts:
         is_added: bool = False,
     ) -> Tensor:
         if out is None and alpha == 1.0 and _takes_grouped(x_MI, weights_GIO):
-            return torch._grouped_mm(x_MI, weights_GIO, offs=groups.ends.int())
+            return torch.ops.aten._grouped_mm(x_MI, weights_GIO, offs=groups.ends.int())
         _, num_in, num_out = weights_GIO.shape
         if out is None:
             out, is_added = x_MI.new_zeros(len(x_MI), num_out), False

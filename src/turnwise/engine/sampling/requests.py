@@ -88,7 +88,7 @@ class OpenRequest:
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class BlockTable:
     """A row's blocks in one group of layers."""
 
     blocks: array[int] = field(default_factory=lambda: array("i"))
@@ -110,7 +110,7 @@ class Row:
     tokens: array[int]
     """The prompt and what was sampled so far."""
     logprobs: list[float] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=lambda: [Table()])
+    tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
     """One for each group of layers."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache, or were."""

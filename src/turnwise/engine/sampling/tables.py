@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from turnwise.engine.sampling.kvcache import BlockPool
-from turnwise.engine.sampling.requests import Row, Table
+from turnwise.engine.sampling.requests import BlockTable, Row
 from turnwise.engine.sampling.windows import WindowPool
 
 CopyBlock = Callable[[int, int, int], None]
@@ -39,11 +39,11 @@ class KvTables:
         ]
         return min(limits, default=None)
 
-    def find(self, row: Row, *, is_cached: bool) -> list[Table]:
+    def find(self, row: Row, *, is_cached: bool) -> list[BlockTable]:
         """Share the blocks of the longest beginning that every group can go on from."""
         version, tokens = row.request.policy.version, row.tokens
         if not is_cached:
-            return [Table(prefix=pool.root(version)) for pool in self.pools]
+            return [BlockTable(prefix=pool.root(version)) for pool in self.pools]
         limit = len(tokens) - 1
         found = [None if isinstance(p, WindowPool) else p.match(version, tokens, limit) for p in self.pools]
         count = min([limit // self.block_size, *(len(match[0]) for match in found if match is not None)])
@@ -53,7 +53,7 @@ class KvTables:
             settled = count
             for pool, known in names:
                 count = pool.find(known, count)
-        tables: list[Table] = []
+        tables: list[BlockTable] = []
         windowed = iter(names)
         for pool, match in zip(self.pools, found, strict=True):
             if match is None:
@@ -62,7 +62,7 @@ class KvTables:
                 continue
             blocks, _ = match
             pool.release(blocks[count:])
-            tables.append(Table(array("i", blocks[:count]), prefix=pool.prefix_at(version, blocks[:count])))
+            tables.append(BlockTable(array("i", blocks[:count]), prefix=pool.prefix_at(version, blocks[:count])))
         return tables
 
     def _names(self, row: Row, num_blocks: int) -> list[tuple[WindowPool, list[int]]]:
@@ -73,12 +73,12 @@ class KvTables:
             for index, pool in enumerate(_windowed(self.pools))
         ]
 
-    def give_back(self, tables: Sequence[Table]) -> None:
+    def give_back(self, tables: Sequence[BlockTable]) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.release(table.blocks[table.first :])
             pool.release(table.spare)
 
-    def reserve(self, row: Row, tables: Sequence[Table], headroom: int) -> bool:
+    def reserve(self, row: Row, tables: Sequence[BlockTable], headroom: int) -> bool:
         """Take what the row needs to read its tokens and sample one; False, and nothing changes, if there is no room.
 
         `headroom` blocks stay free for others.
@@ -134,7 +134,7 @@ class KvTables:
         num_full, tail = divmod(parent.num_computed, self.block_size)
         if tail and not all(pool.num_available for pool in self.pools):
             return False
-        tables: list[Table] = []
+        tables: list[BlockTable] = []
         for group, (pool, table) in enumerate(zip(self.pools, parent.tables, strict=True)):
             blocks = table.blocks[:num_full]
             pool.share(blocks[table.first :])
@@ -142,7 +142,7 @@ class KvTables:
                 (own,) = pool.allocate_many(1)
                 self._copy_block(group, table.blocks[num_full], own)
                 blocks.append(own)
-            tables.append(Table(blocks, table.first, prefix=table.prefix))
+            tables.append(BlockTable(blocks, table.first, prefix=table.prefix))
         child.tables = tables
         return True
 
@@ -156,7 +156,7 @@ class KvTables:
 
     def free(self, row: Row) -> None:
         self.give_back(row.tables)
-        row.tables = [Table(prefix=pool.root(row.request.policy.version)) for pool in self.pools]
+        row.tables = [BlockTable(prefix=pool.root(row.request.policy.version)) for pool in self.pools]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -166,7 +166,7 @@ def _windowed(pools: Sequence[BlockPool]) -> list[WindowPool]:
     return [pool for pool in pools if isinstance(pool, WindowPool)]
 
 
-def slide(row: Row, table: Table, pool: WindowPool) -> int:
+def slide(row: Row, table: BlockTable, pool: WindowPool) -> int:
     """Give back the blocks that the row's next tokens do not see; returns how many."""
     first = min(pool.first_kept(row.num_computed), len(table.blocks))
     count = max(0, first - table.first)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from turnwise.engine.sampling.kvcache import TOKEN_BYTES, BlockPool, Prefix, block_key
-from turnwise.engine.sampling.requests import Table
+from turnwise.engine.sampling.requests import BlockTable
 
 BLOCKS_BEHIND = 2
 """Blocks that are kept before a window, so that a sequence can be continued from the last full block, or the one
@@ -57,12 +57,12 @@ class WindowPool(BlockPool):
                 top = index
         return top
 
-    def take(self, names: Sequence[int], num_blocks: int) -> Table:
+    def take(self, names: Sequence[int], num_blocks: int) -> BlockTable:
         """Share the blocks that `find` found."""
         first = self.first_needed(num_blocks * self.block_size)
         blocks = [self._block_of[names[index + 1]] for index in range(first, num_blocks)]
         self.share(blocks)
-        return Table(array("i", [0] * first + blocks), first, prefix=Prefix(num_blocks, names[num_blocks]))
+        return BlockTable(array("i", [0] * first + blocks), first, prefix=Prefix(num_blocks, names[num_blocks]))
 
     def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
         """As in `BlockPool`. Blocks that were given back are not among those to register."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ Dialog = Download = Locator = Page = Any  # Playwright is an optional package
 
 T = TypeVar("T")
 
-LEAVING_S = 2.0
-"""How long a page that said it is about to go may take to do so. A download never goes."""
+LEAVING_S = 15.0
+"""How long a page that said it is about to go may take to do so. Only a page that changes its mind takes that long."""
 QUIET_S = 0.03
 MAX_QUIET_S = 1.0
 MAX_TEXT = 500
@@ -106,6 +107,7 @@ class PageSession:
         self._ids = PageElementIds()
         self._is_good = True
         self._saving: set[asyncio.Task[None]] = set()
+        self._has_download = False  # since the last action; the page stays where it is
 
     @classmethod
     async def open(
@@ -189,12 +191,18 @@ class PageSession:
         return await self._pool.run(self._guarded(what, work))
 
     async def _guarded(self, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` until it ends, the page dies or the deadline passes."""
-        if self._seat is None:
-            work.close()
-            raise AttemptFailed(Party.ENV, "the page was closed")
-        lost = asyncio.ensure_future(self._seat.lost.wait())
+        """Await `work` until it ends, the page dies or the deadline passes. Few pages work at the same time."""
+        try:
+            async with self._pool.working:
+                return await self._watched(what, work)
+        finally:
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # it was never begun
+
+    async def _watched(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        lost = asyncio.ensure_future(self._seat_now.lost.wait())
         task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         try:
             await asyncio.wait((task, lost), timeout=self._options.deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -207,9 +215,7 @@ class PageSession:
             raise
         finally:
             lost.cancel()
-            if not task.done():
-                task.cancel()
-                task.add_done_callback(lambda late: late.cancelled() or late.exception())
+            task.cancel()
 
     def _result(self, what: str, task: asyncio.Future[T]) -> T:
         error = task.exception()
@@ -266,7 +272,7 @@ class PageSession:
                 if "context was destroyed" not in str(error) and "navigat" not in str(error):
                     raise
             else:
-                is_leaving = 0 <= state["leaving"] < LEAVING_S * 1000 and not self._saving
+                is_leaving = 0 <= state["leaving"] < LEAVING_S * 1000 and not self._has_download
                 if state["ready"] == "complete" and not is_leaving:
                     break
             await asyncio.sleep(0.01)
@@ -287,6 +293,7 @@ class PageSession:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
 
         before = self._page.url
+        self._has_download = False
         try:
             await self._perform(action)
         except _NoSuchElementError as error:
@@ -394,6 +401,7 @@ class PageSession:
         await _quietly(page.close())
 
     def _on_download(self, download: Download) -> None:
+        self._has_download = True
         task = asyncio.ensure_future(_quietly(self._save(download)))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)

@@ -36,10 +36,15 @@ PAGES_PER_BROWSER = 16
 """A browser that dies fails this many attempts at most."""
 OPENING_AT_ONCE = 4
 """New pages at the same time. Each starts a process; dozens of them at once would only slow each other down."""
+WORKING_AT_ONCE = 8
+"""Pages that do something at the same time; the others wait for their policy, or for their turn. So the deadline of a
+page measures the page, not how many there are."""
 USES_PER_SEAT = 50
 IDLE_S = 20.0
 CLOSE_S = 5.0
 LAUNCH_S = 60.0
+FOLDER = "tw-chromium-"
+"""Begins the name of a browser's folder for temporary files; the id of this process and a random part follow."""
 VIEWPORT = (1024, 768)
 
 FLAGS = (
@@ -58,6 +63,12 @@ _IN_EVERY_PAGE = """
   const leave = () => { window.__turnwise_leaving = performance.now(); };
   addEventListener('beforeunload', leave);
   addEventListener('submit', (event) => { if (!event.defaultPrevented) leave(); });
+  addEventListener('click', (event) => {
+    const link = event.target instanceof Element ? event.target.closest('a[href]') : null;
+    if (!link || event.defaultPrevented || !link.protocol.startsWith('http')) return;
+    const [base, ...place] = link.href.split('#');
+    if (!place.length || base !== location.href.split('#')[0]) leave();
+  });
   addEventListener('click', (event) => {
     const link = event.target instanceof Element ? event.target.closest('a[target], form[target]') : null;
     if (link) link.target = '_self';
@@ -116,6 +127,8 @@ class BrowserPool:
         self._free = asyncio.Semaphore(MAX_PAGES)
         self._starting = asyncio.Lock()
         self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
+        self.working = asyncio.Semaphore(WORKING_AT_ONCE)
+        """Held while a page does something."""
         self._gateway: SiteGateway | None = None
         self._num_held = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -206,7 +219,8 @@ class BrowserPool:
         open_ones = [one for one in self._browsers if one.num_taken < PAGES_PER_BROWSER]
         if open_ones:
             return max(open_ones, key=lambda one: (bool(one.unused), -one.num_taken))
-        folder = Path(tempfile.mkdtemp(prefix="tw-chromium-"))
+        _sweep_folders()
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
         chromium = Chromium(browser=asyncio.ensure_future(self._launch(folder)), folder=folder)
         self._browsers.append(chromium)
         return chromium
@@ -259,6 +273,14 @@ class BrowserPool:
         if chromium.browser.done() and not chromium.browser.cancelled() and chromium.browser.exception() is None:
             await _in_time(chromium.browser.result().close())
         shutil.rmtree(chromium.folder, ignore_errors=True)
+
+
+def _sweep_folders() -> None:
+    """Remove what processes that were killed could not remove."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _start_playwright() -> Playwright:

@@ -33,7 +33,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
-from turnwise.envs.library.search_answers import exact_match, f1
+from turnwise.envs.library.search_answers import exact_match, f1, normalise
 from turnwise.envs.library.search_questions import QuestionKind, load_questions, make_questions, question_to_task
 from turnwise.envs.scripted import play_demonstrations
 from turnwise.envs.splits import draw, random_for
@@ -251,6 +251,7 @@ class SearchEnv:
             terminated=True,
             is_success=is_right,
             info={"searches": self._num_searches, "f1": overlap},
+            labels={"answer": normalise(answer)},
         )
 
     def _go_on(self, text: str, *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:

@@ -12,7 +12,7 @@ from turnwise.engine.model.lora import base_policy
 from turnwise.engine.ops.transfer import PackedTransfer
 from turnwise.engine.sampling.inputs import block_table, step_inputs, uniforms
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
-from turnwise.engine.sampling.requests import OpenRequest, Piece, Row, Step, Table
+from turnwise.engine.sampling.requests import BlockTable, OpenRequest, Piece, Row, Step
 from turnwise.types import SampleRequest
 
 SIZE = 4
@@ -37,7 +37,7 @@ def make_row(tokens: list[int], blocks: list[int], lane: int) -> Row:
         stop_strings=[],
         on_done=lambda _: None,
     )
-    return Row(request, 0, array("i", tokens), tables=[Table(array("i", blocks))], lane=lane)
+    return Row(request, 0, array("i", tokens), tables=[BlockTable(array("i", blocks))], lane=lane)
 
 
 def slots_of(blocks: list[int], first: int, stop: int) -> list[int]:

@@ -1,0 +1,170 @@
+"""Success against what may be spent at inference: samples, turns and tokens. Arithmetic over attempts, no play.
+
+With n attempts at a task, c of them successes, the share of subsets of size k that hold a success is
+1 - C(n - c, k) / C(n, k): an unbiased estimate of pass@k (arXiv:2107.03374, section 2.1). Best-of-k and majority vote
+are estimated in the same way: the mean over all subsets of size k, in closed form where there is one.
+
+Every point is a mean over tasks of numbers between 0 and 1. Its interval is Wilson's with tasks as trials, which is
+right where a task's number is 0 or 1, and too wide rather than too narrow in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.watch.intervals import NOT_MEASURED, Interval, wilson
+
+BudgetKind = Literal["pass@k", "best of k", "majority of k", "turns", "tokens"]
+MAX_SUBSETS = 1000
+"""Votes of all subsets are counted up to so many subsets of a task; of more, this many are drawn, with a fixed seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledAttempt:
+    """What an attempt cost and what came out."""
+
+    is_success: bool
+    num_turns: int
+    num_tokens: int
+    score: float | None = None
+    """Of an outcome model."""
+    answer: str | None = None
+    """Its final answer, where the world records one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePoint:
+    """Success at one budget."""
+
+    kind: BudgetKind
+    budget: int
+    success: float
+    success_low: float
+    success_high: float
+    num_tasks: int
+    mean_tokens: float | None = None
+    """Sampled tokens that k attempts at a task cost, on average; None for budgets of turns and tokens."""
+
+
+Tasks = Sequence[Sequence[ScaledAttempt]]
+
+
+def pass_at_k(num_attempts: int, num_successes: int, k: int) -> float:
+    """The share of subsets of k attempts that hold a success."""
+    if not 0 < k <= num_attempts:
+        raise ValueError(f"k={k}; expected 1 to {num_attempts}, the number of attempts")
+    return 1 - math.comb(num_attempts - num_successes, k) / math.comb(num_attempts, k)
+
+
+def best_of_k(attempts: Sequence[ScaledAttempt], k: int) -> float:
+    """The mean over subsets of k attempts of the success of the one with the highest score; ties are drawn by lot."""
+    scores = [_score(attempt) for attempt in attempts]
+    by_score: defaultdict[float, list[bool]] = defaultdict(list)
+    for attempt, score in zip(attempts, scores, strict=True):
+        by_score[score].append(attempt.is_success)
+    labels = [sum(by_score[score]) / len(by_score[score]) for score in sorted(scores, reverse=True)]
+    # Attempt j, from the best, is picked by the subsets that hold it and k - 1 of those after it.
+    count = len(attempts)
+    picks = [label * math.comb(count - 1 - j, k - 1) for j, label in enumerate(labels)]
+    return sum(picks) / math.comb(count, k)
+
+
+def majority_of_k(attempts: Sequence[ScaledAttempt], k: int) -> float:
+    """The mean over subsets of k attempts of the success of the most frequent answer; ties are drawn by lot.
+
+    An attempt without an answer has no vote; a subset without any vote fails.
+    """
+    successes: defaultdict[str, list[bool]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.answer is not None:
+            successes[attempt.answer].append(attempt.is_success)
+    rates = {answer: sum(own) / len(own) for answer, own in successes.items()}
+    answers = [attempt.answer for attempt in attempts]
+    outcomes = [_vote([answers[index] for index in subset], rates) for subset in _subsets(len(attempts), k)]
+    return sum(outcomes) / len(outcomes)
+
+
+def scale_points(tasks: Tasks) -> list[ScalePoint]:
+    """Every kind of budget that these attempts can tell of."""
+    attempts = [attempt for task in tasks for attempt in task]
+    most = max((len(task) for task in tasks), default=0)
+    sizes = powers_up_to(most)
+    points = [_of_samples("pass@k", tasks, k, _passed) for k in sizes]
+    if attempts and all(attempt.score is not None for attempt in attempts):
+        points += [_of_samples("best of k", tasks, k, best_of_k) for k in sizes]
+    if any(attempt.answer is not None for attempt in attempts):
+        points += [_of_samples("majority of k", tasks, k, majority_of_k) for k in sizes]
+    turns = powers_up_to(max((attempt.num_turns for attempt in attempts), default=0))
+    points += [_of_limit("turns", tasks, limit, lambda attempt: attempt.num_turns) for limit in turns]
+    tokens = powers_up_to(max((attempt.num_tokens for attempt in attempts), default=0))
+    points += [_of_limit("tokens", tasks, limit, lambda attempt: attempt.num_tokens) for limit in tokens]
+    return points
+
+
+def powers_up_to(most: int) -> list[int]:
+    """1, 2, 4, ..., and `most` itself."""
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)} - {0})
+
+
+def _passed(attempts: Sequence[ScaledAttempt], k: int) -> float:
+    return pass_at_k(len(attempts), sum(attempt.is_success for attempt in attempts), k)
+
+
+def _of_samples(
+    kind: BudgetKind, tasks: Tasks, k: int, estimate: Callable[[Sequence[ScaledAttempt], int], float]
+) -> ScalePoint:
+    """Tasks with fewer than k attempts that were judged say nothing of k, and are left out of the count."""
+    able = [task for task in tasks if len(task) >= k]
+    return _point(kind, k, [estimate(task, k) for task in able], [k * _mean_tokens(task) for task in able])
+
+
+def _of_limit(kind: BudgetKind, tasks: Tasks, limit: int, spent: Callable[[ScaledAttempt], int]) -> ScalePoint:
+    """An attempt that needed more than the limit would have been cut before its success."""
+    able = [task for task in tasks if task]
+    values = [sum(one.is_success and spent(one) <= limit for one in task) / len(task) for task in able]
+    return _point(kind, limit, values)
+
+
+def _point(kind: BudgetKind, budget: int, values: Sequence[float], costs: Sequence[float] = ()) -> ScalePoint:
+    found: Interval = wilson(sum(values) / len(values), len(values)) if values else NOT_MEASURED
+    return ScalePoint(
+        kind=kind,
+        budget=budget,
+        success=found.value,
+        success_low=found.low,
+        success_high=found.high,
+        num_tasks=len(values),
+        mean_tokens=sum(costs) / len(costs) if costs else None,
+    )
+
+
+def _mean_tokens(task: Sequence[ScaledAttempt]) -> float:
+    return sum(attempt.num_tokens for attempt in task) / len(task)
+
+
+def _score(attempt: ScaledAttempt) -> float:
+    if attempt.score is None:
+        raise ValueError("an attempt has no score; best of k needs one of each")
+    return attempt.score
+
+
+def _subsets(count: int, k: int) -> list[tuple[int, ...]]:
+    if math.comb(count, k) <= MAX_SUBSETS:
+        return list(itertools.combinations(range(count), k))
+    rng = random.Random(f"{count}:{k}")
+    return [tuple(rng.sample(range(count), k)) for _ in range(MAX_SUBSETS)]
+
+
+def _vote(answers: Sequence[str | None], rates: dict[str, float]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    top = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == top]
+    return sum(rates[answer] for answer in winners) / len(winners)

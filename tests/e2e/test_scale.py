@@ -1,0 +1,49 @@
+"""`turnwise scale` from the command line: before and after, on the same tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli import main
+
+pytestmark = pytest.mark.usefixtures("tiny_dir")
+SMALL = ("model=tiny", "train.steps=1", "train.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0")
+
+
+def test_scale_measures_the_start_and_the_end_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, picture = str(tmp_path / "run"), tmp_path / "scale.svg"
+    warm = ("warmup.steps=20", "warmup.demonstrations=16")
+    assert main(["train", "guess_number", *SMALL, *warm, f"run.dir={run}"]) == 0
+    capsys.readouterr()
+    play = ("--samples", "3", "eval.tasks=4", "--out", str(picture))
+    assert main(["scale", run, *play, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found["points"]) == ["before", "after"]
+    for points in found["points"].values():
+        samples = [(p["budget"], p["num_tasks"]) for p in points if p["kind"] == "pass@k"]
+        assert samples == [(1, 4), (2, 4), (3, 4)]
+        rates = [p["success"] for p in points if p["kind"] == "pass@k"]
+        assert rates == sorted(rates)
+    # The same play as `turnwise eval`: what a single sample reaches is the success rate that it prints.
+    assert main(["eval", run, "eval.tasks=4", "eval.samples=3", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    after = next(p for p in found["points"]["after"] if (p["kind"], p["budget"]) == ("pass@k", 1))
+    assert after["success"] == pytest.approx(row["success"])
+    assert picture.read_text().startswith("<svg")
+
+    assert main(["scale", "tiny", "--env", "guess_number", *play]) == 0
+    out = capsys.readouterr().out
+    assert "before" not in out
+    assert "pass@k 3" in out
+    refused = {
+        ("scale", run, "eval.temperature=0", *play): "samples of a task are alike",
+        ("scale", "tiny", *play): "add --env NAME",
+        ("scale", run, "eval.samples=4", *play): "--samples N",
+        ("scale", run, "--orm", run, *play): "is no outcome model",
+    }
+    for words, message in refused.items():
+        assert main(list(words)) == 2, words
+        assert message in capsys.readouterr().err
