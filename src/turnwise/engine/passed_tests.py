@@ -30,14 +30,7 @@ class PassedTests:
     """The record of one model, which may exist."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._facts = {
-            "model": model_fingerprint(model_dir),
-            "code": code_fingerprint(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "device": device_name(device),
-            "dtype": str(dtype),
-        }
+        self._facts = computing_facts(model_dir, device, dtype)
         key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:24]
         self.file = home() / "self_tests" / f"{key}.json"
 
@@ -53,6 +46,18 @@ class PassedTests:
             self.file.write_text(json.dumps({**self._facts, "seconds": round(seconds, 3)}), encoding="utf-8")
         except OSError as cause:
             log.info("the passed self-test was not recorded: %s", cause)
+
+
+def computing_facts(model_dir: Path, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What decides how a model computes here, in names: its files, our code, libraries, device and dtype."""
+    return {
+        "model": model_fingerprint(model_dir),
+        "code": code_fingerprint(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device_name(device),
+        "dtype": str(dtype),
+    }
 
 
 def model_fingerprint(directory: Path) -> str:

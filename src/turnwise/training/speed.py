@@ -18,7 +18,7 @@ import numpy as np
 
 from turnwise.client.local_clients import LocalSamplingClient, LocalTrainingClient
 from turnwise.config.config import Config
-from turnwise.engine.device_info import find_device
+from turnwise.engine.device_info import choose_device
 from turnwise.engine.threads import find_threads
 from turnwise.models.config import expert_options
 from turnwise.models.directories import home
@@ -95,19 +95,12 @@ def find_speed(config: Config, load: SpeedLoad, report: Callable[[str], None]) -
 
 
 def _facts(config: Config, load: SpeedLoad) -> dict[str, object]:
-    import torch
-
-    from turnwise.engine.passed_tests import code_fingerprint, model_fingerprint
+    from turnwise.engine.passed_tests import computing_facts  # loads torch
 
     engine = config.engine_in_use
-    device = find_device(engine)
     return {
+        **computing_facts(find_model(config), *choose_device(engine)),
         "method": METHOD,
-        "model": model_fingerprint(find_model(config)),
-        "code": code_fingerprint(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(None) if device.kind == "cuda" else device.kind,
-        "dtype": device.dtype,
         "threads": find_threads().count,
         "engine": engine.model_dump(mode="json", exclude={"seed"}),
         "trained": {"train": config.model.train, "rank": config.model.rank, **_targets(config)},
