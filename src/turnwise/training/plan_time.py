@@ -1,6 +1,6 @@
 """Says how long a run will take, from the speed of this machine and the length of a typical attempt.
 
-    scripted dialogues of the world -> AttemptShape -> SpeedLoad -> Speed (speed.py) -> TimePlan
+    scripted dialogues of the world -> PlannedAttempt -> SpeedLoad -> Speed (speed.py) -> TimePlan
 
 A world without scripted dialogues is planned with attempts that use all of their turns and tokens.
 """
@@ -40,7 +40,7 @@ USUAL_OBSERVED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptShape:
+class PlannedAttempt:
     """The mean attempt."""
 
     turns: float
@@ -79,7 +79,7 @@ class TimePlan:
     num_steps: int
     longest_step_s: float
     """Of a step in which every attempt uses all of its turns and tokens."""
-    shape: AttemptShape
+    shape: PlannedAttempt
     left_out: Sequence[str] = ()
 
     @property
@@ -143,7 +143,7 @@ def plan_time(setup: Setup, report: Callable[[str], None]) -> TimePlan:
     return replace(planned, longest_step_s=max(longest.step_s, planned.step_s))
 
 
-def _longest(shape: AttemptShape, limits: RolloutLimits) -> AttemptShape:
+def _longest(shape: PlannedAttempt, limits: RolloutLimits) -> PlannedAttempt:
     """An attempt whose every turn is as long as it may be; the world adds as much after a turn as usual."""
     turns, reply = limits.max_turns, limits.max_tokens_per_turn
     total = shape.prompt_tokens + turns * (reply + shape.observed_tokens / shape.turns)
@@ -152,7 +152,7 @@ def _longest(shape: AttemptShape, limits: RolloutLimits) -> AttemptShape:
     )
 
 
-def _speed_load(config: Config, parts: Parts, shape: AttemptShape) -> SpeedLoad:
+def _speed_load(config: Config, parts: Parts, shape: PlannedAttempt) -> SpeedLoad:
     played = config.train.tasks_per_step * attempts_per_task(config) or len(parts.held_out)
     return SpeedLoad(
         rows=max(1, min(played, parts.rollout.max_concurrency, config.engine_in_use.max_num_seqs)),
@@ -169,13 +169,13 @@ def _rounded(count: float) -> int:
     return max(1, int(float(f"{count:.2g}")))
 
 
-def _shape(parts: Parts, scripts: Sequence[Sequence[DialogueTurn]], tried: Sequence[Trajectory]) -> AttemptShape:
+def _shape(parts: Parts, scripts: Sequence[Sequence[DialogueTurn]], tried: Sequence[Trajectory]) -> PlannedAttempt:
     limits = parts.rollout
     if scripts:
         count = len(scripts)
         turns = sum(map(len, scripts)) / count
         replies = sum(len(turn.reply_ids) for one in scripts for turn in one) / count
-        return AttemptShape(
+        return PlannedAttempt(
             turns=min(turns, limits.max_turns),
             prompt_tokens=sum(len(one[0].prompt_ids) for one in scripts) / count,
             reply_tokens=min(replies / turns, limits.max_tokens_per_turn),
@@ -187,13 +187,13 @@ def _shape(parts: Parts, scripts: Sequence[Sequence[DialogueTurn]], tried: Seque
     reply = limits.max_tokens_per_turn
     total = min(prompt + limits.max_turns * (reply + USUAL_OBSERVED), limits.max_trajectory_tokens)
     turns = max(1.0, min(limits.max_turns, (total - prompt) / (reply + USUAL_OBSERVED)))
-    return AttemptShape(
+    return PlannedAttempt(
         turns=turns, prompt_tokens=prompt, reply_tokens=reply, total_tokens=total, source="the limits of an attempt"
     )
 
 
 def _add_up(
-    config: Config, plan: Plan, shape: AttemptShape, speed: Speed, env_turn_s: float | None, left_out: Sequence[str]
+    config: Config, plan: Plan, shape: PlannedAttempt, speed: Speed, env_turn_s: float | None, left_out: Sequence[str]
 ) -> TimePlan:
     train, group_size = config.train, attempts_per_task(config)
     tasks = train.tasks_per_step * train.accumulate
