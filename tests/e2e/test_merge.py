@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from turnwise.cli import main
-from turnwise.training.policy import find_policy
+from turnwise.training import merge_search
+from turnwise.training.policy import PolicySampler, find_policy
 
 pytestmark = pytest.mark.usefixtures("tiny_dir")
 SMALL = ("model=tiny", "train.steps=1", "train.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0")
@@ -100,3 +102,30 @@ def test_parts_of_other_bases_are_refused(tmp_path: Path, capsys: pytest.Capture
     second = _train(tmp_path / "b", "guess_number", f"model={tmp_path / 'other'}")
     assert main(["merge", f"{first}=1", f"{second}=1", "--out", str(tmp_path / "no")]) == 2
     assert "expected parts of one base model" in capsys.readouterr().err
+
+
+def test_a_search_reports_on_tasks_that_it_did_not_choose_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (_train(tmp_path / name, "guess_number", "model.rank=2", "train.steps=0") for name in "ab")
+    played: list[tuple[str | None, set[str]]] = []
+    evaluate = PolicySampler.evaluate
+
+    def watched(policy: PolicySampler, **options: Any) -> Any:
+        found = evaluate(policy, **options)
+        played.append((policy.checkpoint, {group.task_id for group in found.played.groups}))
+        return found
+
+    monkeypatch.setattr(PolicySampler, "evaluate", watched)
+    monkeypatch.setattr(merge_search, "DEFAULT_TASKS", 2)
+    out = str(tmp_path / "out")
+    assert main(["merge", first, second, "--search", "3", "--env", "guess_number", "--out", out]) == 0
+    searched, final = played[:3], played[3:]
+    assert len(final) == 4, "base, two parts, merge"
+    assert final[0][0] is None
+    assert {frozenset(tasks) for _, tasks in searched} == {frozenset(searched[0][1])}
+    assert {frozenset(tasks) for _, tasks in final} == {frozenset(final[0][1])}
+    assert searched[0][1]
+    assert not searched[0][1] & final[0][1]
+    assert "tasks that the weights were not chosen by" in capsys.readouterr().out
+    assert main(["merge", first, second, "--search", "3", "--out", f"{out}2"]) == 2

@@ -28,8 +28,10 @@ def rand(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 
 @pytest.mark.parametrize("window", [1, 33, 200, 5000])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("size", [64, 256])
-def test_a_tree_under_a_window_equals_plain_torch(window: int, has_sinks: bool, size: int) -> None:
+@pytest.mark.parametrize(("size", "lies_heads_first"), [(64, False), (256, False), (64, True)])
+def test_a_tree_under_a_window_equals_plain_torch(
+    window: int, has_sinks: bool, size: int, lies_heads_first: bool
+) -> None:
     from turnwise.engine.ops import cuda_attention
 
     sinks = rand(8, seed=5) if has_sinks else None
@@ -37,6 +39,8 @@ def test_a_tree_under_a_window_equals_plain_torch(window: int, has_sinks: bool, 
     query, grad = (rand(1, 640, 8, size, seed=seed) for seed in (0, 3))
     key, value = (rand(1, 640, 2, size, seed=seed) for seed in (1, 2))
     q, k, v = (side.transpose(1, 2) for side in (query, key, value))
+    if lies_heads_first:  # as after the rotation of gpt-oss
+        q, k = q.contiguous(), k.contiguous()
     out, lse = cuda_attention.tree_forward(q, k, v, TREE, rule)
     grads = cuda_attention.tree_backward(grad, Saved(q, k, v, out, lse), TREE, rule)
     wide = [side.float() for side in (q, k, v)]
@@ -44,8 +48,10 @@ def test_a_tree_under_a_window_equals_plain_torch(window: int, has_sinks: bool, 
     want_grads = torch_attention.tree_backward(grad.float(), Saved(*wide, want, want_lse), TREE, rule)
     torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
+    # Whoever sees itself alone has no gradient in its query and key: what is there is rounding of the others' size.
+    least = 1e-4 * max(float(expected.norm()) for expected in want_grads)
     for got, expected in zip(grads, want_grads, strict=True):
-        assert float((got.float() - expected).norm() / expected.norm().clamp_min(1e-9)) < 2e-2
+        assert float((got.float() - expected).norm()) < 2e-2 * max(float(expected.norm()), least)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, 5.0), (1, None), (70, None), (70, 5.0), (4000, None)])
@@ -107,3 +113,17 @@ def test_models_with_windows_equal_transformers(family: str, dtype: Any, toleran
             (own,) = reply.sequences
             want = expected([*prompt, *own.tokens])[len(prompt) - 1 :]
             assert (torch.tensor(own.logprobs) - want).abs().mean() < tolerance
+
+
+def test_a_family_that_rotates_on_the_host_decodes_from_graphs(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["phimoe"](**SHAPE | {"sliding_window": None}, num_local_experts=4, num_experts_per_tok=2)
+    directory = make_model(config, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = Engine(directory, EngineConfig(device="cuda", dtype="float32", kv_cache_gib=0.1), name="phimoe")
+    (reply,) = sample_many(engine, [(random_ids(9, 7), engine.base_policy)], max_tokens=40, seed=1)
+    (own,) = reply.sequences
+    ids = torch.tensor([*random_ids(9, 7), *own.tokens])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1].float(), -1)
+    want = logprobs.gather(1, ids[1:, None])[8:, 0]
+    assert (torch.tensor(own.logprobs) - want).abs().mean() < 1e-3

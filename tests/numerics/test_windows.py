@@ -34,23 +34,18 @@ SHAPE: dict[str, Any] = {
 MIXED = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": MIXED, "logit_scale": 0.3},
-    "cwm": {"layer_types": MIXED},
-    "exaone4": {"layer_types": MIXED},
     "gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {"layer_types": MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
     "gpt_oss": {"layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granite_swa": {"layer_types": MIXED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
-    "ministral": {},
     "mistral": {},
     "mixtral": {"num_local_experts": 4},
-    "olmo3": {"layer_types": MIXED},
     "phi3": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "smollm3": {"use_sliding_window": True, "layer_types": MIXED, "no_rope_layers": [1, 1, 1, 0]},
     "starcoder2": {},
-    "vaultgemma": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
 }
+"""Other families with windows are in the table of families, which compares shorter contexts."""
 
 
 def make_engine(family: str, folder: Path, **settings: Any) -> tuple[Engine, Any]:
@@ -144,7 +139,7 @@ def test_blocks_before_the_window_are_given_back_and_never_read(
     assert all(pool.num_used == 0 for pool in engine.sampler.pools)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_conversations_go_on_from_their_last_window_and_siblings_share_a_beginning(family: str, tmp_path: Path) -> None:
     engine, model = make_engine(family, tmp_path, prefill_tokens=64)
     talk = random_ids(100, 1)
@@ -203,7 +198,7 @@ def test_few_blocks_give_the_same_tokens_as_many(family: str, tmp_path: Path) ->
         assert pool.num_used == 0
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_gradients_of_a_packed_tree_equal_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
     engine, model = make_engine(family, tmp_path)
     adapter = displaced_adapter(engine, rank=2, train_mlp=False)

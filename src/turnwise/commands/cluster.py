@@ -1,14 +1,17 @@
-"""`turnwise cluster plan`: what the processes of a run hold and send, before anything is spent."""
+"""`turnwise cluster`: what the processes of a run hold, send and would do on many devices, before anything is spent."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from turnwise.commands.cluster_simulate import add_simulate_parser, run_simulate
+
 _EXAMPLES = """\
 examples:
   turnwise cluster plan guess_number model=tiny cluster.learners=2 cluster.env_workers=4
   turnwise cluster plan my_run.yaml model.train=full cluster.learners=8 cluster.address=auto
+  turnwise cluster simulate --from runs/NAME --devices 8,64,512,4096
 """
 
 
@@ -16,8 +19,8 @@ def add_parser(subparsers: Any) -> None:
     """Add `cluster` to the command line's subcommands."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "cluster",
-        help="plan a run on several processes and machines",
-        description="Print where the processes of a run go, what each holds, and what they send.",
+        help="plan or simulate a run on several processes and machines",
+        description="Print where the processes of a run go and what they send, or how fast many devices would be.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -26,12 +29,15 @@ def add_parser(subparsers: Any) -> None:
     plan = actions.add_parser("plan", help="print placement, memory and traffic of a run")
     plan.add_argument("name", help="a preset, a YAML file or a world, as for turnwise train")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of the run")
+    add_simulate_parser(actions)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.action is None:
         options.parser.print_help()
         return 0
+    if options.action == "simulate":
+        return run_simulate(options)
     from turnwise.training.cluster_plan import cluster_lines
     from turnwise.training.setup import read_config, set_up_new
 

@@ -12,7 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.outcomes.measure import Quality
 from turnwise.outcomes.model import open_outcome_model
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.orm import OrmConfig, best_of_n, measure_model, read_attempts, train_outcome_model
+from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, measure_model, read_attempts, train_outcome_model
 from turnwise.watch.terminal import open_view
 
 
@@ -31,29 +31,38 @@ def run_orm_train(words: Sequence[str], out: str) -> ExitCode:
 
 
 def run_orm_eval(directory: str, sources: Sequence[str], *, as_json: bool) -> ExitCode:
-    """Measure an outcome model on the attempts of other runs: all of them, since it has not seen those."""
-    attempts, _ = read_attempts(sources, 1_000_000)
-    if not attempts:
+    """Measure an outcome model on the attempts of other runs, without those at tasks that it has learned from."""
+    model = open_outcome_model(directory)
+    found, _ = read_attempts(sources, 1_000_000)
+    if not found:
         raise ConfigError(
             f"no attempt of {', '.join(sources)} was judged by a verifier; there is nothing to compare with"
         )
+    learned = learned_tasks(directory)
+    attempts = [one for one in found if (one.world, one.task_id) not in learned]
+    if not attempts:
+        raise ConfigError(
+            f"{directory} has learned from the tasks of all {len(found)} attempts; name a run with other tasks"
+        )
     with ServiceClient() as service:
-        quality = measure_model(open_outcome_model(directory), attempts, service)
+        quality = measure_model(model, attempts, service)
     if as_json:
-        print(json.dumps(quality.to_json()))
+        print(json.dumps(quality.to_json() | {"left_out": len(found) - len(attempts)}))
     else:
-        _show(quality, f"{len(attempts)} attempts")
+        _show(quality, "tasks that it has not learned from")
+        print(f"left out: {len(found) - len(attempts)} attempts at tasks that it has learned from")
     return ExitCode.OK
 
 
 def run_orm_best(directory: str, run: str, *, as_json: bool) -> ExitCode:
     """Success of the attempt that the outcome model picks at each task, beside chance and the best possible pick."""
     with ServiceClient() as service:
-        found = best_of_n(open_outcome_model(directory), Path(run).expanduser(), service)
+        model, learned = open_outcome_model(directory), learned_tasks(directory)
+        found = best_of_n(model, Path(run).expanduser(), service, learned)
     if as_json:
         print(json.dumps(found.to_json()))
         return ExitCode.OK
-    print(f"{found.num_groups} groups of {found.mean_size:.1f} attempts")
+    print(f"{found.num_groups} groups of {found.mean_size:.1f} attempts; left out: {found.num_left_out} learned tasks")
     print(
         f"one at random    {found.random:.1%}\nbest of n by it  {found.picked:.1%}\nany of n         {found.oracle:.1%}"
     )

@@ -4,7 +4,7 @@
 
 One line is one task. `difficulty` is the level of the world that the task belongs to (`env.difficulty`); without it,
 the world is taken as the run's options make it. A file may hold tasks of several levels: each is played in the world of
-its own level. An id that is in both splits is refused, because a policy would be measured on what it learned from.
+its own level. A task that is in both splits is refused, because a policy would be measured on what it learned from.
 """
 
 from __future__ import annotations
@@ -61,8 +61,18 @@ class ListedWorld(WorldWrapper):
         return self.levels.get(level, self.inner).make_env(task, seed)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """Those of the world's own tasks: a listed task has no script."""
-        return self.inner.demonstrations(count, seed)
+        """Those of the world's own tasks: a listed task has no script. The file's held-out tasks are left out.
+
+        The world's own split is not the file's: a task of its train split may be held out here.
+        """
+        found = self.inner.demonstrations(count, seed)
+        played = self.inner.tasks("train", count, seed) if found else ()
+        if len(played) != len(found):
+            return found  # no scripts of the tasks that it draws
+        held_out = [one.task for one in self.listed if one.split == "test"]
+        ids, contents = {task.id for task in held_out}, [task.data for task in held_out if task.data]
+        pairs = zip(played, found, strict=True)
+        return [dialogue for task, dialogue in pairs if task.id not in ids and task.data not in contents]
 
 
 def list_world(world: World, path: Path, make_level: MakeLevel) -> ListedWorld:
@@ -98,7 +108,22 @@ def read_tasks(path: Path) -> tuple[ListedTask, ...]:
         found[one.task.id] = one
     if not found:
         raise ConfigError(f"env.tasks={path} holds no task; expected one JSON object per line")
+    _check_apart(path, found.values())
     return tuple(found.values())
+
+
+def _check_apart(path: Path, tasks: Iterable[ListedTask]) -> None:
+    """Refuse a task that is in both splits, under whatever id."""
+    seen: dict[tuple[int, str], ListedTask] = {}
+    for one in tasks:
+        if not one.task.data:
+            continue  # the id says everything
+        twin = seen.setdefault((one.difficulty, json.dumps(one.task.data, sort_keys=True)), one)
+        if twin.split != one.split:
+            raise ConfigError(
+                f"env.tasks={path}: {twin.task.id} ({twin.split}) and {one.task.id} ({one.split}) hold the same data; "
+                "a task that is trained on cannot be held out: leave one of them out"
+            )
 
 
 def _read_line(line: str, where: str) -> ListedTask:

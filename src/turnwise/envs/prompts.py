@@ -44,7 +44,7 @@ class PromptWorld:
     reward_weights: Sequence[float] | None = None
     """One weight per function; None weighs them equally."""
     test_rows: Iterable[Row] | Path | str | None = field(default=None, repr=False)
-    """Rows for evaluations; None holds out a fifth of `rows`."""
+    """Rows for evaluations; None holds out a fifth of the prompts of `rows`. A prompt of theirs is not trained on."""
     name: str = "prompts"
     max_turns: int = 1
     max_tokens: int = 256
@@ -58,11 +58,11 @@ class PromptWorld:
         if self.test_rows is None:
             splits: dict[Split, list[Task]] = {"train": [], "test": []}
             for task in rows:
-                splits[split_of(task.id)].append(task)
+                splits[split_of(_asked_in(task))].append(task)
         else:
             test = _tasks_of(self.test_rows)
-            held_out = {task.id for task in test}
-            splits = {"train": [task for task in rows if task.id not in held_out], "test": test}
+            held_out = {_asked_in(task) for task in test}
+            splits = {"train": [task for task in rows if _asked_in(task) not in held_out], "test": test}
         object.__setattr__(self, "_tasks", splits)
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
@@ -149,6 +149,11 @@ def _check_functions(functions: Sequence[Any], weights: Sequence[float] | None) 
         raise ConfigError(f"reward_funcs: two functions are called alike ({', '.join(names)}); rename one")
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward functions")
+
+
+def _asked_in(task: Task) -> str:
+    """The prompt of a row: rows that ask the same, and differ in an index or an answer, belong to one split."""
+    return json.dumps(task.data["row"][PROMPT], sort_keys=True)
 
 
 def _tasks_of(rows: Iterable[Row] | Path | str) -> list[Task]:

@@ -47,6 +47,8 @@ class Family:
     """What becomes of the head's product; None: nothing."""
     settings: frozenset[str] = frozenset()
     """Settings of `_CHECKED_SETTINGS` that `logits` reads or that the family's code hands to attention."""
+    rotates_on_host: bool = False
+    """Whether its code computes the angles on the host in every pass, which no captured graph can hold."""
 
 
 def llama_block(config: ModelJson) -> BlockSpec:
@@ -153,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="persimmon"),
         Family(model_type="phi"),
         Family(model_type="phi3"),
-        Family(model_type="phimoe", experts=LOCAL_EXPERTS),
+        Family(model_type="phimoe", experts=LOCAL_EXPERTS, rotates_on_host=True),
         Family(model_type="qwen2", describe=llama_block, has_window_switch=True, window_start=28),
         Family(
             model_type="qwen2_moe",
@@ -277,6 +279,12 @@ def _unknown_family(name: str, config: ModelJson) -> str:
 
 def has_rope(config: ModelJson, kinds: Sequence[str]) -> bool:
     return not rope_types(config).isdisjoint(kinds)
+
+
+def has_fixed_angles(config: ModelJson) -> bool:
+    """Whether the angles of all positions are computed at load, in place of transformers' code in every pass."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return has_rope(config, LENGTH_ROPES) or (family is not None and family.rotates_on_host)
 
 
 def context_length(config: ModelJson) -> int:

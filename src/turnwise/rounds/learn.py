@@ -17,6 +17,7 @@ from turnwise.client.checkpoints import CheckpointStore
 from turnwise.config.config import Config
 from turnwise.config.files import Tree, config_to_tree, tree_to_config
 from turnwise.envs.listed import ListedTask, write_tasks
+from turnwise.errors import TurnwiseError
 from turnwise.outcomes.model import is_outcome_model
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rounds.config import FlywheelConfig
@@ -76,7 +77,9 @@ class StageRuns:
         tree["train"] |= {"steps": steps, "seed": derive_seed(self._config.train.seed, stage, number)}
         place = self.place(number, stage)
         model = self._train(place, tree)
-        return {"model": model, "run": str(place.relative_to(self._store.directory)), "steps": steps}
+        with RunReader(place) as run:
+            updated = len(run.metric("train/optimizer_step"))  # a step of RL without a lesson updates nothing
+        return {"model": model, "run": str(place.relative_to(self._store.directory)), "steps": updated}
 
     def _write_data(self, number: int, stage: str) -> Path | None:
         """The file that a stage learns from; None if there is nothing in its pool."""
@@ -134,6 +137,9 @@ class StageRuns:
             Run.start(set_up_new(tree_to_config(tree), self._objects), observer=self._observer)
         elif Run.open(place).state != "finished":
             Run.start(set_up_resume(place, (), self._objects), observer=self._observer)
+        state = Run.open(place).state
+        if state != "finished":
+            raise TurnwiseError(f"the run {place} is {state}, not finished; the same command goes on with it")
         with RunReader(place) as run:
             row = choose_checkpoint(run, "last").row
         if self._config.model.base_url:

@@ -63,9 +63,11 @@ class RoundPlayer:
                     self._store.add_dropped(number, group.task_id, group.why, why)
                 else:
                     self._store.add_group(number, policy.checkpoint or config.model.name, group)
-        if len(reasons) == len(todo):
+        if reasons and not self._store.query("SELECT 1 FROM attempts WHERE round = ? LIMIT 1", number):
+            self._store.forget_dropped(number)  # so that the same command plays them once the cause is mended
             raise TurnwiseError(
-                f"not one of the {len(todo)} groups of round {number} could be played; the first: {reasons[0]}"
+                f"not one of the groups of round {number} could be played; the first: {reasons[0]}; mend it and repeat "
+                "the command"
             )
 
     def evaluate(self, number: int, model: str, held_out: Sequence[ListedTask], place: Path) -> list[list[object]]:

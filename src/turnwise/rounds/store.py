@@ -197,6 +197,10 @@ class PoolStore(ClosedOnExit):
     def add_dropped(self, number: int, task_id: str, why: str, detail: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO dropped VALUES (?, ?, ?, ?)", (number, task_id, why, detail))
 
+    def forget_dropped(self, number: int) -> None:
+        """Let a round play again what could not be played."""
+        self._db.execute("DELETE FROM dropped WHERE round = ?", (number,))
+
     def played_tasks(self, number: int) -> set[str]:
         """The tasks of a round that need no more play."""
         rows = self.query(

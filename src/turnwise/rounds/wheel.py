@@ -110,6 +110,7 @@ class Flywheel:
     def run(self, observer: Observer) -> None:
         """Do what is left to do."""
         check_source(self.options)
+        check_read(self.file.run, self._objects)
         if not self.file.run.model.base_url:
             find_model(self.file.run)
         with run_lock(self.directory), self._open() as store:
@@ -124,7 +125,7 @@ class Flywheel:
             store = PoolStore.open(self.directory)
             _check_same(json.loads(store.meta("settings") or "{}"), self.file.to_tree(), str(self.directory))
             return store
-        config = resolve_start(_without_levels(self.file.run, self._objects))
+        config = resolve_start(self.file.run)
         origin = origin_of(config)
         meta = {
             "settings": json.dumps(self.file.to_tree()),
@@ -136,17 +137,35 @@ class Flywheel:
 
     def _config(self, store: PoolStore) -> Config:
         """What the runs have in common, with the start that was resolved when the flywheel began."""
-        config = _without_levels(self.file.run, self._objects)
+        config = self.file.run
         model = config.model.model_copy(update={"start_from": store.meta("start") or ""})
         return config.model_copy(update={"model": model})
 
 
-def _without_levels(config: Config, objects: PythonObjects) -> Config:
-    """The dial sets the options that make a level; a preset's own setting of them would contradict it."""
+UNREAD = {
+    "env": {"tasks": "proposes tasks itself", "difficulty": "has flywheel.start_level and flywheel.dial"},
+    "train": {"steps": "has flywheel.sft_steps, flywheel.rl_steps and the like"},
+    "eval": {"tasks": "has flywheel.eval_tasks"},
+    "run": {"dir": "has flywheel.dir", "name": "has flywheel.dir"},
+    "cluster": {"env_workers": "plays tasks of several levels, and a worker serves one"},
+    "data": {"dialogues": "trains on its own pools", "pairs": "trains on its own pools"},
+}
+"""Options of a run that a flywheel sets itself, and why."""
+
+
+def check_read(config: Config, objects: PythonObjects = NO_OBJECTS) -> None:
+    """Refuse options of a run that a flywheel would not read."""
+    for section, reasons in UNREAD.items():
+        changed = getattr(config, section).changed_options()
+        for name in (name for name in reasons if name in changed):
+            raise ConfigError(f"{section}.{name} is not read: a flywheel {reasons[name]}; leave it out")
     target = objects.env if objects.env is not None else load_target(config.env.name)
-    dialled = {name for level in levels_of(target) for name in level}
-    options = {name: value for name, value in config.env.options.items() if name not in dialled}
-    return config.model_copy(update={"env": config.env.model_copy(update={"options": options, "difficulty": -1})})
+    dialled = sorted({name for level in levels_of(target) for name in level} & set(config.env.options))
+    if dialled:
+        raise ConfigError(
+            f"env.options.{dialled[0]} is not read: the levels of {config.env.name} set it; leave it out, and set "
+            "flywheel.start_level and flywheel.dial"
+        )
 
 
 def _check_same(began: dict[str, Any], now: dict[str, Any], directory: str) -> None:

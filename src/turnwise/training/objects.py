@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.envs.agents import AgentWorld
 from turnwise.envs.base import World
 from turnwise.envs.config import EnvConfig
 from turnwise.envs.difficulty import level_options
@@ -76,6 +77,11 @@ class PythonObjects:
             return as_world(target, options_of(level), label=env.name)
 
         world = make_level(env.difficulty)
+        if memory.is_on and isinstance(world, AgentWorld):
+            raise ConfigError(
+                f"memory.{memory.changed_options()[0]}, and {env.name} is an agent, which says itself what each prompt "
+                "holds; leave the memory out, and shorten the messages in the agent"
+            )
         if env.tasks and played_by is not None:
             raise ConfigError(
                 f"env.tasks={env.tasks} mixes levels, and a worker of cluster.env_workers serves one; "

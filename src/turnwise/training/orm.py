@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,17 @@ def read_attempts(sources: Sequence[str | Path], max_attempts: int) -> tuple[lis
     return found[-max_attempts:], next(iter(models), "")
 
 
+def learned_tasks(directory: str | Path) -> set[tuple[str, str]]:
+    """(world, task) of every attempt that an outcome model has learned from."""
+    path = Path(directory).expanduser() / ATTEMPTS
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not there; it says which tasks the model has learned from, and those are no measure: copy the "
+            "whole directory that turnwise orm train made"
+        )
+    return {(one.world, one.task_id) for one in read_labelled(path) if one.split == "train"}
+
+
 def measure_model(model: OutcomeModel, attempts: Sequence[LabelledAttempt], service: AnyService) -> Quality:
     """Score attempts and compare with their labels."""
     scores = score_conversations(model, [one.messages for one in attempts], service)
@@ -190,6 +201,8 @@ class BestOfN:
     """Success of one attempt out of several at the same task."""
 
     num_groups: int
+    num_left_out: int
+    """Tasks that the model has learned from."""
     mean_size: float
     random: float
     """Of an attempt taken at random."""
@@ -202,15 +215,29 @@ class BestOfN:
         return asdict(self)
 
 
-def best_of_n(model: OutcomeModel, directory: Path, service: AnyService) -> BestOfN:
-    """Let an outcome model pick among the attempts that the evaluations of a run played at each task."""
+def best_of_n(
+    model: OutcomeModel, directory: Path, service: AnyService, learned: Collection[tuple[str, str]] = ()
+) -> BestOfN:
+    """Let an outcome model pick among the attempts that the evaluations of a run played at each task.
+
+    Args:
+        learned: Tasks to leave out, because the model has learned from attempts at them.
+    """
     groups: dict[tuple[int, str], list[tuple[Any, bool]]] = defaultdict(list)
+    left_out: set[str] = set()
     with RunReader(directory) as run:
+        world = origin_of(config_from_yaml(run.config_yaml, str(directory))).world
         for row in run.attempts(phase="eval"):
-            if row.is_success is not None:
+            if (world, row.task_id) in learned:
+                left_out.add(row.task_id)
+            elif row.is_success is not None:
                 messages = [message for message, _ in run.dialogue(row.id)]
                 groups[row.step, row.task_id].append((messages, row.is_success))
     several = [group for group in groups.values() if len(group) > 1]
+    if not several and left_out:
+        raise ConfigError(
+            f"the outcome model has learned from the tasks of the evaluations of {directory}; name a run with others"
+        )
     if not several:
         raise ConfigError(f"the evaluations of {directory} played no task twice; set eval.samples to 2 or more")
     scores = iter(score_conversations(model, [one for group in several for one, _ in group], service))
@@ -221,6 +248,7 @@ def best_of_n(model: OutcomeModel, directory: Path, service: AnyService) -> Best
     count = len(several)
     return BestOfN(
         num_groups=count,
+        num_left_out=len(left_out),
         mean_size=sum(map(len, several)) / count,
         random=sum(sum(label for _, label in group) / len(group) for group in several) / count,
         picked=sum(picked) / count,

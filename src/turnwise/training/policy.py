@@ -198,14 +198,14 @@ class PolicySampler(ClosedOnExit):
         sequence = self.sampler.sample(request, 1, params).result().sequences[0]
         return renderer.parse(list(sequence.tokens)).content
 
-    def evaluate(self, *, label: str = "eval") -> Evaluation:
-        """Play the held-out tasks of its config's world, as an evaluation of a run does."""
+    def evaluate(self, *, label: str = "eval", tasks: slice = slice(None)) -> Evaluation:
+        """Play the held-out tasks of its config's world, as an evaluation of a run does; `tasks` takes some of them."""
         config = self.config
         self.check_world()
         find_publisher(config.rollout.backend)
         # No method and no loss: a policy is measured without what it was trained with.
         world = make_played_world(config, self.objects)
-        held_out = held_out_tasks(config, world)
+        held_out = held_out_tasks(config, world)[tasks]
         if not held_out:
             raise ConfigError("eval.tasks is 0; there is nothing to evaluate")
         rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))

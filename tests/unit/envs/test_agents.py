@@ -15,8 +15,11 @@ import pytest
 
 from turnwise.envs.agents import AgentWorld
 from turnwise.envs.base import assistant
+from turnwise.envs.config import EnvConfig
 from turnwise.envs.worlds import as_world
 from turnwise.errors import AttemptFailed, ConfigError, DataError
+from turnwise.memory.config import MemoryConfig
+from turnwise.training.objects import PythonObjects
 from turnwise.trajectory import RESTART
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -126,3 +129,11 @@ def test_tasks_come_from_a_file_and_its_rows_are_in_one_split(tmp_path: Path) ->
     assert len(train | test) == 40
     with pytest.raises(ConfigError, match="bonuss"):
         as_world(two_rounds, {"bonuss": 1})
+
+
+def test_a_memory_is_refused_for_an_agent_which_writes_its_prompts_itself() -> None:
+    """Behind a new beginning, a window would join the start of one conversation to the middle of another."""
+    objects = PythonObjects(env=two_rounds)
+    assert objects.make_world(EnvConfig(name="python:two_rounds")).max_turns == 10
+    with pytest.raises(ConfigError, match=r"memory\.window, and python:two_rounds is an agent"):
+        objects.make_world(EnvConfig(name="python:two_rounds"), memory=MemoryConfig(window=1))

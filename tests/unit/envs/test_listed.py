@@ -94,3 +94,23 @@ def test_the_levels_of_a_world_give_other_tasks_and_none_is_held_out_and_trained
 def test_a_level_that_cannot_be_set_is_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         _world(*overrides)
+
+
+def test_the_same_data_under_two_ids_is_refused_in_both_splits_and_allowed_in_one(tmp_path: Path) -> None:
+    path, (one,) = tmp_path / "tasks.jsonl", _world().tasks("train", 1, 0)
+    twin = Task(id="another-name", data=one.data)
+    write_tasks(path, [ListedTask(task=task, split="train") for task in (one, twin)])
+    assert len(_world(f"env.tasks={path}").tasks("train", 9, 0)) == 2
+    write_tasks(path, [ListedTask(task=one, split="train"), ListedTask(task=twin, split="test")])
+    with pytest.raises(ConfigError, match="hold the same data"):
+        _world(f"env.tasks={path}")
+
+
+def test_a_warm_up_does_not_show_the_held_out_tasks_of_the_file(tmp_path: Path) -> None:
+    """The file holds out tasks of the world's own train split, one under another id."""
+    path, own = tmp_path / "tasks.jsonl", _world().tasks("train", 8, 3)
+    held_out = [own[0], Task(id="another-name", data=own[1].data)]
+    listed = [ListedTask(task=task, split="test") for task in held_out]
+    write_tasks(path, [*listed, ListedTask(task=own[2], split="train")])
+    shown = _world(f"env.tasks={path}").demonstrations(8, 3)
+    assert shown == _world().demonstrations(8, 3)[2:]

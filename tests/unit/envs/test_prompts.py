@@ -92,3 +92,18 @@ def test_what_cannot_work_is_refused_with_what_came() -> None:
         PromptWorld(rows=ROWS, reward_funcs=[right], reward_weights=[1, 2])
     with pytest.raises(ConfigError, match="holds no rows"):
         PromptWorld(rows=[], reward_funcs=[right])
+
+
+def test_rows_that_ask_the_same_are_in_one_split() -> None:
+    """Data sets number their rows, so a prompt that is there twice has two rows that differ."""
+    twice = [{"prompt": f"Say {n % 40}.", "answer": str(n % 40), "index": n} for n in range(80)]
+
+    def asked(world: PromptWorld, split: Any) -> set[str]:
+        return {task.data["row"]["prompt"] for task in world.tasks(split, 200, 0)}
+
+    world = PromptWorld(rows=twice, reward_funcs=[right])
+    assert asked(world, "test")
+    assert not asked(world, "train") & asked(world, "test")
+    given = PromptWorld(rows=twice, reward_funcs=[right], test_rows=[{"prompt": "Say 7.", "answer": "seven"}])
+    assert "Say 7." not in asked(given, "train")
+    assert len(asked(given, "train")) == 39

@@ -18,6 +18,7 @@ from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.export import pool_rows, write_pool
 from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
+from turnwise.rounds.wheel import flywheel
 from turnwise.training.objects import NO_OBJECTS
 from turnwise.training.stored import read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
@@ -203,3 +204,31 @@ def test_an_option_that_would_not_be_read_is_refused(option: str, match: str) ->
 def test_without_routing_there_are_as_many_steps() -> None:
     whole, plain = FlywheelConfig(sft_steps=5, rl_steps=7), FlywheelConfig(sft_steps=5, rl_steps=7, routing=False)
     assert sum(whole.stage_steps.values()) == sum(plain.stage_steps.values()) == plain.stage_steps["sft"] == 12
+
+
+@for_each(
+    "option",
+    [
+        "env.tasks=tasks.jsonl",
+        "env.difficulty=2",
+        "env.options.num_rooms=3",
+        "train.steps=7",
+        "eval.tasks=5",
+        "run.dir=elsewhere",
+        "cluster.env_workers=2",
+    ],
+)
+def test_an_option_that_a_flywheel_does_not_read_is_refused_before_anything_is_written(
+    tmp_path: Path, option: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} is not read"):
+        flywheel("key_door_tiny", directory=tmp_path / "wheel", overrides=[option])
+    assert not (tmp_path / "wheel").exists()
+
+
+def test_groups_that_could_not_be_played_are_played_again_after_they_are_forgotten(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        store.add_dropped(1, "a", "failed", "the server is down")
+        store.add_dropped(2, "a", "failed", "the server is down")
+        store.forget_dropped(1)
+        assert (store.played_tasks(1), store.played_tasks(2)) == (set(), {"a"})

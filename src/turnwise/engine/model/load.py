@@ -26,7 +26,7 @@ from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import ModelSizes
-from turnwise.models.families import LENGTH_ROPES, check_supported, context_length, describe_experts, has_rope
+from turnwise.models.families import check_supported, context_length, describe_experts, has_fixed_angles
 from turnwise.models.linears import Shape
 
 RANDOM_FILE = "random_weights"
@@ -49,7 +49,7 @@ class CausalModel:
         nn.Module.to(model.requires_grad_(False).eval(), device)
         self.reference = run_plainly(model) if is_tested else None
         self.max_context_length = context_length(config.to_dict())
-        if has_rope(config.to_dict(), LENGTH_ROPES):
+        if has_fixed_angles(config.to_dict()):
             fix_rotation(model.base_model, self.max_context_length, device)
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)

@@ -3,7 +3,8 @@
 LongRoPE has one set of factors up to the length of its first training, and another beyond it; dynamic NTK grows its
 base beyond the model's context. transformers picks by the longest sequence of a pass, so that a dialogue would change
 with its neighbours. Here the context of such a model ends where its angles would change (`families.context_length`),
-and the angles of every position are computed once.
+and the angles of every position are computed once. So are those of a family whose code computes them on the host in
+every pass (`Family.rotates_on_host`): a captured graph cannot copy from there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The flash kernels are PyTorch's, or FlashAttention 4's for much work at once where it is installed (`flash4.py`).
 Flash attention takes bfloat16 and float16; float32 runs in plain torch (`torch_attention.py`), exact and slower. Every
-function takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D].
+function takes heads-first tensors [1, heads, tokens, D] and returns tokens-first [1, tokens, heads, D]. The flash
+kernels give a result the strides of its input, which may lie heads first in memory; our own kernels read dense rows.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _varlen_forward(
         return flash4.forward(q, k, v, part, is_causal, rule.scale)
     runs = part.q_bounds, part.k_bounds, part.max_q, part.max_k
     out, logsumexp, *_ = _flash(q, k, v, *runs, 0.0, is_causal, False, scale=rule.scale, **_window_of(rule))
-    return out, logsumexp
+    return out.contiguous(), logsumexp
 
 
 def _varlen_backward(
@@ -179,7 +180,8 @@ def _varlen_backward(
     runs = part.q_bounds, part.k_bounds, part.max_q, part.max_k
     state = _no_dropout(q.device)
     words = {"scale": rule.scale, **_window_of(rule)}
-    return _flash_backward(grad, q, k, v, out, logsumexp, *runs, 0.0, is_causal, state, state, **words)
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, logsumexp, *runs, 0.0, is_causal, state, state, **words)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _takes_flash4(q: Tensor, part: Varlen, rule: AttentionRule) -> bool:

@@ -74,7 +74,7 @@ def find_problem(package: Any) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, part: Varlen, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output [N, H, D] and log-sum-exp [H, N] of tokens-first sides."""
     out, logsumexp, *_ = _package()._flash_attn_fwd(q, k, v, **_runs(part, is_causal, scale), return_lse=True)
-    return out, logsumexp
+    return out.contiguous(), logsumexp
 
 
 def backward(
@@ -91,7 +91,7 @@ def backward(
     """Gradients of q, k and v; `out` and `logsumexp` are those of whole rows."""
     # The parameters are those of `cuda_attention._varlen_backward`, which hands them over as they came.
     dq, dk, dv, *_ = _package()._flash_attn_bwd(q, k, v, out, grad, logsumexp, **_runs(part, is_causal, scale))
-    return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _runs(part: Varlen, is_causal: bool, scale: float) -> dict[str, Any]:

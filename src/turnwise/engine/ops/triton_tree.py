@@ -52,6 +52,7 @@ def _add_rows_kernel(target, piece, index, SIZE: tl.constexpr, PAD: tl.constexpr
 
 def merge_rows(out_NHD: Tensor, logsumexp_HN: Tensor, part_MHD: Tensor, part_logsumexp_HM: Tensor, index_M: Tensor):
     """Fold a part's attention into the rows it belongs to, in place; `index` names each row once."""
+    _check_dense(out_NHD, logsumexp_HN, part_MHD, part_logsumexp_HM)
     count, heads, size = part_MHD.shape
     _merge_rows_kernel[(count,)](
         out_NHD, logsumexp_HN, part_MHD, part_logsumexp_HM, index_M, len(out_NHD), count,
@@ -61,5 +62,11 @@ def merge_rows(out_NHD: Tensor, logsumexp_HN: Tensor, part_MHD: Tensor, part_log
 
 def add_rows(target_NHD: Tensor, piece_MHD: Tensor, index_M: Tensor) -> None:
     """target[index] += piece, in place; `index` names each row once."""
+    _check_dense(target_NHD, piece_MHD)
     size = target_NHD[0].numel()
     _add_rows_kernel[(len(piece_MHD),)](target_NHD, piece_MHD, index_M, size, triton.next_power_of_2(size))
+
+
+def _check_dense(*tensors: Tensor) -> None:
+    """The kernels compute addresses from shapes: other strides would be wrong without a word."""
+    assert all(tensor.is_contiguous() for tensor in tensors), "the rows of a tree's parts lie dense in memory"

@@ -1,0 +1,62 @@
+"""What an outcome model has learned from does not measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import turnwise as tw
+from turnwise.commands.orm import run_orm_eval
+from turnwise.envs.base import assistant, user
+from turnwise.errors import ConfigError
+from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
+from turnwise.outcomes.model import OutcomeInfo
+from turnwise.training.orm import best_of_n, learned_tasks
+
+
+class FirstIsBest:
+    """Stands for an outcome model; of equal scores the first is picked."""
+
+    is_attached = True
+
+    async def score(self, conversations: Sequence[Any]) -> list[float]:
+        return [1.0 for _ in conversations]
+
+
+def _attempt(task_id: str) -> LabelledAttempt:
+    messages = (user("go"), assistant("gone"))
+    return LabelledAttempt(world="guess_number", task_id=task_id, messages=messages, label=True)
+
+
+def test_attempts_at_learned_tasks_are_no_measure(tmp_path: Path) -> None:
+    attempts = [_attempt(f"task {n}") for n in range(20)]
+    write_labelled(tmp_path / "attempts.jsonl", attempts)
+    learned = learned_tasks(tmp_path)
+    assert learned == {(one.world, one.task_id) for one in attempts if one.split == "train"}
+    assert 0 < len(learned) < 20
+    info = OutcomeInfo(kind="classifier", base_model="tiny", checkpoint="none", worlds=("guess_number",))
+    info.write(tmp_path)
+    write_labelled(tmp_path / "same.jsonl", [one for one in attempts if one.split == "train"])
+    with pytest.raises(ConfigError, match="has learned from the tasks of all"):
+        run_orm_eval(str(tmp_path), [str(tmp_path / "same.jsonl")], as_json=True)
+    (tmp_path / "attempts.jsonl").unlink()
+    with pytest.raises(ConfigError, match="which tasks the model has learned from"):
+        run_orm_eval(str(tmp_path), [str(tmp_path / "same.jsonl")], as_json=True)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_best_of_n_leaves_out_the_tasks_that_the_model_has_learned_from(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval": {"tasks": 3, "samples": 2}, "warmup": {"steps": 0}, "observer": tw.Observer()}
+    run = tw.train("guess_number", model="tiny", steps=1, directory=tmp_path, **options)
+    tasks = sorted({row.task_id for row in run.attempts(phase="eval")})
+    model, service = cast(Any, FirstIsBest()), cast(Any, None)
+    whole, part = (
+        best_of_n(model, tmp_path, service, {("guess_number", task) for task in own}) for own in ((), tasks[:1])
+    )
+    assert (whole.num_left_out, part.num_left_out) == (0, 1)
+    assert part.num_groups * 3 == whole.num_groups * 2 > 0
+    with pytest.raises(ConfigError, match="has learned from the tasks of the evaluations"):
+        best_of_n(model, tmp_path, service, {("guess_number", task) for task in tasks})
