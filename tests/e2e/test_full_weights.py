@@ -73,7 +73,7 @@ def test_ppo_trains_all_weights_beside_a_critic_and_the_export_is_what_was_train
 def test_the_plan_says_what_all_weights_take_and_refuses_what_cannot_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["train", ECHO, "model=tiny", "model.train=full", "--plan"]) == 0
+    assert main(["train", ECHO, "model=tiny", "model.train=full", "--plan", "--no-time"]) == 0
     plan = capsys.readouterr().out
     assert "all weights, 131k trained" in plan
     assert "learning rate 1e-05" in plan
@@ -92,5 +92,5 @@ def test_options_that_full_weights_do_not_read_are_refused(capsys: pytest.Captur
     for option, message in refused.items():
         assert main(["train", ECHO, "model=tiny", "model.train=full", option, "--plan"]) == 2
         assert message in capsys.readouterr().err
-    assert main(["train", "guess_number_tiny", "model.train=full", "--plan"]) == 0
+    assert main(["train", "guess_number_tiny", "model.train=full", "--plan", "--no-time"]) == 0
     assert "model.rank=32 of guess_number_tiny is for a LoRA adapter and is left out" in capsys.readouterr().out

@@ -176,7 +176,7 @@ def test_what_would_be_wrong_or_die_is_refused_by_name_by_plan_eval_chat_and_ser
         config.save_pretrained(directory)
         (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         for command in (
-            ["train", "guess_number", f"model={directory}", "--plan"],
+            ["train", "guess_number", f"model={directory}", "--plan", "--no-time"],
             ["train", "guess_number", f"model={directory}", f"run.dir={tmp_path / 'run'}"],
             ["eval", str(directory), "--env", "guess_number"],
             ["sample", str(directory)],
@@ -234,7 +234,9 @@ def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = make_model(small_config("qwen2_moe"), tmp_path / "qwen2_moe")
-    assert main(["train", "guess_number", f"model={directory}", "model.train_unembed=false", "--plan"]) == 0
+    assert (
+        main(["train", "guess_number", f"model={directory}", "model.train_unembed=false", "--plan", "--no-time"]) == 0
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapters")]
     assert "self_attn (k_proj o_proj q_proj v_proj)" in line
     assert "mlp.shared_expert (down_proj gate_proj up_proj)" in line
@@ -243,7 +245,7 @@ def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(
     assert "each of 4 experts with rank 8" in line
     assert "routers are not adapted (256 of" in line
     directory = make_model(small_config("phimoe"), tmp_path / "phimoe")
-    assert main(["train", "guess_number", f"model={directory}", "--plan"]) == 0
+    assert main(["train", "guess_number", f"model={directory}", "--plan", "--no-time"]) == 0
     assert "routers cannot be adapted (256 of" in capsys.readouterr().out
     assert main(["train", "guess_number", f"model={directory}", "model.train_router=true", "--plan"]) != 0
     assert "train_router=True" in capsys.readouterr().err

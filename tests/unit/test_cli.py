@@ -132,7 +132,7 @@ def test_an_alias_works_on_every_command_and_is_gone_afterwards(
     tiny_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TURNWISE_ALIASES", "some/model=tiny")
-    assert main(["train", "guess_number", "model=org/absent", "--plan", "--alias", "org/absent=tiny"]) == 0
+    assert main(["train", "guess_number", "model=org/absent", "--plan", "--no-time", "--alias", "org/absent=tiny"]) == 0
     assert "131k parameters" in capsys.readouterr().out
     assert main(["model", "path", "org/absent", "--alias=org/absent=tiny"]) == 0
     assert capsys.readouterr().out.strip() == str(tiny_dir)

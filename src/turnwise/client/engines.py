@@ -30,7 +30,7 @@ class LoadedModel:
     worker: EngineWorker
 
     def get_tokenizer(self) -> Any:
-        return _load_tokenizer(self.directory)
+        return load_tokenizer(self.directory)
 
 
 class EnginePool:
@@ -94,7 +94,7 @@ POOL = EnginePool(_load_engine)
 
 
 @cache
-def _load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     loader: Any = AutoTokenizer

@@ -107,7 +107,7 @@ def run_command(options: argparse.Namespace) -> int:
         name, overrides = options.name, list(options.overrides)
         if name is not None and "=" in name:
             name, overrides = None, [name, *overrides]
-        return run_train(name, overrides, only_plan=options.plan, resume=options.resume)
+        return run_train(name, overrides, only_plan=options.plan, resume=options.resume, with_time=not options.no_time)
     if options.command in ("status", "stop", "steer"):
         return _run_steering(options)
     if options.command == "eval":
@@ -167,6 +167,9 @@ def _add_train(commands: Any) -> None:
         help="options, with YAML values; model=, method= and env= are short for model.name= and so on",
     )
     parser.add_argument("--plan", action="store_true", help="print the plan and train nothing")
+    parser.add_argument(
+        "--no-time", action="store_true", help="with --plan: do not measure how long the run will take on this machine"
+    )
     parser.add_argument("--resume", metavar="RUN", help="continue a run from its latest checkpoint")
     plain_help = parser.format_help
 

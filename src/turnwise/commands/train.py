@@ -19,10 +19,18 @@ from turnwise.watch.terminal import format_duration, open_view
 from turnwise.watch.watchdog import StalledError
 
 
-def run_train(name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None) -> ExitCode:
-    """Run the command."""
+def run_train(
+    name: str | None, overrides: Sequence[str], *, only_plan: bool, resume: str | None, with_time: bool = True
+) -> ExitCode:
+    """Run the command. `with_time`: a plan that is printed alone says how long the run takes."""
+    if not only_plan and not with_time:
+        raise ConfigError("--no-time is read with --plan only: a run measures nothing before it starts; leave it out")
     setup = _set_up(name, overrides) if resume is None else set_up_resume(Path(resume), overrides, report=say)
     print("\n".join(setup.plan_lines()), flush=True)
+    if only_plan and with_time:
+        from turnwise.training.plan_time import time_lines
+
+        print("\n".join(time_lines(setup, say)), flush=True)
     if only_plan:
         return ExitCode.OK
     started_s = time.monotonic()

@@ -181,6 +181,18 @@ def training_pass_bytes(
     return kept + max(in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed))
 
 
+def recomputed_pass_bytes(
+    sizes: ModelSizes, device: DeviceInfo, num_tokens: int, *, rank: int, train_unembed: bool
+) -> int:
+    """The same for a pass that keeps each layer's input only, and computes everything inside a layer twice."""
+    inputs = 2 * sizes.num_layers * sizes.hidden_size * device.dtype_bytes  # the stream and what is added to it
+    outside = STREAMS * sizes.hidden_size * device.dtype_bytes
+    in_layer = kept_bytes(sizes, device.dtype_bytes, rank, device.facts) + _in_layer_bytes(sizes, device)
+    return num_tokens * (inputs + outside) + max(
+        num_tokens * in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed)
+    )
+
+
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
     """Bytes per token: all layers, the tensors outside them, and the gradients inside one layer."""
     kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, device.facts)

@@ -30,14 +30,7 @@ class PassedTests:
     """The record of one model, which may exist."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._facts = {
-            "model": _model_fingerprint(model_dir),
-            "code": _code_fingerprint(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "device": device_name(device),
-            "dtype": str(dtype),
-        }
+        self._facts = computing_facts(model_dir, device, dtype)
         key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:24]
         self.file = home() / "self_tests" / f"{key}.json"
 
@@ -55,7 +48,20 @@ class PassedTests:
             log.info("the passed self-test was not recorded: %s", cause)
 
 
-def _model_fingerprint(directory: Path) -> str:
+def computing_facts(model_dir: Path, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What decides how a model computes here, in names: its files, our code, libraries, device and dtype."""
+    return {
+        "model": model_fingerprint(model_dir),
+        "code": code_fingerprint(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device_name(device),
+        "dtype": str(dtype),
+    }
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Names a model by its config and the sizes and times of its files."""
     digest = hashlib.sha256((directory / "config.json").read_bytes() if (directory / "config.json").is_file() else b"")
     for file in sorted(directory.glob("*.safetensors")):
         status = file.stat()
@@ -63,7 +69,8 @@ def _model_fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _code_fingerprint() -> str:
+def code_fingerprint() -> str:
+    """Names the version of our code that computes with a model."""
     digest = hashlib.sha256(turnwise.__version__.encode())
     root = Path(turnwise.__file__).parent
     for file in sorted(file for room in TESTED_ROOMS for file in (root / room).rglob("*.[pch]*") if file.is_file()):

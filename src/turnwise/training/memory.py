@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from turnwise.config.config import Config
 from turnwise.engine.budget import (
     FLOAT32_BYTES,
+    SHARING_STRETCH,
     MemorySplit,
     format_bytes,
     full_weights_bytes,
     machine_bytes,
+    recomputed_pass_bytes,
     split_memory,
     training_pass_bytes,
 )
@@ -40,6 +42,10 @@ class Memory:
     training_pass: int
     num_pass_tokens: int
     """Most tokens of one training pass."""
+    is_recomputed: bool = False
+    """The pass keeps each layer's input only: all activations would be more than there is room for."""
+    is_pass_chosen: bool = False
+    """The user set the length of a pass."""
     learners: int = 1
     """Processes that each take as much; on a CPU they share the machine's memory."""
 
@@ -58,6 +64,7 @@ class Memory:
         capacity = self.device.free_bytes if is_gpu else machine_bytes()
         needed = self.num_fixed if is_gpu else self.num_fixed * self.learners
         if needed <= capacity:
+            self._check_pass(capacity)
             return
         where = "the GPU has free" if is_gpu else "this machine has"
         hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
@@ -67,15 +74,30 @@ class Memory:
             f"use {hint}. In all: {self.line()}"
         )
 
+    def _check_pass(self, capacity: int) -> None:
+        """Refuse passes that the user made longer than what is left of the device."""
+        in_all = self.num_fixed + self.kv_cache + self.training_pass
+        if not self.is_recomputed or not self.is_pass_chosen or in_all <= capacity:
+            return
+        left = max(0, capacity - self.num_fixed - self.kv_cache)
+        fitting = int(self.num_pass_tokens * left / self.training_pass)
+        raise ConfigError(
+            f"engine.micro_batch_tokens lets a training pass hold {self.num_pass_tokens:,} tokens, which need "
+            f"{format_bytes(self.training_pass)} even if activations are computed twice; {format_bytes(left)} of "
+            f"{format_bytes(capacity)} are left, which hold about {fitting:,} tokens. Leave the option out, or use "
+            f"engine.micro_batch_tokens={max(1, fitting // SHARING_STRETCH)}. In all: {self.line()}"
+        )
+
     def line(self) -> str:
         """As the plan says it."""
         is_full = self.trained == "full"
+        twice = " (activations computed twice)" if self.is_recomputed else ""
         parts = {
             "frozen base" if is_full else "weights": self.weights,
             **({} if is_full else {"their merged copy": self.merged}),
             "trained weights and optimizer" if is_full else "adapter and optimizer": self.adapter,
             "KV cache": self.kv_cache,
-            f"training pass of up to {self.num_pass_tokens:,} tokens": self.training_pass,
+            f"training pass of up to {self.num_pass_tokens:,} tokens{twice}": self.training_pass,
         }
         is_gpu = self.device.kind == "cuda"
         where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
@@ -111,6 +133,8 @@ def estimate_memory(
     is_full = model.train == "full"
     rank, train_unembed = (0, False) if is_full else (model.rank, model.train_unembed)
     kept = training_pass_bytes(facts, device, num_tokens, rank=rank, train_unembed=train_unembed)
+    again = recomputed_pass_bytes(facts, device, num_tokens, rank=rank, train_unembed=train_unembed)
+    is_recomputed = kept > split.training_bytes and again < kept
     return Memory(
         device=device,
         weights=weights,
@@ -118,8 +142,10 @@ def estimate_memory(
         merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
         adapter=_adapter_bytes(config, device, facts),
         kv_cache=split.kv_bytes,
-        training_pass=min(kept, split.training_bytes),
+        training_pass=again if is_recomputed else kept,
         num_pass_tokens=num_tokens,
+        is_recomputed=is_recomputed,
+        is_pass_chosen=engine.micro_batch_tokens > 0,
         learners=config.cluster.learners,
     )
 

@@ -39,6 +39,8 @@ class Plan:
     max_turns: int
     max_sampled_tokens: int
     """Upper bound over training and evaluation."""
+    max_eval_tokens: int
+    """Upper bound of those that evaluation samples."""
     num_warmup_steps: int
     num_optimizer_steps: int
     num_trained_parameters: int
@@ -85,6 +87,7 @@ def make_plan(
         num_eval_attempts=eval_attempts,
         max_turns=limits.max_turns,
         max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
+        max_eval_tokens=eval_attempts * per_attempt,
         num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
         num_trained_parameters=facts.num_adapter_parameters(config.model)
@@ -116,6 +119,16 @@ def _training(config: Config, plan: Plan) -> str:
     bound = config.train.max_sampled_tokens
     until = f", or until {bound:,} tokens are sampled" if bound else ""
     return f"{plan.num_steps} steps x {count} tasks x {each} {kind} = {plan.num_train_attempts:,} attempts{until}"
+
+
+def _tokens(config: Config, plan: Plan) -> str:
+    """What is sampled, and what of it is trained; stored data are trained and not sampled."""
+    trained = plan.max_sampled_tokens - plan.max_eval_tokens
+    learned = f"{trained:,} of them to train on" if attempts_per_task(config) else "stored dialogues are trained"
+    return (
+        f"at most {plan.max_sampled_tokens:,} sampled: {learned}, {plan.max_eval_tokens:,} to evaluate; without "
+        "attempts that fail and are played again"
+    )
 
 
 def evaluation_steps(config: Config) -> list[tuple[str, int]]:
@@ -154,7 +167,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         **_critic(config),
         **_lag(config),
         **_sampler(config),
-        "tokens": f"at most {plan.max_sampled_tokens:,} sampled, without attempts that fail and are played again",
+        "tokens": _tokens(config, plan),
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
         **_learners(config),

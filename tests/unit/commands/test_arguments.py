@@ -10,7 +10,7 @@ import pytest
 from turnwise.cli import main
 from turnwise.config.files import preset_names
 
-PLAN = ("train", "guess_number", "model=tiny", "train.steps=3", "--plan")
+PLAN = ("train", "guess_number", "model=tiny", "train.steps=3", "--plan", "--no-time")
 
 
 @pytest.mark.usefixtures("tiny_dir")
@@ -43,13 +43,13 @@ def test_the_plan_says_how_many_threads_will_run_and_why(
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--plan", "guess_number", "model=tiny", "train.steps=7"]) == 0
+    assert main(["train", "--plan", "--no-time", "guess_number", "model=tiny", "train.steps=7"]) == 0
     assert "7 steps x" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_the_plan_says_who_stands_in_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "guess_number", "model=Qwen/Qwen3-0.6B", "model.alias=tiny", "--plan"]) == 0
+    assert main(["train", "guess_number", "model=Qwen/Qwen3-0.6B", "model.alias=tiny", "--plan", "--no-time"]) == 0
     assert "tiny (standing in for Qwen/Qwen3-0.6B)" in capsys.readouterr().out
 
 

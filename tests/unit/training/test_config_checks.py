@@ -126,13 +126,13 @@ def test_methods_that_compare_attempts_still_need_two() -> None:
 def test_what_is_accepted_for_a_presets_sake_and_not_read_is_said_in_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["train", "guess_number_tiny", "method=sft", "--plan"]) == 0
+    assert main(["train", "guess_number_tiny", "method=sft", "--plan", "--no-time"]) == 0
     assert "rollout.group_size is not read: nothing is played for training" in capsys.readouterr().out
-    assert main(["train", "study_chain", "method=sft", "--plan"]) == 0
+    assert main(["train", "study_chain", "method=sft", "--plan", "--no-time"]) == 0
     assert "train.max_sampled_tokens is not read: nothing is played for training" in capsys.readouterr().out
-    assert main(["train", "key_door", "model=tiny", "method=rft", "reward.turn_decay=0.9", "--plan"]) == 0
+    assert main(["train", "key_door", "model=tiny", "method=rft", "reward.turn_decay=0.9", "--plan", "--no-time"]) == 0
     assert "reward.turn_decay is read only in a world that does not say" in capsys.readouterr().out
-    assert main(["train", "guess_number_tiny", "warmup.steps=0", "warmup.batch_size=4", "--plan"]) == 0
+    assert main(["train", "guess_number_tiny", "warmup.steps=0", "warmup.batch_size=4", "--plan", "--no-time"]) == 0
     assert "warmup.batch_size is not read: warmup.steps is 0" in capsys.readouterr().out
-    assert main(["train", "guess_number_tiny", "warmup.steps=0", "--plan"]) == 0
+    assert main(["train", "guess_number_tiny", "warmup.steps=0", "--plan", "--no-time"]) == 0
     assert "is not read" not in capsys.readouterr().out

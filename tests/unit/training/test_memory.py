@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from turnwise.cli import main
 from turnwise.config.config import Config
 from turnwise.config.files import load_config
-from turnwise.engine.budget import GIB, split_memory, training_pass_bytes
+from turnwise.engine.budget import GIB, machine_bytes, split_memory, training_pass_bytes
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.pack import pack, split_batches
+from turnwise.errors import ConfigError
 from turnwise.models.facts import ModelSizes, read_facts
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.memory import Memory, estimate_memory, pass_tokens
@@ -187,7 +189,24 @@ def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weigh
 
 
 def test_the_printed_plan_names_the_place_and_the_training_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "guess_number", "model=tiny", "engine.device=cpu", "--plan"]) == 0
+    assert main(["train", "guess_number", "model=tiny", "engine.device=cpu", "--plan", "--no-time"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
     assert "on the CPU in float32: weights 0.5 MiB, their merged copy 0.4 MiB, adapter and optimizer" in line
     assert "training pass of up to 4,096 tokens" in line
+
+
+def test_a_pass_that_is_longer_than_memory_is_refused_and_never_counted_as_what_is_left(tiny_dir: Path) -> None:
+    settings = EngineConfig(device="cpu", micro_batch_tokens=4_000_000)
+    config = load_config("guess_number", ["model=tiny"])
+    limits = RolloutLimits(max_turns=8, max_tokens_per_turn=512, max_trajectory_tokens=1_000_000)
+    facts = read_facts(tiny_dir)
+    short, long = (estimate_memory(config, settings, CPU, facts, limits, num_attempts=n) for n in (1, 10_000))
+    assert short.num_pass_tokens == 1_000_000, "no more than the dialogues of a step"
+    assert long.num_pass_tokens == 16_000_000
+    assert long.is_recomputed
+    kept = training_pass_bytes(facts, CPU, long.num_pass_tokens, rank=config.model.rank, train_unembed=True)
+    assert kept / 4 < long.training_pass < kept
+    huge = replace(long, training_pass=2 * machine_bytes())
+    with pytest.raises(ConfigError, match=r"hold 16,000,000 tokens, which need .* use engine.micro_batch_tokens=\d"):
+        huge.check_fits()
+    replace(huge, is_pass_chosen=False).check_fits()

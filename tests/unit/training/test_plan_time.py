@@ -1,0 +1,131 @@
+"""What `--plan` says about time, and that it is measured once."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.config.files import load_config
+from turnwise.training import speed
+from turnwise.training.plan_time import plan_time
+from turnwise.training.run import Run
+from turnwise.training.setup import Setup, set_up_new
+from turnwise.training.speed import Speed, SpeedLoad, find_speed
+
+pytestmark = pytest.mark.model
+
+LOAD = SpeedLoad(rows=4, context=16, reply_tokens=2, datums=4, datum_tokens=32, group_size=2)
+SHORT = ("train.steps=4", "eval.every=0", "eval.tasks=32", "warmup.steps=8", "engine.device=cpu")
+
+
+@dataclass
+class Counted:
+    """Stands in for the measurement, and counts."""
+
+    count: int = 0
+
+    def __call__(self, *_: object) -> Speed:
+        self.count += 1
+        return Speed(
+            read_tokens_per_s=1000.0,
+            sample_tokens_per_s=100.0,
+            train_tokens_per_s=500.0,
+            update_s=0.5,
+            load_s=float(self.count),
+        )
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Counted:  # noqa: ARG001 - no record is there yet
+    counted = Counted()
+    monkeypatch.setattr(speed, "measure_speed", counted)
+    return counted
+
+
+def _set_up(directory: Path, *overrides: str) -> Setup:
+    return set_up_new(load_config("guess_number", ["model=tiny", *SHORT, f"run.dir={directory}", *overrides]))
+
+
+def test_the_time_of_a_short_run_is_within_a_factor_of_two_of_what_it_takes(
+    tmp_path: Path,
+    own_home: Path,  # noqa: ARG001 - measured here, not read
+) -> None:
+    ratios: list[float] = []
+    for index in range(3):  # another program may take the cores away in between
+        setup = _set_up(tmp_path / str(index), f"engine.max_num_seqs={256 + index}")
+        planned = plan_time(setup, report=lambda _: None)
+        began_s = time.perf_counter()
+        Run.start(setup)
+        ratios.append(planned.run_s / (time.perf_counter() - began_s))
+        if 0.5 < ratios[-1] < 2:
+            return
+    pytest.fail(f"planned / taken: {ratios}")
+
+
+def test_a_second_plan_reads_what_the_first_one_measured(counted: Counted) -> None:
+    said: list[str] = []
+    config = load_config("guess_number", ["model=tiny", "engine.device=cpu"])
+    assert find_speed(config, LOAD, said.append) == find_speed(config, LOAD, said.append)
+    assert counted.count == len(said) == 1
+
+
+@pytest.mark.parametrize("changed", ["engine.dtype=bfloat16", "model.rank=4", "OMP_NUM_THREADS", "code", "load"])
+def test_a_record_of_something_else_is_not_used(
+    counted: Counted, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    options, load = ["model=tiny", "engine.device=cpu"], LOAD
+    find_speed(load_config("guess_number", options), load, lambda _: None)
+    match changed:
+        case "OMP_NUM_THREADS":
+            monkeypatch.setenv(changed, "1")
+        case "code":
+            monkeypatch.setattr("turnwise.__version__", "0.0.0")
+        case "load":
+            load = SpeedLoad(rows=8, context=16, reply_tokens=2, datums=4, datum_tokens=32, group_size=2)
+        case _:
+            options.append(changed)
+    assert find_speed(load_config("guess_number", options), load, lambda _: None).load_s == 2
+    assert counted.count == 2
+
+
+def test_a_damaged_record_is_measured_again(counted: Counted, own_home: Path) -> None:
+    config = load_config("guess_number", ["model=tiny", "engine.device=cpu"])
+    find_speed(config, LOAD, lambda _: None)
+    (record,) = (own_home / "speeds").iterdir()
+    record.write_text('{"speed": {"load_s": 1}}', encoding="utf-8")
+    assert find_speed(config, LOAD, lambda _: None).load_s == 2
+    assert counted.count == 2
+
+
+def test_the_seconds_of_steps_warm_up_and_evaluation_add_up_to_the_run(counted: Counted, tmp_path: Path) -> None:
+    few, many = (plan_time(_set_up(tmp_path, f"train.steps={n}"), lambda _: None) for n in (4, 40))
+    assert counted.count == 1, "more steps are the same load"
+    assert many.run_s - few.run_s == pytest.approx(36 * few.step_s, rel=0.2)  # the env is timed each time
+    assert few.training_s == pytest.approx(64 * few.shape.total_tokens / 500 + 0.5)
+    assert few.longest_step_s > few.step_s, "scripted dialogues are shorter than the limits"
+    assert few.sampling_s > 64 * few.shape.turns * few.shape.reply_tokens / 100
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_plan_prints_time_once_and_leaves_it_out_on_request(
+    counted: Counted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["train", "guess_number", "model=tiny", *SHORT, "--plan"]
+    assert main([*plan, "--no-time"]) == 0
+    assert "\ntime " not in capsys.readouterr().out
+    assert counted.count == 0
+    assert main(plan) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^time +about .* per step \(sampling .*, env .*, training .*\), .* for the run", out, re.MULTILINE
+    )
+    assert main([*plan[:-1], "--no-time"]) == 2
+    assert "--no-time is read with --plan only" in capsys.readouterr().err
+    assert main([*plan, "cluster.learners=2"]) == 0
+    assert "not measured: 2 learners train together" in capsys.readouterr().out
