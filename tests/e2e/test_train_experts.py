@@ -26,7 +26,7 @@ def write_experts(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=16,  # pyright: ignore[reportCallIssue] - it takes any keyword
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=2048,

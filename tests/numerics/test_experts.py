@@ -155,6 +155,7 @@ def test_all_weights_of_experts_and_routers_can_be_trained(moe_dir: Path) -> Non
         (-(torch.exp(logprobs - columns["logprobs"]) * columns["advantages"] * columns["mask"]).sum()).backward()
     grads = engine.model.layout.views(trainable.grad)
     for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
         assert relative_error(grads[name], parameter.grad) < 1e-4, name
 
 
@@ -273,6 +274,7 @@ def test_replay_gives_the_trainer_the_samplers_experts_when_its_router_moved(moe
     assert (metrics["routing_flips:mean"], metrics["routing_replayed:mean"]) == (0.0, 1.0)
     (reply,) = sample(engine, prompts[0], engine.publish(adapter), max_tokens=12, seed=1).sequences
     ids = [*prompts[0], *reply.tokens]
+    assert engine.sampler.routing is not None
     recorded = engine.sampler.routing.find(ids[:-1])
     assert recorded is not None
     generator = torch.Generator().manual_seed(3)
@@ -287,7 +289,7 @@ def test_replay_gives_the_trainer_the_samplers_experts_when_its_router_moved(moe
     model = NaiveModel(moe_dir, adapter)
     with torch.no_grad():
         for name in routers:
-            model.model.get_submodule(name).weight.copy_(engine.model.linears[name].weight)
+            model.model.get_parameter(f"{name}.weight").copy_(engine.model.linears[name].weight)
     forced = force_choice(model, routers, recorded)
     assert_close(with_replay.loss_fn_outputs[0]["logprobs"].to_numpy(), forced(ids), 2e-5)
     engine.trainer.routing = None
@@ -332,6 +334,7 @@ def test_the_gradient_under_replay_is_that_of_the_forced_choice(moe_dir: Path) -
     prompt = random_ids(24, 2)
     (reply,) = sample(engine, prompt, engine.publish(adapter), max_tokens=12, seed=1).sequences
     ids = [*prompt, *reply.tokens]
+    assert engine.sampler.routing is not None
     recorded = engine.sampler.routing.find(ids[:-1])
     adapter.flat.add_(0.05 * torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(4)))
     datum = rl_datum(ids, 10)
@@ -351,8 +354,8 @@ def test_a_bank_of_adapters_serves_experts_of_several_policies_in_one_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a kernel reads banks, rows of many adapters are sorted by adapter and expert."""
-    wide = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    more = {"num_experts": 6, "shared_expert_intermediate_size": 64, "intermediate_size": 64}
+    wide: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    more: dict[str, Any] = {"num_experts": 6, "shared_expert_intermediate_size": 64, "intermediate_size": 64}
     directory = make_model(CONFIG_MAPPING["qwen2_moe"](**SHAPE | wide | more), tmp_path)
     tokens = []
     for has_bank in (False, True):

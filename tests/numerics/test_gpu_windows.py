@@ -44,8 +44,9 @@ def test_a_tree_under_a_window_equals_plain_torch(
     out, lse = cuda_attention.tree_forward(q, k, v, TREE, rule)
     grads = cuda_attention.tree_backward(grad, Saved(q, k, v, out, lse), TREE, rule)
     wide = [side.float() for side in (q, k, v)]
-    want, want_lse = torch_attention.tree_forward(*wide, TREE, rule)
-    want_grads = torch_attention.tree_backward(grad.float(), Saved(*wide, want, want_lse), TREE, rule)
+    want, want_lse = torch_attention.tree_forward(wide[0], wide[1], wide[2], TREE, rule)
+    saved = Saved(wide[0], wide[1], wide[2], want, want_lse)
+    want_grads = torch_attention.tree_backward(grad.float(), saved, TREE, rule)
     torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
     # Whoever sees itself alone has no gradient in its query and key: what is there is rounding of the others' size.
@@ -90,7 +91,7 @@ SHAPE: dict[str, Any] = {
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.2)])
 def test_models_with_windows_equal_transformers(family: str, dtype: Any, tolerance: float, tmp_path: Path) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
     directory = make_model(CONFIG_MAPPING[family](**SHAPE, **experts), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     engine = Engine(directory, EngineConfig(device="cuda", dtype=dtype, kv_cache_gib=0.1), name=family)
@@ -116,7 +117,9 @@ def test_models_with_windows_equal_transformers(family: str, dtype: Any, toleran
 
 
 def test_a_family_that_rotates_on_the_host_decodes_from_graphs(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["phimoe"](**SHAPE | {"sliding_window": None}, num_local_experts=4, num_experts_per_tok=2)
+    config = CONFIG_MAPPING["phimoe"](
+        **SHAPE | {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
     directory = make_model(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     engine = Engine(directory, EngineConfig(device="cuda", dtype="float32", kv_cache_gib=0.1), name="phimoe")

@@ -91,7 +91,7 @@ def spoil_positions_of_decode(patch: Patch) -> None:
 
     def shifted(*args: Any) -> Any:
         input_ids, positions, plan = right(*args)
-        return input_ids, positions * 2 if plan.num_decode else positions, plan
+        return input_ids, positions * 2 if isinstance(plan, PagedPlan) and plan.num_decode else positions, plan
 
     patch.setattr("turnwise.engine.self_test.step_inputs", shifted)
 

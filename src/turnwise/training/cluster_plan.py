@@ -36,8 +36,8 @@ def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
     """
     config, rollout = setup.config, setup.parts.rollout
     learners, train = config.cluster.learners, config.train
-    model = config.model.model_copy(update={"train_unembed": False})
-    critic = setup.facts.num_adapter_parameters(model, config.critic.rank) if config.method.needs_critic else 0
+    model = config.model.model_copy(update={"train_unembed": False, "rank": config.critic.rank or config.model.rank})
+    critic = setup.facts.num_adapter_parameters(model) if config.method.needs_critic else 0
     trained = (num_trained + critic) * FLOAT32_BYTES
     attempts = train.tasks_per_step * train.accumulate * attempts_per_task(config)
     tokens = attempts * min(rollout.max_trajectory_tokens, 2 * rollout.max_turns * rollout.max_tokens_per_turn)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from turnwise.envs.base import assistant, user
@@ -51,7 +53,7 @@ class _LongerIsBetter:
 
     name = "longer"
 
-    async def answer(self, prompt: list[Message]) -> str:
+    async def answer(self, prompt: Sequence[Message]) -> str:
         text = prompt[-1].content
         first, _, second = text.partition("=== B ===")
         return f"Better: {'A' if len(first) >= len(second) + 10 or abs(len(first) - len(second)) < 10 else 'B'}"

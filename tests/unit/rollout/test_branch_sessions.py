@@ -3,6 +3,8 @@ own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import assistant
 from turnwise.envs.library.workspace import Workspace
@@ -16,7 +18,7 @@ COUNT = "$ N=$((N+1)); echo $N >> log; echo $N $(wc -l < log)"
 
 
 async def test_each_continuation_counts_on_from_the_branch_and_a_replay_hears_the_same(renderer: Renderer) -> None:
-    world = Workspace(interface="shell", chores=1)
+    world: Any = Workspace(interface="shell", chores=1)
     sampler = ScriptedSampler(lambda _: renderer.encode_reply(assistant(COUNT)))
     config = quick(max_turns=5, max_tokens_per_turn=64, max_trajectory_tokens=2000)
     rollout = BranchRollout(world, sampler, renderer, config, plan=PlayBranches(continuations=3))

@@ -13,7 +13,7 @@ import torch
 
 from turnwise.bench.busy import busy_cores
 from turnwise.engine.ops import cpu, cpu_attention, cpu_low_rank, cpu_products
-from turnwise.engine.ops.interface import Saved
+from turnwise.engine.ops.interface import AttentionRule, Saved
 from turnwise.engine.ops.waiting import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
@@ -106,9 +106,9 @@ def test_results_are_bit_for_bit_equal_however_threads_wait(library: ctypes.CDLL
         cpu_low_rank.gradients(x, more, gradient, weight[:24].T, low, 0.5)
         out, logsumexp = torch.empty_like(query), torch.empty(1, 6, 200)
         sides = Saved(query, key, value, out, logsumexp)
-        cpu_attention.attend(sides, 0.1, is_causal=True)
+        cpu_attention.attend(sides, AttentionRule(0.1), is_causal=True)
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-        cpu_attention.attend_backward(out, sides, grads, 0.1, is_causal=True)
+        cpu_attention.attend_backward(out, sides, grads, AttentionRule(0.1), is_causal=True)
         decoded = cpu.CpuKernels(library).linear_small(weight, x[:9])
         return [product, gradient, low, out, logsumexp, *grads, decoded]
 

@@ -50,6 +50,7 @@ def test_decode_rows_and_pieces_get_their_own_tokens_positions_and_slots() -> No
     pieces = [Piece(make_row(list(range(20, 31)), [5, 6, 11], 5), 4, 11), Piece(make_row([40, 41], [1], 4), 0, 2)]
     last_tokens = torch.tensor([50, 51, 52, 53])
     ids, positions, plan = step_inputs(Step(decode, pieces), make_cache(), last_tokens)
+    assert isinstance(plan, PagedPlan)
     assert ids.tolist() == [52, 50, *range(24, 31), 40, 41]
     assert positions.tolist() == [5, 9, *range(4, 11), 0, 1]
     assert plan.slots.tolist() == [
@@ -69,8 +70,10 @@ def test_decode_rows_and_pieces_get_their_own_tokens_positions_and_slots() -> No
 def test_a_step_without_prompts_and_one_without_rows_are_steps_too() -> None:
     row = make_row([1] * 6, [9, 4], 1)
     ids, positions, plan = step_inputs(Step([row], []), make_cache(), torch.tensor([7, 8]))
+    assert isinstance(plan, PagedPlan)
     assert (ids.tolist(), positions.tolist(), plan.slots.tolist(), list(plan.chunks)) == ([8], [5], [17], [])
     ids, _, plan = step_inputs(Step([], [Piece(row, 0, 6)]), make_cache(), torch.tensor([7, 8]))
+    assert isinstance(plan, PagedPlan)
     assert (ids.tolist(), plan.num_decode, plan.slots.tolist()) == ([1] * 6, 0, slots_of([9, 4], 0, 6))
 
 
