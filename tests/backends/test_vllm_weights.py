@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -95,10 +96,14 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
         request = SampleRequest(PROMPT, SamplingParams(max_tokens=NUM_DRAWN, stop=[], seed=2))
         for choice in ("recompute", "keep", "end"):
             async with talking(vllm, choice) as dialect:
-                for pause_s in (0.2, 0.1, 0.05, 0.4, 0.8):  # until the update falls into the reply
+                await dialect.replace_weights(base, 4)
+                begun = time.monotonic()
+                await dialect.generate(request, own)
+                whole_s = time.monotonic() - begun
+                for share in (0.4, 0.2, 0.6, 0.1, 0.3, 0.5, 0.05, 0.8):  # until the update falls into the reply
                     await dialect.replace_weights(base, 4)
                     reply = asyncio.create_task(dialect.generate(request, own))
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(share * whole_s)
                     await dialect.replace_weights(files, 5)
                     (sequence,) = (await reply).sequences
                     if choice == "end" or len(set(sequence.versions or ())) == 2:
