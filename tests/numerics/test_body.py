@@ -135,7 +135,7 @@ def test_a_block_is_fused_when_every_part_is_supported(arch_dir: Path, make_engi
     assert sizes.block is not None
     assert FusedBody.supports(sizes)
     others = {"norm": "layer", "norm_place": "after", "rotation": "none", "mlp": "plain", "activation": "gelu"}
-    for part, kind in (*others.items(), ("angles", "dynamic")):
+    for part, kind in (*others.items(), ("angles", "longrope")):
         assert not FusedBody.supports(replace(sizes, block=replace(sizes.block, **{part: kind}))), part
     assert not FusedBody.supports(replace(sizes, block=None))
 
