@@ -37,7 +37,7 @@ class OpponentConfig(Section):
     )
     train: Literal["one", "both"] = Field(
         default="one",
-        description="With opponent=self: train the policy's own seat, or both seats, each with its own group and "
+        description="With env.options.opponent=self: train the policy's own seat, or both seats, each with its own group and "
         "baseline.",
     )
     panel: tuple[str, ...] = Field(
@@ -46,18 +46,26 @@ class OpponentConfig(Section):
         "opponent of training; with self or pool, the base model and the world's first script.",
     )
     snapshot_every: int = Field(
-        default=10, ge=1, description="With opponent=pool: a snapshot of the policy joins after every n-th step."
+        default=10,
+        ge=1,
+        description="With env.options.opponent=pool: a snapshot of the policy joins after every n-th step.",
     )
-    keep_last: int = Field(default=4, ge=1, description="With opponent=pool: how many of the last snapshots play.")
-    base_weight: float = Field(default=1.0, ge=0, description="With opponent=pool: weight of the base model.")
-    last_weight: float = Field(default=2.0, ge=0, description="With opponent=pool: weight of the last snapshots.")
+    keep_last: int = Field(
+        default=4, ge=1, description="With env.options.opponent=pool: how many of the last snapshots play."
+    )
+    base_weight: float = Field(
+        default=1.0, ge=0, description="With env.options.opponent=pool: weight of the base model."
+    )
+    last_weight: float = Field(
+        default=2.0, ge=0, description="With env.options.opponent=pool: weight of the last snapshots."
+    )
     best_weight: float = Field(
         default=1.0,
         ge=0,
-        description="With opponent=pool: weight of the snapshot that leaves the policy the least reward.",
+        description="With env.options.opponent=pool: weight of the snapshot that leaves the policy the least reward.",
     )
     scripted_weight: float = Field(
-        default=1.0, ge=0, description="With opponent=pool: weight of the world's scripted players."
+        default=1.0, ge=0, description="With env.options.opponent=pool: weight of the world's scripted players."
     )
 
     @field_validator("panel", mode="before")
