@@ -37,8 +37,8 @@ class OpponentConfig(Section):
     )
     train: Literal["one", "both"] = Field(
         default="one",
-        description="With env.options.opponent=self: train the policy's own seat, or both seats, each with its own group and "
-        "baseline.",
+        description="With env.options.opponent=self: train the policy's own seat, or both seats, each with its own "
+        "group and baseline.",
     )
     panel: tuple[str, ...] = Field(
         default=(),
