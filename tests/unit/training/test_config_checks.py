@@ -34,7 +34,7 @@ COMPANIONS: tuple[dict[str, Any], ...] = (
     *({"loss_fn": loss} for loss in ("ppo", "cispo", "dro", "dppo_tv")),
 )
 """What some options need beside them to be read."""
-READ_BY_THE_LOOP = ("old_policy", "old_policy_from", "kl_place", "kl_gamma", "kl_coef")
+READ_BY_THE_LOOP = ("old_policy", "old_policy_from", "kl_place", "kl_gamma", "kl_coef", "positive_nll")
 
 
 def _parts(value: Any) -> Any:

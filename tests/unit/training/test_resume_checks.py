@@ -22,7 +22,7 @@ def test_a_resumed_run_keeps_its_method(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"{text}: a resumed run keeps its method, grpo" in capsys.readouterr().err
     for text in ("method=grpo", "method.gamma=0.9", "train.steps=80"):
         check_overrides(Config(), [text])
-    with pytest.raises(ConfigError, match=r"env=key_door: a resumed run keeps its model, env, warmup"):
+    with pytest.raises(ConfigError, match=r"env=key_door: a resumed run keeps its model, env, memory, warmup"):
         check_overrides(Config(), ["env=key_door"])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import DiffLlamaConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3NextConfig
 
 from naive import make_model
 from turnwise.engine.config import EngineConfig
@@ -29,11 +29,11 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MistralConfig(**SMALL, sliding_window=8), "sliding_window=8"),
-        (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding_attention"),
-        (Gemma2Config(**SMALL, head_dim=8), "sliding_attention"),
+        (DiffLlamaConfig(**SMALL), "attends twice in a layer"),
+        (Qwen3NextConfig(**SMALL), "qwen3_next"),
+        (GPT2Config(), "gpt2"),
     ],
-    ids=["mistral", "qwen2 with a window", "gemma2"],
+    ids=["diffllama", "qwen3_next", "gpt2"],
 )
 def test_an_attention_kind_that_is_not_supported_is_refused_by_name(
     config: PretrainedConfig, named: str, tmp_path: Path
