@@ -34,6 +34,8 @@ from turnwise.errors import DataError, SandboxError, SessionClosedError
 MAX_COMMAND_BYTES = 48_000
 """Longest command. It must fit into a pipe, which holds 64 KB."""
 
+_MARK_BYTES = 8192
+"""More than an end mark with its folder has."""
 _GRACE_S = 1.0
 _LOOK_S = 0.1
 _MARK_FD = 251
@@ -346,6 +348,8 @@ class Session:
             found = pattern.search(shell.outputs[shell.stdout_fd])
             if found:
                 return ("disk_limit" if self._is_too_full() else "finished"), found
+            if len(shell.outputs[shell.stdout_fd]) > self._job.limits.output_bytes:
+                return "output_limit", None
             now = time.monotonic()
             if shell.has_ended:
                 return "finished", None
@@ -360,8 +364,6 @@ class Session:
                 next_look = now + _LOOK_S
             if not shell.pump(min(deadline, next_look) - now, cancel):
                 return "cancelled", None
-            if len(shell.outputs[shell.stdout_fd]) > self._job.limits.output_bytes:
-                return "output_limit", None
 
     def _is_too_full(self) -> bool:
         """Whether there is more on disk than allowed, and more than before: a command may remove files one by one."""
@@ -376,7 +378,10 @@ class Session:
         if shell.init_pid is not None:
             kill_below(shell.init_pid, spare=self._shell_pid)
             shell.outputs[shell.stdout_fd].clear()
-            _, found = self._follow(shell, mark, time.monotonic() + _GRACE_S, None)
+            deadline, ending = time.monotonic() + _GRACE_S, "output_limit"
+            while ending == "output_limit":  # what a flood left in the pipe may be longer than a reply may be
+                del shell.outputs[shell.stdout_fd][: -min(_MARK_BYTES, self._job.limits.output_bytes)]
+                ending, found = self._follow(shell, mark, deadline, None)
         if found is None:
             shell.end()
             self._shell = None
