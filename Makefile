@@ -4,6 +4,7 @@
 #   make train MODEL=tiny          the whole path in under two minutes, on a toy model that plays a guessing game
 #   make train PRESET=search       another preset; ARGS="train.steps=50 train.seed=1" changes settings
 #   make test                      all tests             make test ARGS="-k store -x"
+#   make test-again                what failed in make test, once more and alone
 #   make check                     format, lint, types, import contracts
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
@@ -29,7 +30,7 @@ STAMP := $(VENV)/.set-up
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 14
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 15
 
 setup: $(STAMP)
 
@@ -73,27 +74,39 @@ JOBS ?= 3
 FOLDERS := $(filter-out contract unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
 PIECES := $(addprefix test-,services $(FOLDERS) documents units worlds)
 test: $(STAMP) sandbox browser
+	@rm -rf $(addprefix .pytest_cache/,$(PIECES) $(addsuffix .failed,$(PIECES))); mkdir -p .pytest_cache
 	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(PIECES))
 
-.PHONY: $(PIECES)
+.PHONY: $(PIECES) test-again
 TESTS := $(BIN)/python -m pytest -q
+PIECE = $(TESTS) -o cache_dir=.pytest_cache/$@
+FAILED = || { touch .pytest_cache/$@.failed; exit 1; }
 SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py service_*.py cookbook.py adapters_packages.py))
 WORLDS := tests/unit/envs
 PLAY := $(addprefix tests/unit/,judges rollout single_turn)
 test-services: $(STAMP)
-	$(TESTS) $(SERVICES)
+	$(PIECE) $(SERVICES) $(FAILED)
 
 test-documents: $(STAMP)
-	$(TESTS) $(addprefix --ignore ,$(SERVICES)) tests/contract
+	$(PIECE) $(addprefix --ignore ,$(SERVICES)) tests/contract $(FAILED)
 
 test-worlds: $(STAMP)
-	$(TESTS) $(WORLDS) $(PLAY)
+	$(PIECE) $(WORLDS) $(PLAY) $(FAILED)
 
 test-units: $(STAMP)
-	$(TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit
+	$(PIECE) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit $(FAILED)
 
 $(addprefix test-,$(FOLDERS)): test-%: $(STAMP)
-	$(TESTS) tests/$*
+	$(PIECE) tests/$* $(FAILED)
+
+# Runs the tests that failed in the last `make test` once more, with nothing beside them. All of them must pass. A piece
+# that failed and does not say in which test, because it died, fails here too.
+test-again: $(STAMP)
+	@for piece in $(PIECES); do \
+		test -e .pytest_cache/$$piece.failed || continue; \
+		echo "once more and alone, of $$piece:"; cat .pytest_cache/$$piece/v/cache/lastfailed; echo; \
+		$(TESTS) -o cache_dir=.pytest_cache/$$piece --last-failed --last-failed-no-failures none || exit 1; \
+	done; echo 'what failed beside other tests passed alone'
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

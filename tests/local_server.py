@@ -27,7 +27,7 @@ def serving(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=120)
         listener.close()
         assert not thread.is_alive()
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-START_S = 90.0
-CHECKS_S = 280.0
+START_S = 240.0
+CHECKS_S = 500.0
 
 
 class ServerProcess:

@@ -105,7 +105,7 @@ class SglangStub:
         """End at once; requests under way lose their connection."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = self._server.force_exit = True
-            self._thread.join(timeout=20)
+            self._thread.join(timeout=120)
             assert not self._thread.is_alive()
             self._server = self._thread = None
 

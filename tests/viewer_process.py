@@ -17,7 +17,7 @@ from service_process import ROOT, sdk_python
 BROWSER_SCRIPTS = ROOT / "tests" / "e2e" / "browser"
 PLAYWRIGHT = "1.65.0"
 START_S = 120.0
-CHECKS_S = 280.0
+CHECKS_S = 500.0
 
 
 def find_chromium() -> str | None:

@@ -17,22 +17,24 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from turnwise.cli import main as turnwise
+import turnwise as tw
 from turnwise.client.checkpoints import CheckpointStore
-from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.reader import RunReader
 
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
 SMALL = (
     *("model=tiny", "train.tasks_per_step=2", "rollout.group_size=4", "train.learning_rate=1e-3", "eval.tasks=0"),
     *("train.save_every=1", "train.max_empty_steps=1000", "run.dialogues=0", "rollout.deterministic=true"),
 )
+HANG_S = 600.0
+"""Only a hang takes so long."""
 VICTIMS = {"learner": "ray::LearnerActor", "env": "ray::EnvWorkerActor"}
 
 
@@ -64,47 +66,50 @@ def find(title: str) -> list[int]:
     return found
 
 
-def num_steps(directory: Path) -> int:
-    if not is_run(directory):
-        return 0
-    with RunReader(directory) as run:
-        return len(run.metric("time/step_s"))
+class Killer(tw.Observer):
+    """Kills actors at random moments after the first step; `node` removes the second node, once.
 
+    The run waits for it two steps before its end, so that every kill falls into the run, however fast the run is.
+    """
 
-class Killer(threading.Thread):
-    """Kills actors at random moments after the first step; `node` removes the second node, once."""
-
-    def __init__(self, directory: Path, kinds: Sequence[str], remove_node: Any, seed: int) -> None:
-        super().__init__(daemon=True)
-        self._directory, self._kinds, self._remove_node = directory, kinds, remove_node
-        self._random = random.Random(seed)
+    def __init__(self, kinds: Sequence[str], remove_node: Callable[[], object], seed: int) -> None:
         self.killed: list[str] = []
-        self.ending = threading.Event()
+        self._kinds, self._remove_node, self._random = kinds, remove_node, random.Random(seed)
+        self._steps = threading.Condition()
+        self._num_steps, self._is_held = 0, False
+        self._is_done = threading.Event()
+        threading.Thread(target=self._kill_all, daemon=True).start()
 
-    def run(self) -> None:
-        while not num_steps(self._directory) and not self.ending.wait(0.05):
-            pass
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        with self._steps:
+            self._num_steps, self._is_held = step, step >= num_steps - 2
+            self._steps.notify_all()
+        if self._is_held and not self._is_done.wait(HANG_S):
+            raise TimeoutError(f"only {self.killed} of {self._kinds} were killed in {HANG_S} s")
+
+    def _kill_all(self) -> None:
         for kind in self._kinds:
-            if self.ending.wait(self._random.uniform(0.0, 1.0)):
-                return
+            self._wait_for_a_step()
+            time.sleep(self._random.uniform(0.0, 0.5))
             if kind == "node":
                 self._remove_node()
-                self.killed.append(kind)
-                continue
-            while not (pids := find(VICTIMS[kind])) and not self.ending.wait(0.05):
-                pass
-            if pids:
+            else:
+                while not (pids := find(VICTIMS[kind])):
+                    time.sleep(0.05)
                 os.kill(self._random.choice(pids), signal.SIGKILL)
-                self.killed.append(kind)
-            before = num_steps(self._directory)
-            while num_steps(self._directory) == before and not self.ending.wait(0.05):
-                pass
+            self.killed.append(kind)
+        self._is_done.set()
+
+    def _wait_for_a_step(self) -> None:
+        with self._steps:
+            before = self._num_steps
+            self._steps.wait_for(lambda: self._num_steps > before or self._is_held)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", default="learner", help="a number, or kinds: learner,env,node")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=0, help="default: three for each kill, and three more")
     parser.add_argument("--env-workers", type=int, default=0)
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--min-learners", type=int, default=0)
@@ -117,23 +122,20 @@ def main() -> int:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         calm, rough = Path(place) / "calm", Path(place) / "rough"
-        steps = f"train.steps={args.steps}"
-        assert turnwise(["train", ECHO, *SMALL, steps, f"run.dir={calm}"]) == 0
+        steps = f"train.steps={args.steps or 3 * len(kinds) + 3}"
+        tw.train(ECHO, directory=calm, overrides=[*SMALL, steps], observer=tw.Observer())
         cluster, node = start_cluster()
-        killer = Killer(rough, kinds, lambda: cluster.remove_node(node, allow_graceful=False), args.seed)
-        killer.start()
+        killer = Killer(kinds, lambda: cluster.remove_node(node, allow_graceful=False), args.seed)
         options = [f"cluster.learners={args.learners}", f"cluster.max_restarts={2 * len(kinds) + 2}"]
         options += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []
         options += [f"cluster.min_learners={args.min_learners}"] if args.min_learners else []
-        address = f"cluster.address={cluster.address}"
-        code = turnwise(["train", ECHO, *SMALL, steps, *options, address, f"run.dir={rough}"])
-        killer.ending.set()
-        killer.join()
+        options += [*SMALL, steps, f"cluster.address={cluster.address}"]
+        run = tw.train(ECHO, directory=rough, overrides=options, observer=killer)
         expected, found = weights(calm), weights(rough)
         report = {
-            "exit_code": int(code),
+            "state": run.state,
             "killed": killer.killed,
-            "steps": num_steps(rough),
+            "steps": len(run.metrics["step"]),
             "relative_error": float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
             "seconds": round(time.monotonic() - started_s, 1),
         }

@@ -43,7 +43,7 @@ def datum(ids: list[int] = IDS, **columns: list[float]) -> Datum:
 def backward(
     trainer: LocalTrainingClient, *datums: Datum, loss_fn: str = "importance_sampling", **config: float
 ) -> object:
-    return trainer.forward_backward(list(datums), loss_fn, config or None).result(timeout=60)
+    return trainer.forward_backward(list(datums), loss_fn, config or None).result(timeout=120)
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,22 @@ BAD: dict[str, tuple[Call, type[TurnwiseError], str]] = {
     "datum longer than the context": (lambda on: backward(on.trainer, datum([5] * 3000)), DataError, "2999"),
     "no datums": (lambda on: backward(on.trainer), DataError, "at least one Datum"),
     "prompt longer than the context": (
-        lambda on: on.sampler.sample(ModelInput.from_ints([5] * 3000), 1, SamplingParams()).result(timeout=60),
+        lambda on: on.sampler.sample(ModelInput.from_ints([5] * 3000), 1, SamplingParams()).result(timeout=120),
         DataError,
         "3000 tokens",
     ),
     "prompt id out of range": (
-        lambda on: on.sampler.sample(ModelInput.from_ints([5, -3]), 1, SamplingParams()).result(timeout=60),
+        lambda on: on.sampler.sample(ModelInput.from_ints([5, -3]), 1, SamplingParams()).result(timeout=120),
         DataError,
         "-3 at position 1",
     ),
     "empty prompt": (
-        lambda on: on.sampler.sample(ModelInput.empty(), 1, SamplingParams()).result(timeout=60),
+        lambda on: on.sampler.sample(ModelInput.empty(), 1, SamplingParams()).result(timeout=120),
         DataError,
         "empty",
     ),
     "no samples": (
-        lambda on: on.sampler.sample(ModelInput.from_ints([5]), 0, SamplingParams()).result(timeout=60),
+        lambda on: on.sampler.sample(ModelInput.from_ints([5]), 0, SamplingParams()).result(timeout=120),
         DataError,
         "num_samples=0",
     ),
@@ -105,12 +105,12 @@ BAD: dict[str, tuple[Call, type[TurnwiseError], str]] = {
         "nobody/nothing",
     ),
     "unknown checkpoint": (
-        lambda on: on.trainer.load_state("tinker://nobody/weights/nothing").result(timeout=60),
+        lambda on: on.trainer.load_state("tinker://nobody/weights/nothing").result(timeout=120),
         CheckpointError,
         "nothing",
     ),
     "checkpoint name that climbs": (
-        lambda on: on.trainer.save_state("../out").result(timeout=60),
+        lambda on: on.trainer.save_state("../out").result(timeout=120),
         TurnwiseError,
         r"\.\./out",
     ),
@@ -125,8 +125,8 @@ def test_bad_input_is_named_and_the_client_goes_on(
     call, error, words = BAD[name]
     with pytest.raises(error, match=words):
         call(Clients(trainer, sampler, service))
-    output = trainer.forward_backward([datum()], "importance_sampling").result(timeout=60)
+    output = trainer.forward_backward([datum()], "importance_sampling").result(timeout=120)
     assert math.isfinite(output.loss)
-    assert trainer.optim_step(AdamParams(learning_rate=0.0)).result(timeout=60) is not None
-    reply = sampler.sample(ModelInput.from_ints(IDS), 1, SamplingParams(max_tokens=2)).result(timeout=60)
+    assert trainer.optim_step(AdamParams(learning_rate=0.0)).result(timeout=120) is not None
+    reply = sampler.sample(ModelInput.from_ints(IDS), 1, SamplingParams(max_tokens=2)).result(timeout=120)
     assert len(reply.sequences[0].tokens) >= 1

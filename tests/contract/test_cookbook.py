@@ -19,7 +19,7 @@ NEEDS = (
     *("aiohttp", "blobfile", "chz", "cloudpickle", "datasets", "math-verify", "numpy", "pillow", "pylatexenc"),
     *("pyrage", "safetensors", "sympy", "termcolor", "tiktoken", "tml-renderers"),
 )
-RECIPE_S = 200.0
+RECIPE_S = 500.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first run installs the cookbook
 

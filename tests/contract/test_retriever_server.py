@@ -39,7 +39,7 @@ def address() -> Iterator[str]:
 
 
 def post(address: str, body: object) -> httpx2.Response:
-    return httpx2.post(f"{address}/retrieve", json=body, timeout=10)
+    return httpx2.post(f"{address}/retrieve", json=body, timeout=120)
 
 
 def test_one_query_gets_one_list_of_documents_with_scores(address: str) -> None:
@@ -241,7 +241,7 @@ def test_the_command_serves_a_file_and_ends_cleanly(tmp_path: Path) -> None:
         said = re.fullmatch(r"retriever: 48 passages, hybrid \(indexed now\), on (http://127.0.0.1:\d+)\n", line)
         assert said, line
         transport = httpx2.HTTPTransport(retries=5)
-        with httpx2.Client(transport=transport, timeout=20) as client:
+        with httpx2.Client(transport=transport, timeout=120) as client:
             (hits,) = client.post(f"{said[1]}/retrieve", json={"query": ANNA, "topk": 1}).json()["result"]
         assert hits[0]["document"]["id"] == "0"
         process.send_signal(signal.SIGINT)

@@ -283,7 +283,7 @@ async def test_queries_of_many_attempts_are_kept_apart(runner: SqlRunner, databa
 def test_a_worker_ends_with_its_input() -> None:
     """So no worker outlives a run, however the run ended."""
     command = [sys.executable, "-I", "-S", sql_worker.__file__]
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("ready\n", "")
 
 

@@ -124,7 +124,7 @@ def test_a_run_can_be_looked_at_steered_and_stopped_and_goes_on_where_it_was(
         now = _step(directory)
         _wait_until(lambda: _step(directory) >= now + 3)
         assert main(["stop", str(directory)]) == 0
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
     assert "stopped; go on with" in capsys.readouterr().out
     assert not is_training(directory)
     with RunReader(directory) as run:
@@ -155,8 +155,8 @@ def test_a_hard_stop_ends_at_once_and_an_interrupt_saves_first(tmp_path: Path) -
             _wait_until(lambda name=name: _is_waiting_for_env(tmp_path / name))
         assert main(["stop", str(tmp_path / "a"), "--now"]) == 0
         two.send_signal(signal.SIGINT)
-        assert one.wait(timeout=30) == 130
-        assert two.wait(timeout=30) == 130
+        assert one.wait(timeout=120) == 130
+        assert two.wait(timeout=120) == 130
     with RunReader(tmp_path / "a") as hard, RunReader(tmp_path / "b") as graceful:
         assert hard.checkpoints() == []
         assert [row.step for row in graceful.checkpoints()] == [0], "playing is cut short, and the run is saved"

@@ -119,7 +119,7 @@ def test_a_grid_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == 130, (tmp_path / "said").read_text()
+    assert process.wait(timeout=120) == 130, (tmp_path / "said").read_text()
     places = sorted(place for place in out.glob("*/*-seed0") if place.is_dir())
     done = {place: _num_steps(place) for place in places}
     assert len(done) == 2

@@ -322,7 +322,7 @@ def test_an_env_that_blocks_the_event_loop_is_shown_with_its_line_and_stopped(tm
     file = tmp_path / "blocking.py"
     file.write_text(BLOCKING_WORLD)
     process = _command(tmp_path / "run", f"{file}:BlockingWorld")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.STALLED, out
     assert "the event loop has not come round" in out
     assert "blocking.py:7 step" in out
@@ -343,9 +343,9 @@ def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tm
     while not _has_checkpoint(directory):
         assert process.poll() is None
         time.sleep(0.05)
-    lock = sqlite3.connect(directory / "run.db", timeout=30)
+    lock = sqlite3.connect(directory / "run.db", timeout=120)
     lock.execute("BEGIN IMMEDIATE")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     lock.rollback()
     lock.close()
     assert process.returncode == ExitCode.STALLED, out
@@ -357,7 +357,7 @@ def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tm
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert again.returncode == 0, again.stdout + again.stderr

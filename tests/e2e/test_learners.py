@@ -78,7 +78,7 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_
     _wait_for_steps(directory, 2)
     learner = _learner_of(process.pid)
     os.kill(learner, signal.SIGKILL)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=120)[0]
     assert process.returncode != 0
     assert f"learner 1 (process {learner})" in str(said)
     assert "ended with exit code -9. The last checkpoint is kept" in str(said)

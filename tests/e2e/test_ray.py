@@ -12,6 +12,8 @@ import pytest
 
 from ray_environment import ray_python
 
+HANG_S = 800.0
+"""Only a hang takes so long; the first test also installs Ray."""
 TESTS = Path(__file__).parents[1]
 
 
@@ -21,7 +23,7 @@ def _campaign(*arguments: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
-        timeout=280,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,10 +31,11 @@ def _campaign(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(HANG_S + 100)
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_run_whose_learner_is_killed_and_whose_node_is_lost_ends_with_the_weights_of_one_process() -> None:
     found = _campaign("--kills", "learner,node", "--steps", "12", "--learners", "4", "--min-learners", "2")
-    assert found["exit_code"] == 0
+    assert found["state"] == "finished"
     assert found["killed"] == ["learner", "node"]
     assert found["steps"] == 12
     assert found["relative_error"] < 1e-5

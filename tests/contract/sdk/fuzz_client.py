@@ -17,7 +17,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 MAX_PROBLEMS = 30
 
 

@@ -45,12 +45,12 @@ def _datum(**more):
 def _post(path, body):
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{URL}{path}", data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
 def _get(path):
-    with urllib.request.urlopen(f"{URL}{path}", timeout=20) as answer:
+    with urllib.request.urlopen(f"{URL}{path}", timeout=120) as answer:
         return json.load(answer)
 
 
@@ -286,7 +286,7 @@ def a_captured_agent_is_trained_exactly_on_what_it_sampled():
     trajectories = []
     for attempt, reward in enumerate((1.0, 0.0)):
         capture = _post("/v1/captures", {"model": path, "task_id": "find", "attempt": attempt, "temperature": 0.8})
-        with openai.OpenAI(base_url=capture["base_url"], api_key="none", timeout=30) as agent:
+        with openai.OpenAI(base_url=capture["base_url"], api_key="none", timeout=120) as agent:
             messages = [{"role": "system", "content": "You find."}, {"role": "user", "content": "First?"}]
             for turn in range(3):
                 said = agent.chat.completions.create(

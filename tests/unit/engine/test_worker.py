@@ -18,7 +18,7 @@ from turnwise.engine.worker import EngineWorker
 from turnwise.errors import DataError, EngineStoppedError
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 Begin = Callable[[Any], Generator[None, None, Any]]
 
 

@@ -114,7 +114,7 @@ async def test_no_thread_of_an_abandoned_agent_stays() -> None:
     await env.start()
     await env.close()
     await env.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(thread.name == "turnwise-agent" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
