@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from turnwise.errors import CheckpointError, TurnwiseError
 from turnwise.service.config import ServeConfig, is_loopback
 from turnwise.service.failures import HttpFailure, log, log_internal, without_paths
 from turnwise.service.metrics import add_metrics
+from turnwise.service.named_policies import NamedPolicy
 from turnwise.service.openai import routes as openai
 from turnwise.service.routes import mint, rest, sampling, sessions, training
 from turnwise.service.service import Service
@@ -35,12 +36,14 @@ MIDDLE_ROUTES = {"/retrieve_futures": 8 * LARGE_BODY}
 """Paths with a bound of their own: a hundred thousand names."""
 
 
-def create_app(config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> FastAPI:
+def create_app(
+    config: ServeConfig, store: Store, models: Mapping[str, LoadedModel], policies: Sequence[NamedPolicy] = ()
+) -> FastAPI:
     """Create the application; its service starts and ends with the server's event loop."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = Service(config, store, models)
+        service = app.state.service = Service(config, store, models, policies)
         service.start()
         try:
             yield

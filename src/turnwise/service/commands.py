@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from turnwise.runtime.network import open_port
 from turnwise.runtime.process import settled_process
 from turnwise.service.access import Access, KeyStyle, create_key, revoke_key
 from turnwise.service.config import ServeConfig
+from turnwise.service.named_policies import NamedPolicy, check_names, keep_policies
 from turnwise.service.store.store import Store
 
 CLOSE_S = 5
 LOCK_FILE = "serve.lock"
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until interrupted."""
+def serve(config: ServeConfig, policies: Sequence[NamedPolicy] = ()) -> int:
+    """Serve base models, and policies that were trained on them, until interrupted."""
     try:
         import fastapi  # noqa: F401
         import google.protobuf  # noqa: F401
@@ -35,8 +36,9 @@ def serve(config: ServeConfig) -> int:
         raise ConfigError(
             f"{cause.name} is missing; install what the service needs: pip install 'turnwise[service]'"
         ) from cause
+    check_names(policies, config.models)
     with data_lock(config.data_dir):
-        return _serve(config, uvicorn)
+        return _serve(config, keep_policies(policies, config.data_dir), uvicorn)
 
 
 @contextlib.contextmanager
@@ -62,7 +64,7 @@ def data_lock(data_dir: Path) -> Iterator[None]:
         yield
 
 
-def _serve(config: ServeConfig, uvicorn: Any) -> int:
+def _serve(config: ServeConfig, policies: Sequence[NamedPolicy], uvicorn: Any) -> int:
     from turnwise.service.app import create_app
     from turnwise.service.engines import load_models
 
@@ -71,18 +73,19 @@ def _serve(config: ServeConfig, uvicorn: Any) -> int:
     access.check_bind()
     listener = _listen(config)
     port = listener.getsockname()[1]
+    names = [policy.name for policy in policies]
     _say(f"loading {', '.join(config.models)} ...")
     try:
         models = load_models(config.models, config.engine)
     except BaseException:
         listener.close()
         raise
-    app = create_app(config, store, models)
+    app = create_app(config, store, models, policies)
 
     def announce() -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
         address, key = f"http://{host}:{port}", "no key needed" if access.is_open else "API keys required"
-        _say(f"serving {', '.join(config.models)} at {address} ({key}); data in {config.data_dir}")
+        _say(f"serving {', '.join([*config.models, *names])} at {address} ({key}); data in {config.data_dir}")
         _say(f"Tinker and MinT SDKs: base_url={address}; OpenAI clients: base_url={address}/v1; Ctrl-C stops")
 
     class Server(uvicorn.Server):

@@ -1,4 +1,5 @@
-"""The base models that are served, by the names that clients use, each with its worker and its training queue."""
+"""What is served, by the names that clients use: base models, each with its worker and its training queue, and the
+policies that were trained on them."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.models import store as model_store
 from turnwise.service.failures import HttpFailure
 from turnwise.service.futures import Promises
+from turnwise.service.named_policies import NamedPolicy
 from turnwise.service.training.queue import TrainingQueue
 
 
@@ -47,13 +49,21 @@ class ServedModel:
 
 
 class ServedModels:
-    """Looks models up by name or directory; loads them once, at start."""
+    """Looks base models up by name or directory, and policies by name."""
 
-    def __init__(self, models: Mapping[str, LoadedModel], promises: Promises, *, gap_s: float) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, LoadedModel],
+        promises: Promises,
+        *,
+        gap_s: float,
+        policies: Sequence[NamedPolicy] = (),
+    ) -> None:
         self._models = [
             ServedModel(name, loaded, TrainingQueue(loaded.worker, promises, gap_s=gap_s))
             for name, loaded in models.items()
         ]
+        self.policies = {policy.name: policy for policy in policies}
 
     def __iter__(self):
         return iter(self._models)
@@ -62,8 +72,21 @@ class ServedModels:
         for model in self._models:
             if name in (model.name, str(model.directory)) or Path(name) == model.directory:
                 return model
+        if name in self.policies:
+            raise HttpFailure(
+                400,
+                f"{name} is a trained policy, which is only sampled from; its base model is "
+                f"{self.policies[name].base_model}",
+            )
         known = ", ".join(model.name for model in self._models)
         raise HttpFailure(400, f"base model {name[:200]!r} is not served here; served: {known}")
+
+    def find_policy(self, identity: str) -> NamedPolicy:
+        """The policy of exactly these weights."""
+        for policy in self.policies.values():
+            if policy.identity == identity:
+                return policy
+        raise HttpFailure(410, f"the policy {identity.rpartition('-')[0]} is served no more, or with other weights")
 
     def close(self) -> None:
         for model in self._models:

@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from turnwise.client.engines import LoadedModel
 from turnwise.service.access import Access, Caller
@@ -16,6 +16,7 @@ from turnwise.service.config import ServeConfig
 from turnwise.service.engines import ServedModels
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.futures import KEEP_S, Promises
+from turnwise.service.named_policies import NamedPolicy
 from turnwise.service.sampling.interpolate import Interpolation
 from turnwise.service.sampling.sampling import Sampling
 from turnwise.service.store.store import OwnedCheckpointRow, SessionRow, Store
@@ -32,7 +33,13 @@ SWEEP_S = 10.0
 class Service:
     """All parts of the service. Create it on the event loop that will serve it, after the models are loaded."""
 
-    def __init__(self, config: ServeConfig, store: Store, models: Mapping[str, LoadedModel]) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        store: Store,
+        models: Mapping[str, LoadedModel],
+        policies: Sequence[NamedPolicy] = (),
+    ) -> None:
         self.config = config
         self.store = store
         self.access = Access(store, is_loopback=config.is_loopback, token_s=config.token_s)
@@ -41,7 +48,7 @@ class Service:
             max_queued_requests=config.max_queued_requests,
             max_kept_bytes=config.max_kept_result_bytes,
         )
-        self.models = ServedModels(models, self.promises, gap_s=config.gap_s)
+        self.models = ServedModels(models, self.promises, gap_s=config.gap_s, policies=policies)
         self.checkpoints = OwnedCheckpoints(store, config.data_dir)
         self.sampling = Sampling(config, store, self.promises, self.models, self.checkpoints)
         self.training = Training(config, store, self.promises, self.models, self.checkpoints, self.sampling)

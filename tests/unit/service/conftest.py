@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.service.app import create_app
 from turnwise.service.config import ServeConfig
 from turnwise.service.engines import load_models
+from turnwise.service.named_policies import NamedPolicy, keep_policies
 from turnwise.service.service import Service
 from turnwise.service.store.store import Store
 from turnwise.service.wire import proto as proto_schema
@@ -133,11 +134,12 @@ def serve(engine_held: LoadedModel, tmp_path: Path) -> Serve:
     assert not engine_held.worker.is_stopped
 
     @asynccontextmanager
-    async def run(**settings: Any) -> AsyncIterator[Wire]:
+    async def run(*, policies: Sequence[NamedPolicy] = (), **settings: Any) -> AsyncIterator[Wire]:
         data_dir = tmp_path / "data"
         settings = {"hold_s": 10.0, "engine": ENGINE, **settings}
         config = ServeConfig(models=("tiny",), data_dir=data_dir, **settings)
-        app = create_app(config, Store(data_dir), load_models(config.models, config.engine))
+        kept = keep_policies(policies, data_dir)
+        app = create_app(config, Store(data_dir), load_models(config.models, config.engine), kept)
         transport = httpx2.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),

@@ -92,7 +92,8 @@ class Gateway:
         self._numbers = itertools.count(FIRST_SEQ)
 
     async def find(self, model: str, caller: Caller) -> Talker:
-        """The policy of that name: a base model, a checkpoint's path, or a sampling session."""
+        """The policy of that name: a base model, a policy of `turnwise serve RUN`, a checkpoint's path, or a sampling
+        session."""
         try:
             sampler = self._sampler(model, caller)
         except HttpFailure as error:
@@ -112,6 +113,8 @@ class Gateway:
             row = service.checkpoints.find(model, caller.owner)
             # If a checkpoint was overwritten, it needs a new sampler, because the old one holds the old weights.
             identity, what = f"{row.path} {row.created_at}", {"model_path": model}
+        elif model in service.models.policies:
+            identity, what = service.models.policies[model].identity, {"base_model": model}
         else:
             identity, what = service.models.find(model).name, {"base_model": model}
         number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big")
@@ -241,7 +244,8 @@ async def _until_gone(request: Request) -> None:
 
 def _no_model(model: str) -> HttpFailure:
     return HttpFailure(
-        404, f"no model {model[:200]!r}; GET /v1/models lists base models and your checkpoints (tinker:// paths)"
+        404,
+        f"no model {model[:200]!r}; GET /v1/models lists base models, policies and your checkpoints (tinker:// paths)",
     )
 
 

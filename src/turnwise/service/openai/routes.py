@@ -37,7 +37,7 @@ async def completions(gateway: GatewayDep, caller: KeyHolder, request: Request, 
 
 @router.get("/models")
 async def list_models(gateway: GatewayDep, caller: KeyHolder) -> dict[str, Any]:
-    """Base models, and the caller's own checkpoints, newest first."""
+    """Base models, policies by name, and the caller's own checkpoints, newest first."""
     service = gateway.service
     now = time.time()
     saved = [
@@ -45,7 +45,8 @@ async def list_models(gateway: GatewayDep, caller: KeyHolder) -> dict[str, Any]:
         for row in service.store.checkpoints_of_owner(caller.owner, MAX_LISTED, 0)
         if row.kind == "sampler_weights" and (row.expires_at is None or row.expires_at > now)
     ]
-    return {"object": "list", "data": [*(_model_json(model.name, 0) for model in service.models), *saved]}
+    names = [*(model.name for model in service.models), *service.models.policies]
+    return {"object": "list", "data": [*(_model_json(name, 0) for name in names), *saved]}
 
 
 @router.get("/models/{model:path}")

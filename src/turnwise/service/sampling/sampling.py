@@ -123,6 +123,8 @@ class Sampling:
             row = replace(row, source="checkpoint", model_path=checkpoint.path, base_model=checkpoint.base_model)
         elif body.base_model is None:
             raise HttpFailure(400, "send model_path (saved weights) or base_model")
+        elif (named := self._models.policies.get(body.base_model)) is not None:
+            row = replace(row, source="policy", model_path=named.identity, base_model=named.base_model)
         served, weights = self._find_weights(row)
         self._store.put(row)
         self._live[sampler_id] = SamplingSession(row, served, weights, self._loop.time())
@@ -168,6 +170,9 @@ class Sampling:
             assert row.model_path is not None
             checkpoint = self._checkpoints.find(row.model_path, row.owner)
             return served, ParkedPolicy(self._checkpoints.directory(checkpoint))
+        if row.source == "policy":
+            assert row.model_path is not None
+            return served, ParkedPolicy(self._models.find_policy(row.model_path).directory)
         directory = self.directory_of(row)
         if directory is None or not directory.is_dir():
             raise HttpFailure(
