@@ -271,8 +271,8 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
         fields = dict(values)
         failure, branch = fields.pop("failure", None), fields.pop("branch", None)
         return Trajectory(
-            start=_messages(fields.pop("start")),
-            turns=tuple(_turn(turn) for turn in fields.pop("turns")),
+            start=messages_from_json(fields.pop("start")),
+            turns=tuple(turn_from_json(turn) for turn in fields.pop("turns")),
             end_reason=EndReason(fields.pop("stop_reason", None) or fields.pop("end_reason")),  # older: stop_reason
             failure=None if failure is None else Failure(**{**failure, "party": Party(failure["party"])}),
             branch=None if branch is None else Branch(**branch),
@@ -282,16 +282,18 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
         raise DataError(f"this is no trajectory as trajectory_to_json writes it: {cause!r}") from cause
 
 
-def _turn(values: Mapping[str, Any]) -> Turn:
+def turn_from_json(values: Mapping[str, Any]) -> Turn:
+    """A turn as `trajectory_to_json` writes it."""
     fields = dict(values)
     ids = {name: tuple(fields.pop(name)) for name in ("prompt_ids", "sampled_ids", "sampler_logprobs")}
-    (reply,) = _messages([fields.pop("reply")])
+    (reply,) = messages_from_json([fields.pop("reply")])
     versions = fields.pop("token_versions", None)
     ids |= {} if versions is None else {"token_versions": tuple(versions)}
-    return Turn(**ids, reply=reply, observation=_messages(fields.pop("observation")), **fields)
+    return Turn(**ids, reply=reply, observation=messages_from_json(fields.pop("observation")), **fields)
 
 
-def _messages(entries: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def messages_from_json(entries: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Messages as `trajectory_to_json` writes them."""
     found: list[Message] = []
     for entry in entries:
         fields = dict(entry)

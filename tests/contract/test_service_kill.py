@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from service_process import ServerProcess
+from turnwise.trajectory import trajectory_from_json
 
 STEPS = 12
 DEADLINE_S = 120.0
@@ -96,3 +98,36 @@ def test_a_client_does_not_notice_that_the_server_was_killed(tmp_path: Path) -> 
         client.close()
     assert [steps for _, steps in found] == list(range(1, STEPS + 1)), "each step once, in order"
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_captured_agent_does_not_notice_that_the_server_was_killed(tmp_path: Path) -> None:
+    """Every reply that the agent heard is a turn of its capture, once, whenever the server was killed."""
+    heard: list[str] = []
+
+    def agent(base_url: str) -> None:
+        client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=100, timeout=DEADLINE_S)
+        messages: list[Any] = [{"role": "user", "content": "Say a number."}]
+        for _ in range(STEPS):
+            said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=16).choices[0].message
+            heard.append(said.content or "")
+            messages += [said, {"role": "user", "content": "And another."}]
+
+    moments = random.Random(7)
+    with ServerProcess(tmp_path / "served") as server:
+        capture = httpx2.post(f"{server.url}/v1/captures", json={"model": "tiny"}).json()
+        thread = threading.Thread(target=agent, args=(capture["base_url"],))
+        thread.start()
+        for _ in range(2):
+            thread.join(moments.uniform(0.02, 0.3))
+            server.kill()
+            server.start()
+        thread.join(DEADLINE_S)
+        answer = httpx2.get(f"{server.url}/v1/captures/{capture['id']}").json()
+    trajectory = trajectory_from_json(answer["trajectory"])
+    assert len(heard) == STEPS
+    assert [turn.reply.content.strip() for turn in trajectory.turns] == [text.strip() for text in heard]
+    for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        known = (*before.prompt_ids, *before.sampled_ids)
+        assert after.prompt_ids[: len(known)] == known, "the next prompt goes on in the sampled ids"

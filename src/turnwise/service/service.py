@@ -19,6 +19,7 @@ from turnwise.service.futures import KEEP_S, Promises
 from turnwise.service.named_policies import NamedPolicy
 from turnwise.service.sampling.interpolate import Interpolation
 from turnwise.service.sampling.sampling import Sampling
+from turnwise.service.store.captures import CaptureStore
 from turnwise.service.store.store import OwnedCheckpointRow, SessionRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.training import Training
@@ -53,6 +54,7 @@ class Service:
         self.sampling = Sampling(config, store, self.promises, self.models, self.checkpoints)
         self.training = Training(config, store, self.promises, self.models, self.checkpoints, self.sampling)
         self.interpolation = Interpolation(store, self.promises, self.models, self.checkpoints)
+        self.captures = CaptureStore(config.data_dir)
         self.screen = BodyScreen()
         self._last_seen: dict[str, float] = {}
         self._sweeper: asyncio.Task[None] | None = None
@@ -78,6 +80,7 @@ class Service:
         await asyncio.to_thread(self.models.close)
         await asyncio.sleep(0)  # failures of the engines' shutdown are recorded before the database is closed
         self.store.close()
+        self.captures.close()
 
     async def _sweep_forever(self) -> None:
         while True:

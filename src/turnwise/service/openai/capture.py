@@ -4,21 +4,33 @@ An agent sends messages; a trajectory holds ids. When an agent's messages are th
 reply and something new, the next prompt is the earlier prompt, the sampled ids as they are, and the new messages: no
 reply is encoded again. Any other call is rendered from its messages, and starts a datum of its own in training.
 
-Captures live in memory: a restart of the server ends them.
+Every turn is on disk before its reply is sent, so captures survive a restart of the server. If the server ended between
+the two, the agent's client asks again; it gets the reply that was recorded, and the turn counts once.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from turnwise.envs.chat_api.messages import Reply, are_same, continues, with_call_text
 from turnwise.renderers import Renderer
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.openai.schemas import CaptureBody, RewardBody
-from turnwise.trajectory import EndReason, Message, Trajectory, Turn
+from turnwise.service.store.captures import CapturedTurnRow, CaptureRow, CaptureStore
+from turnwise.trajectory import (
+    EndReason,
+    Message,
+    ToolCall,
+    Trajectory,
+    Turn,
+    messages_from_json,
+    turn_from_json,
+)
 
 MAX_CAPTURES = 4096
 """Most captures of one key; the one that was unused for the longest time is removed first."""
@@ -36,6 +48,22 @@ class CapturedTurn:
     reply: Reply
     turn: Turn
 
+    def to_json(self) -> dict[str, Any]:
+        # Ids as they are: `asdict` would copy them one by one.
+        whole = {item.name: getattr(self.turn, item.name) for item in fields(self.turn)}
+        turn = {**whole, "reply": asdict(self.turn.reply), "observation": []}
+        return {"asked": [asdict(message) for message in self.asked], "reply": asdict(self.reply), "turn": turn}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> CapturedTurn:
+        reply = values["reply"]
+        calls = tuple(ToolCall(**call) for call in reply["calls"])
+        return cls(
+            asked=messages_from_json(values["asked"]),
+            reply=Reply(reply["content"], calls),
+            turn=turn_from_json(values["turn"]),
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Capture:
@@ -45,10 +73,16 @@ class Capture:
     owner: str
     settings: CaptureBody
     started_s: float
+    """In seconds since 1970, like `used_s`: a restart has other clocks."""
     used_s: float
+    store: CaptureStore
     turns: list[CapturedTurn] = field(default_factory=list[CapturedTurn])
     rewards: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     is_success: bool | None = None
+    reward_keys: set[str] = field(default_factory=set[str])
+    """The `Idempotency-Key` of each reward that had one."""
+    untold: set[int] = field(default_factory=set[int])
+    """Turns whose reply may not have reached the agent."""
 
     def prompt(self, renderer: Renderer, asked: Sequence[Message]) -> list[int]:
         """The ids of the next prompt."""
@@ -69,12 +103,62 @@ class Capture:
                 return known
         return None
 
-    def add(self, asked: Sequence[Message], reply: Reply, turn: Turn) -> None:
-        """Record a call that was answered."""
-        self.turns.append(CapturedTurn(asked=tuple(asked), reply=reply, turn=turn))
+    def add(self, asked: Sequence[Message], reply: Reply, turn: Turn) -> int:
+        """Record a call, before its reply is sent; returns the turn's number."""
+        captured, number = CapturedTurn(asked=tuple(asked), reply=reply, turn=turn), len(self.turns)
+        content = json.dumps(captured.to_json(), separators=(",", ":"))
+        self.store.add_turn(CapturedTurnRow(capture_id=self.id, number=number, content=content, is_told=False))
+        self.save()
+        self.turns.append(captured)
+        self.untold.add(number)
+        return number
 
-    def reward(self, body: RewardBody) -> None:
-        """Add to a turn's reward."""
+    def told(self, number: int) -> None:
+        """The reply of this turn has been sent."""
+        self.store.mark_told(self.id, number)
+        self.untold.discard(number)
+
+    def unheard(self, asked: Sequence[Message]) -> Turn | None:
+        """The last turn, if it answered these very messages and its reply may not have reached the agent."""
+        number = len(self.turns) - 1
+        if number not in self.untold or not are_same(asked, self.turns[number].asked):
+            return None
+        return self.turns[number].turn
+
+    def reward(self, body: RewardBody, key: str | None = None) -> None:
+        """Add to a turn's reward; a reward with a key that was seen before is not added again."""
+        if key is not None and key in self.reward_keys:
+            return
+        self._add_reward(body)
+        if key is not None:
+            self.reward_keys.add(key)
+        self.save()
+
+    def save(self) -> None:
+        """Write everything but the turns."""
+        rewards = {"parts": self.rewards, "is_success": self.is_success, "keys": sorted(self.reward_keys)}
+        self.store.put(
+            CaptureRow(
+                capture_id=self.id,
+                owner=self.owner,
+                settings=self.settings.model_dump_json(),
+                started_at=self.started_s,
+                used_at=self.used_s,
+                rewards=json.dumps(rewards),
+            )
+        )
+
+    @classmethod
+    def load(cls, row: CaptureRow, store: CaptureStore) -> Capture:
+        """The capture as it was written, without its turns."""
+        settings, rewards = CaptureBody.model_validate_json(row.settings), json.loads(row.rewards)
+        capture = cls(row.capture_id, row.owner, settings, row.started_at, row.used_at, store)
+        capture.rewards = {int(turn): parts for turn, parts in rewards["parts"].items()}
+        capture.is_success = rewards["is_success"]
+        capture.reward_keys = set(rewards["keys"])
+        return capture
+
+    def _add_reward(self, body: RewardBody) -> None:
         if body.is_success is not None:
             self.is_success = body.is_success
         if body.reward is None:
@@ -121,15 +205,22 @@ class Capture:
 
 
 class Captures:
-    """All captures of the process."""
+    """All captures of a data directory."""
 
-    def __init__(self) -> None:
-        self._captures: dict[str, Capture] = {}
+    def __init__(self, store: CaptureStore) -> None:
+        self._store = store
+        self._captures = {row.capture_id: Capture.load(row, store) for row in store.captures()}
+        for row in store.turns():
+            capture = self._captures[row.capture_id]
+            capture.turns.append(CapturedTurn.from_json(json.loads(row.content)))
+            if not row.is_told:
+                capture.untold.add(row.number)
 
     def create(self, owner: str, settings: CaptureBody) -> Capture:
         self._make_room(owner)
-        now = time.monotonic()
-        capture = Capture(f"cap-{uuid.uuid4().hex}", owner, settings, now, now)
+        now = time.time()
+        capture = Capture(f"cap-{uuid.uuid4().hex}", owner, settings, now, now, self._store)
+        capture.save()
         self._captures[capture.id] = capture
         return capture
 
@@ -140,15 +231,19 @@ class Captures:
         return capture
 
     def delete(self, capture_id: str, owner: str) -> None:
-        del self._captures[self.get(capture_id, owner).id]
+        self._remove(self.get(capture_id, owner))
 
     def of(self, owner: str) -> list[Capture]:
         return [capture for capture in self._captures.values() if capture.owner == owner]
 
     def _make_room(self, owner: str) -> None:
-        before = time.monotonic() - KEEP_S
+        before = time.time() - KEEP_S
         for capture in [capture for capture in self._captures.values() if capture.used_s < before]:
-            del self._captures[capture.id]
+            self._remove(capture)
         own = sorted(self.of(owner), key=lambda capture: capture.used_s)
         for capture in own[: len(own) - MAX_CAPTURES + 1]:
-            del self._captures[capture.id]
+            self._remove(capture)
+
+    def _remove(self, capture: Capture) -> None:
+        self._store.delete(capture.id)
+        del self._captures[capture.id]

@@ -7,11 +7,12 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from turnwise.envs.chat_api.bodies import ChatBody, refused
@@ -34,7 +35,10 @@ from turnwise.service.openai.logprobs import chat_logprob, check_top_logprobs
 from turnwise.service.openai.text import ReplyStream
 from turnwise.service.wire.results import SampleReply
 from turnwise.trajectory import Message, Turn
-from turnwise.types import SampledSequence, SampleRequest, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+
+RETRY_HEADER = "x-stainless-retry-count"
+"""How often the openai package has sent this very call before, without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class Call:
     prompt: list[int]
     params: SamplingParams
     capture: Capture | None
+    recorded: list[int] = field(default_factory=list[int])
+    """The numbers of its turns in the capture, once they are there."""
 
     @property
     def num_choices(self) -> int:
@@ -83,7 +89,13 @@ class Call:
             reply=self.talker.renderer.parse(sequence.tokens),
             is_cut=sequence.stop_reason == "length",
         )
-        self.capture.add(self.asked, reply, turn)
+        self.recorded.append(self.capture.add(self.asked, reply, turn))
+
+    async def told(self) -> None:
+        """The reply has been sent."""
+        if self.capture is not None:
+            for number in self.recorded:
+                self.capture.told(number)
 
 
 async def answer_chat(
@@ -103,8 +115,22 @@ async def answer_chat(
     call = Call(talker=talker, body=body, asked=asked, prompt=prompt, params=params, capture=capture)
     if body.stream:
         return await _answer_stream(gateway, call)
+    if capture is not None and request.headers.get(RETRY_HEADER, "0") != "0":
+        unheard = capture.unheard(asked)
+        if unheard is not None:
+            return AsciiJson(_whole(replace(call, capture=None), _sampled_before(unheard)))
     promise = gateway.draw(talker, call.sample, topk_sample_logprobs=body.top_logprobs or 0)
-    return AsciiJson(_whole(call, await gateway.result(promise, request)))
+    return AsciiJson(_whole(call, await gateway.result(promise, request)), background=BackgroundTask(call.told))
+
+
+def _sampled_before(turn: Turn) -> SampleReply:
+    """A recorded reply as the sampler gave it."""
+    sequence = SampledSequence(
+        tokens=list(turn.sampled_ids),
+        logprobs=list(turn.sampler_logprobs),
+        stop_reason="length" if turn.is_cut else "stop",
+    )
+    return SampleReply(response=SampleResponse(sequences=[sequence], policy_version=turn.policy_version))
 
 
 def _as_captured(body: ChatBody, capture: Capture) -> ChatBody:
@@ -233,6 +259,7 @@ async def _events(call: Call, feed: TokenFeed, promise: Promise) -> AsyncIterato
     if with_usage:
         yield event({**head, "choices": [], "usage": usage(call.prompt, outcome)})
     yield DONE
+    await call.told()
 
 
 class _Teller:

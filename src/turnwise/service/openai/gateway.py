@@ -87,7 +87,7 @@ class Gateway:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.captures = Captures()
+        self.captures = Captures(service.captures)
         self._formats: dict[str, asyncio.Task[ChatFormat]] = {}
         self._numbers = itertools.count(FIRST_SEQ)
 

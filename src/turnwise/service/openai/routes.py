@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import JSONResponse
 
 from turnwise.envs.chat_api.bodies import ChatBody
@@ -86,13 +86,18 @@ async def get_capture(
 
 @router.post("/captures/{capture_id}/reward")
 async def reward_capture(
-    gateway: GatewayDep, caller: KeyHolder, request: Request, capture_id: CaptureId, body: RewardBody
+    gateway: GatewayDep,
+    caller: KeyHolder,
+    request: Request,
+    capture_id: CaptureId,
+    body: RewardBody,
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> dict[str, Any]:
-    """Add a reward to a turn, or say whether the whole attempt was a success."""
+    """Add a reward to a turn, or say whether the whole attempt was a success; once for each `Idempotency-Key`."""
     if body.reward is None and body.is_success is None:
         raise HttpFailure(400, "send reward (a number) or is_success, or both")
     capture = gateway.captures.get(capture_id, caller.owner)
-    capture.reward(body)
+    capture.reward(body, idempotency_key)
     return _capture_json(capture, request, with_trajectory=False)
 
 
@@ -119,7 +124,7 @@ async def captured_models(gateway: GatewayDep, caller: KeyHolder, capture_id: Ca
 
 def _used(gateway: Gateway, capture_id: str, owner: str) -> Capture:
     capture = gateway.captures.get(capture_id, owner)
-    capture.used_s = time.monotonic()
+    capture.used_s = time.time()
     return capture
 
 
