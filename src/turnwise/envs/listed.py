@@ -4,7 +4,8 @@
 
 One line is one task. `difficulty` is the level of the world that the task belongs to (`env.difficulty`); without it,
 the world is taken as the run's options make it. A file may hold tasks of several levels: each is played in the world of
-its own level. A task that is in both splits is refused, because a policy would be measured on what it learned from.
+its own level. A task that is in both splits is refused, because a policy would be measured on what it learned from; so
+is a task that the world cannot play, such as one that was written for another world.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from turnwise.envs.base import Env, Split, Task, World
+from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import WorldWrapper
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.runtime.blocking import run_to_end
+from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message
 
 NO_LEVEL = -1
 """The level of a task that has none."""
 MakeLevel = Callable[[int], World]
 """Makes the world of a level."""
+_NUM_OWN = 16
+"""Tasks that the world draws, to see which data its tasks hold."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +84,40 @@ class ListedWorld(WorldWrapper):
 def list_world(world: World, path: Path, make_level: MakeLevel) -> ListedWorld:
     """`world` with the tasks of a file."""
     listed = read_tasks(path)
-    levels = sorted({one.difficulty for one in listed} - {NO_LEVEL})
-    return ListedWorld(inner=world, listed=listed, levels={level: make_level(level) for level in levels})
+    levels = {level: make_level(level) for level in sorted({one.difficulty for one in listed} - {NO_LEVEL})}
+    for level, own in {NO_LEVEL: world, **levels}.items():
+        _check_playable(path, own, [one.task for one in listed if one.difficulty == level])
+    return ListedWorld(inner=world, listed=listed, levels=levels)
+
+
+def _check_playable(path: Path, world: World, tasks: Sequence[Task]) -> None:
+    """Refuse a task without some of the data that the world's own tasks hold, unless the world makes an env of it."""
+    if not tasks:
+        return
+    try:
+        own = [frozenset(task.data) for task in world.tasks("train", _NUM_OWN, 0)]
+    except TurnwiseError:
+        return  # a world that draws none has none to compare with
+    always = frozenset[str]().union(*own).intersection(*own)
+    checked: set[frozenset[str]] = set()
+    for task in tasks:
+        held = frozenset(task.data)
+        if always <= held or held in checked:
+            continue
+        checked.add(held)
+        try:
+            env = world.make_env(task, 0)
+        except Exception as cause:
+            raise ConfigError(
+                f"env.tasks={path}: {world.name} cannot play task {task.id}. Its data holds {_names(held)}; the data "
+                f"of a task of {world.name} holds {_names(always)}. Was the file written for another world? Making "
+                f"the env ended in {describe_error(cause)}"
+            ) from cause
+        run_to_end(as_env(env).close())
+
+
+def _names(keys: frozenset[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
 
 
 def write_tasks(path: Path, tasks: Iterable[ListedTask]) -> None:

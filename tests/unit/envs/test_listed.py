@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
 from cases import for_each
 from turnwise.config.files import load_config
+from turnwise.envs.agents import AgentWorld
 from turnwise.envs.base import Task, World, assistant
 from turnwise.envs.difficulty import levels_of
-from turnwise.envs.listed import ListedTask, write_tasks
+from turnwise.envs.listed import ListedTask, list_world, write_tasks
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError
 from turnwise.training.objects import NO_OBJECTS
@@ -114,3 +116,25 @@ def test_a_warm_up_does_not_show_the_held_out_tasks_of_the_file(tmp_path: Path) 
     write_tasks(path, [*listed, ListedTask(task=own[2], split="train")])
     shown = _world(f"env.tasks={path}").demonstrations(8, 3)
     assert shown == _world().demonstrations(8, 3)[2:]
+
+
+@for_each("name", ["calculator", "guess_number", "negotiate", "phone"])
+def test_a_file_of_another_world_is_refused_with_what_came_and_what_is_expected(name: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "tasks.jsonl", NO_OBJECTS.make_world(load_config(name, []).env)
+    (task,) = other.tasks("train", 1, 0)
+    write_tasks(path, [ListedTask(task=task, split="train")])
+    expected = f"key_door cannot play task {re.escape(task.id)}. Its data holds {', '.join(sorted(task.data))}; "
+    with pytest.raises(ConfigError, match=f"{expected}the data of a task of key_door holds rooms"):
+        _world(f"env.tasks={path}")
+
+
+def test_a_world_may_take_tasks_with_other_data_than_its_own(tmp_path: Path) -> None:
+    """An agent gets any row; without a file of rows its own tasks are seeds."""
+    path = tmp_path / "tasks.jsonl"
+    write_tasks(path, [ListedTask(task=Task(id="a", data={"question": "2 + 2"}), split="train")])
+    world = list_world(AgentWorld(_agent), path, lambda _: AgentWorld(_agent))
+    assert [task.data for task in world.tasks("train", 9, 0)] == [{"question": "2 + 2"}]
+
+
+def _agent(client: object, task: object) -> float:
+    raise NotImplementedError
