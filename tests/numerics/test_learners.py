@@ -157,7 +157,8 @@ def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Pa
         run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
         (learner,) = processes_below(os.getpid()) - others
         os.kill(learner, signal.SIGKILL)
-        with pytest.raises(LearnerError, match=rf"learner 1 \(process {learner}\).*ended with exit code -9"):
+        why = rf"learner 1 \(process {learner}\).*ended with exit code -9. The last checkpoint is kept; resume the run"
+        with pytest.raises(LearnerError, match=why):
             engine.optim_step(trainable, STEP)
         assert torch.equal(trainable.flat, before), "no half of a step"
         with pytest.raises(LearnerError, match="learner 1"):
@@ -168,7 +169,9 @@ def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Pa
     assert processes_below(os.getpid()) - others == set()
 
 
-def test_a_step_in_which_learners_die_ends_where_one_process_ends(model_dirs: dict[str, Path]) -> None:
+def test_a_step_in_which_learners_die_ends_where_one_process_ends(
+    model_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     threads = torch.get_num_threads()
     others = processes_below(os.getpid())
     engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=120), name="two")
@@ -196,12 +199,15 @@ def test_a_step_in_which_learners_die_ends_where_one_process_ends(model_dirs: di
             step(alone, *pairs[0])
             step(engine, *pairs[1], *deaths)
         assert engine.num_restarts == 3
+        warned = [record.getMessage() for record in caplog.records]
+        assert len(warned) == 3
+        assert all("the run goes on" in one and "resume" not in one for one in warned), "the run was not given up"
         for expected, found in zip(*pairs, strict=True):
             assert found.num_steps == expected.num_steps == 4
             assert relative_error(found.flat, expected.flat) < 1e-5
             assert relative_error(found.exp_avg, expected.exp_avg) < 1e-5
         kill()
-        with pytest.raises(LearnerError, match="ended with exit code -9"):  # the fourth time is one too many
+        with pytest.raises(LearnerError, match=r"resume the run; .* 3 times"):  # the fourth time is one too many
             run(engine.forward_backward(pairs[1][0], TREES, "importance_sampling", None))
     finally:
         engine.close()

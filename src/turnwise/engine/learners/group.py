@@ -259,12 +259,7 @@ class LearnerGroup:
             self._fail(peer, what)
 
     def _fail(self, peer: LearnerPeer, what: str) -> NoReturn:
-        self._break(
-            LearnerLostError(
-                f"learner {peer.rank} ({peer.name}) was asked to {what} and {peer.why()}. The last "
-                "checkpoint is kept; resume the run"
-            )
-        )
+        self._break(LearnerLostError(f"learner {peer.rank} ({peer.name}) was asked to {what} and {peer.why()}"))
 
     def _break(self, error: LearnerError) -> NoReturn:
         self._broken = error

@@ -53,6 +53,8 @@ from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 _log = logging.getLogger(__name__)
 
+KEPT = "The last checkpoint is kept; resume the run"
+"""What to do when learners are given up."""
 PEER_CACHE_GIB = 0.05
 """KV cache of a learner that does not sample."""
 
@@ -210,10 +212,14 @@ class ReplicatedEngine(Engine):
     def _recover(self, lost: LearnerLostError) -> Generator[None, None, None]:
         """Start learners in place of those that are lost, and bring them to where this process is."""
         while True:
+            most = self._cluster.max_restarts
+            if self._num_restarts >= most:
+                raise LearnerLostError(
+                    f"{lost}. {KEPT}; learners were started again {self._num_restarts} times, and "
+                    f"cluster.max_restarts={most} is the most"
+                ) from lost
             self._num_restarts += 1
-            if self._num_restarts > self._cluster.max_restarts:
-                raise lost
-            _log.warning("%s; starting learners again, time %d", lost, self._num_restarts)
+            _log.warning("%s. Learners are started again (%d of %d); the run goes on", lost, self._num_restarts, most)
             try:
                 self._restart_learners(lost)
                 for trainable, create in list(self._created.items()):
@@ -239,7 +245,8 @@ class ReplicatedEngine(Engine):
             except LearnerError as error:
                 if self._size <= max(fewest, 1):
                     raise LearnerError(
-                        f"{lost} It did not start again ({error}), and cluster.min_learners={fewest} is the least"
+                        f"{lost}. {KEPT}; it did not start again ({error}), and cluster.min_learners={fewest} is the "
+                        "least"
                     ) from error
                 self._size -= 1
                 _log.warning("a learner cannot be started again (%s); going on with %d", error, self._size)
