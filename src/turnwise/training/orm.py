@@ -31,6 +31,7 @@ from turnwise.outcomes.model import Kind, OutcomeInfo, OutcomeModel, open_outcom
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
+from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
 from turnwise.training.assemble import ShuffledItems
@@ -60,7 +61,9 @@ class OrmConfig(Section):
     learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the supervised steps.")
     rl_learning_rate: float = Field(default=2e-4, gt=0, description="For generative: learning rate of RL.")
     save_every: int = Field(default=25, ge=1, description="Steps between checkpoints.")
-    max_attempts: int = Field(default=20000, ge=10, description="Most attempts to take, the latest first.")
+    max_attempts: int = Field(
+        default=20000, ge=10, description="Most attempts to take: an equal share of every source, its latest."
+    )
     seed: int = Field(default=0, ge=0, description="Seed of the adapter and of the batches.")
     max_chars: int = Field(default=6000, ge=200, description="For generative: longest text of an attempt.")
     num_votes: int = Field(default=4, ge=1, description="For generative: replies that vote on an attempt.")
@@ -139,30 +142,76 @@ def read_attempts(sources: Sequence[str | Path], max_attempts: int) -> tuple[lis
     """The attempts of runs that a verifier has judged, played for training; and the runs' base model, if there is one.
 
     What was played in an evaluation is left out: those tasks measure the policy, and nothing may learn from them.
+    Where there are more than `max_attempts`, every source gives an equal share, its latest attempts; what a short
+    source leaves over goes to the others.
     """
-    found: list[LabelledAttempt] = []
-    models: set[str] = set()
-    for source in sources:
-        path = Path(source).expanduser()
-        if path.suffix == ".jsonl":
-            found += read_labelled(path)
-            continue
-        if not is_run(path):
-            raise ConfigError(f"{source} is neither a run directory nor a .jsonl file of labelled attempts")
-        with RunReader(path) as run:
-            origin = origin_of(config_from_yaml(run.config_yaml, str(path)))
-            models.add(origin.model)
-            rows = [row for row in run.attempts(phase="train") if row.is_success is not None]
-            for row in rows[-max_attempts:]:
-                messages = tuple(message for message, _ in run.dialogue(row.id))
-                found.append(
-                    LabelledAttempt(
-                        world=origin.world, task_id=row.task_id, messages=messages, label=bool(row.is_success)
-                    )
-                )
+    opened = [_open_source(source) for source in sources]
+    models = {one.model for one in opened if one.model}
     if len(models) > 1:
         raise ConfigError(f"the runs have several models, {', '.join(sorted(models))}; set model=NAME")
-    return found[-max_attempts:], next(iter(models), "")
+    shares = _equal_shares([len(one) for one in opened], max_attempts)
+    found = [attempt for one, share in zip(opened, shares, strict=True) for attempt in one.latest(share)]
+    return found, next(iter(models), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileSource:
+    """A file of labelled attempts."""
+
+    attempts: Sequence[LabelledAttempt]
+    model: str = ""
+
+    def __len__(self) -> int:
+        return len(self.attempts)
+
+    def latest(self, count: int) -> list[LabelledAttempt]:
+        return list(self.attempts[len(self) - count :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunSource:
+    """The training attempts of a run that a verifier has judged."""
+
+    directory: Path
+    world: str
+    model: str
+    rows: Sequence[AttemptRow]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def latest(self, count: int) -> list[LabelledAttempt]:
+        with RunReader(self.directory) as run:
+            return [
+                LabelledAttempt(
+                    world=self.world,
+                    task_id=row.task_id,
+                    messages=tuple(message for message, _ in run.dialogue(row.id)),
+                    label=bool(row.is_success),
+                )
+                for row in self.rows[len(self) - count :]
+            ]
+
+
+def _open_source(source: str | Path) -> _FileSource | _RunSource:
+    path = Path(source).expanduser()
+    if path.suffix == ".jsonl":
+        return _FileSource(attempts=read_labelled(path))
+    if not is_run(path):
+        raise ConfigError(f"{source} is neither a run directory nor a .jsonl file of labelled attempts")
+    with RunReader(path) as run:
+        origin = origin_of(config_from_yaml(run.config_yaml, str(path)))
+        rows = [row for row in run.attempts(phase="train") if row.is_success is not None]
+    return _RunSource(directory=path, world=origin.world, model=origin.model, rows=rows)
+
+
+def _equal_shares(counts: Sequence[int], most: int) -> list[int]:
+    """How many to take of each, `most` in all: equally many, as far as each has them."""
+    shares = [0] * len(counts)
+    for place, index in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
+        shares[index] = min(counts[index], most // (len(counts) - place))
+        most -= shares[index]
+    return shares
 
 
 def learned_tasks(directory: str | Path) -> set[tuple[str, str]]:

@@ -14,7 +14,7 @@ from turnwise.envs.base import assistant, user
 from turnwise.errors import ConfigError
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import OutcomeInfo
-from turnwise.training.orm import best_of_n, learned_tasks
+from turnwise.training.orm import best_of_n, learned_tasks, read_attempts
 
 
 class FirstIsBest:
@@ -60,3 +60,13 @@ def test_best_of_n_leaves_out_the_tasks_that_the_model_has_learned_from(tmp_path
     assert part.num_groups * 3 == whole.num_groups * 2 > 0
     with pytest.raises(ConfigError, match="has learned from the tasks of the evaluations"):
         best_of_n(model, tmp_path, service, {("guess_number", task) for task in tasks})
+
+
+def test_every_source_gives_a_share_of_the_most_attempts_and_its_latest(tmp_path: Path) -> None:
+    for name, count in {"a": 30, "b": 2, "c": 30}.items():
+        write_labelled(tmp_path / f"{name}.jsonl", [_attempt(f"{name}{n}") for n in range(count)])
+    sources = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    found, _ = read_attempts(sources, 11)
+    expected = [*(f"a{n}" for n in range(26, 30)), "b0", "b1", *(f"c{n}" for n in range(25, 30))]
+    assert [one.task_id for one in found] == expected
+    assert len(read_attempts(sources, 1000)[0]) == 62
