@@ -166,6 +166,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
+        context_length=512,
     )
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=64)
     recorder = Recorder(writer, [LineView()], num_steps=config.train.steps)

@@ -80,6 +80,8 @@ class Parts:
     rollout: RolloutConfig
     eval_rollout: RolloutConfig
     method: AnyMethod
+    context_length: int
+    """Most tokens that the model takes."""
     shaping: Shaping = NO_SHAPING
 
     @property
@@ -112,6 +114,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
+        context_length=facts.context_length,
         shaping=make_shaping(config),
     )
 

@@ -27,14 +27,16 @@ from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.runtime import tolerances
+from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
+from turnwise.training.demonstrations import Demonstrations
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
 from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
-from turnwise.training.pretrain import make_warmup, play_demonstrations, pretrain, warm_up_step
+from turnwise.training.pretrain import batch_lessons, play_demonstrations, pretrain, read_lessons, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
 from turnwise.training.record import Recorder
 from turnwise.training.steer import Steering
@@ -103,6 +105,8 @@ class Loop:
         self.supply.failures = self._failures
         self._progress = Progress(train.max_empty_steps, self._failures)
         self._has_told_why = False
+        self._lessons: Demonstrations | None = None
+        """What the warm-up shows; read when the run begins."""
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
 
@@ -131,7 +135,7 @@ class Loop:
 
     async def _run(self) -> None:
         await self.supply.check()
-        self._look_ahead()
+        await self._look_ahead()
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
@@ -240,11 +244,20 @@ class Loop:
         self._progress.check(batch, is_empty=not learned)
         self.alarms.stop_if_lasting()
 
-    def _look_ahead(self) -> None:
-        """Say what is wrong with the world's demonstrations, before anything is spent."""
-        parts = self._parts
+    async def _look_ahead(self) -> None:
+        """Say what is wrong with the world's demonstrations, before anything is spent.
+
+        They are played in a thread: a world may be slow, and meanwhile the run is watched and may be stopped.
+        """
+        parts, findings = self._parts, [self.supply.left_out]
         if not self.done_step and self.supply.is_played:
-            finding = check_demonstrations(parts.world, self._renderer, parts.rollout, self._config.train.seed)
+            arguments = (parts.world, self._renderer, parts.rollout, self._config.train.seed)
+            findings.append(await self._interrupt.unless(in_thread(lambda: check_demonstrations(*arguments))))
+        if self._done_warmup < self._config.warmup.steps:
+            self._phase("playing demonstrations")
+            self._lessons = await self._interrupt.unless(in_thread(lambda: read_lessons(parts, self._renderer)))
+            findings.append(self._lessons.left_out)
+        for finding in findings:
             if finding is not None:
                 self._recorder.finding(finding)
 
@@ -392,10 +405,10 @@ class Loop:
 
     async def _warm_up(self) -> None:
         """Supervised steps; training then starts with their weights and a fresh optimizer."""
-        config, seed = self._config.warmup, self._config.train.seed
-        if self._done_warmup < config.steps:
+        config = self._config.warmup
+        if self._lessons is not None:
             self._phase("warming up")
-            batches = make_warmup(self._parts.world, self._renderer, config, seed)
+            batches, self._lessons = batch_lessons(self._lessons, self._parts), None
             optim = make_optim(self._config, config.learning_rate)
             for step in range(self._done_warmup, config.steps):
                 self._interrupt.check()

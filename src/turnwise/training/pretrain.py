@@ -18,11 +18,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.fake import ScriptedSampler
-from turnwise.config.training import WarmupConfig
-from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.shaping import shape_group
 from turnwise.credit.weights import token_mean, weigh
-from turnwise.envs.base import World
 from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
@@ -30,8 +27,10 @@ from turnwise.rollout.group import play_groups
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
+from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts, ShuffledItems, make_optim
 from turnwise.training.critic import Critic
+from turnwise.training.demonstrations import Demonstrations, read_demonstrations
 from turnwise.training.metrics import strip_reductions
 from turnwise.training.stored import read_critic_attempts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -43,20 +42,19 @@ NUM_PLAYED = 8
 """Scripted dialogues that are played to see whether they earn anything."""
 
 
-def make_warmup(world: World, renderer: Renderer, config: WarmupConfig, seed: int) -> ShuffledItems[list[Datum]]:
-    """The world's dialogues as datums, in batches."""
-    dialogue_seed = derive_seed(seed, "demonstrations")
-    datums = read_demonstrations(world, renderer, config.demonstrations, dialogue_seed)
-    return ShuffledItems(datums, config.batch_size, dialogue_seed)
+def read_lessons(parts: Parts, renderer: Renderer) -> Demonstrations:
+    """What the warm-up shows."""
+    count, seed = parts.config.warmup.demonstrations, _dialogue_seed(parts)
+    return read_demonstrations(parts.world, renderer, count, seed, context_length=parts.context_length)
 
 
-def read_demonstrations(world: World, renderer: Renderer, count: int, seed: int) -> list[list[Datum]]:
-    """The world's dialogues; one dialogue may be several datums."""
-    found: list[list[Datum]] = []
-    for messages in world.demonstrations(count, seed):
-        turns = [(turn.prompt_ids, turn.reply_ids) for turn in dialogue_to_turns(renderer, messages)]
-        found.append(dialogue_to_datums(turns))
-    return found
+def batch_lessons(lessons: Demonstrations, parts: Parts) -> ShuffledItems[list[Datum]]:
+    """What the warm-up shows, in batches."""
+    return ShuffledItems(lessons.dialogues, parts.config.warmup.batch_size, _dialogue_seed(parts))
+
+
+def _dialogue_seed(parts: Parts) -> int:
+    return derive_seed(parts.config.train.seed, "demonstrations")
 
 
 async def warm_up_step(
@@ -149,7 +147,7 @@ class Batches:
     async def _demonstrations(self) -> list[Trajectory]:
         """The world's scripted dialogues with the rewards that its envs give them."""
         parts = self._parts
-        if not parts.world.demonstrations(1, 0):
+        if not await in_thread(lambda: parts.world.demonstrations(1, 0)):
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
         found = await play_demonstrations(parts, self._renderer, parts.config.warmup.demonstrations)
         if not found:
@@ -166,8 +164,9 @@ class Batches:
 
 async def play_demonstrations(parts: Parts, renderer: Renderer, count: int = NUM_PLAYED) -> list[Trajectory]:
     """The world's scripted dialogues, played for their rewards; none if one of them does not belong to its task."""
-    seed = derive_seed(parts.config.train.seed, "demonstrations")
-    dialogues, tasks = parts.world.demonstrations(count, seed), parts.world.tasks("train", count, seed)
+    seed = _dialogue_seed(parts)
+    dialogues = await in_thread(lambda: parts.world.demonstrations(count, seed))
+    tasks = parts.world.tasks("train", count, seed)
     found: list[Trajectory] = []
     for index, (task, dialogue) in enumerate(zip(tasks, dialogues, strict=False)):
         replies = [turn.reply_ids for turn in dialogue_to_turns(renderer, dialogue)]

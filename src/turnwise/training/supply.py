@@ -19,6 +19,7 @@ from typing import Any, cast
 from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.credit.branching import with_branched_share
 from turnwise.credit.shaping import shape_group
+from turnwise.doctor import Finding
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.methods.base import Kept, Method, checked_kept
@@ -31,8 +32,10 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.self_play import SelfPlayRollout, split_seats
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import FirstFailures, RolloutStats
+from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts, ShuffledItems
 from turnwise.training.checkpoint import RunState
+from turnwise.training.demonstrations import read_demonstrations
 from turnwise.training.pool import (
     GroupPlan,
     GroupState,
@@ -44,7 +47,6 @@ from turnwise.training.pool import (
     oldest_version,
     rows_to_entries,
 )
-from turnwise.training.pretrain import read_demonstrations
 from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
@@ -304,6 +306,8 @@ class Supply:
         self.failures = FirstFailures()
         """Is told every failure of an attempt as it happens."""
         self._stored: ShuffledItems[Any] | None = None
+        self.left_out: Finding | None = None
+        """Says which stored data is left out; None: nothing is."""
         self.stream: Stream | None = None
         """What plays; None where stored data is read."""
 
@@ -319,7 +323,7 @@ class Supply:
             case PlayBranches():
                 await check_can_branch(scripted_twin(self._parts.world), self._parts.rollout)
             case ReadDialogues() | ReadPairs():
-                self._read()
+                await in_thread(self._read)
             case PlayGroups():
                 pass
 
@@ -423,7 +427,9 @@ class Supply:
         parts = self._parts
         if source.path:
             return read_run_dialogues(source.path, parts.config)
-        demonstrations = read_demonstrations(parts.world, self._renderer, parts.config.train.num_tasks, seed)
-        if not demonstrations:
+        count, limit = parts.config.train.num_tasks, parts.context_length
+        shown = read_demonstrations(parts.world, self._renderer, count, seed, context_length=limit)
+        if not shown.dialogues:
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set data.dialogues to a run")
-        return [Dialogue(datums=tuple(datums)) for datums in demonstrations]
+        self.left_out = shown.left_out
+        return [Dialogue(datums=tuple(datums)) for datums in shown.dialogues]

@@ -25,6 +25,8 @@ from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
 
+CONTEXT_LENGTH = 512
+
 
 @dataclass(frozen=True, slots=True)
 class CoinWorld:
@@ -96,7 +98,7 @@ class Rig:
 
     def parts(self) -> Parts:
         config = self.config
-        rollout = config.rollout.for_world(self.world, 512)
+        rollout = config.rollout.for_world(self.world, CONTEXT_LENGTH)
         return Parts(
             config=config,
             world=self.world,
@@ -105,6 +107,7 @@ class Rig:
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),
             method=make_method(config, rollout),
+            context_length=CONTEXT_LENGTH,
         )
 
     def run(self) -> RunReader:
