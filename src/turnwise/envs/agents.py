@@ -35,8 +35,8 @@ from pydantic import ValidationError
 from turnwise.envs.base import EnvStep, Split, Task
 from turnwise.envs.chat_api.bodies import ChatBody, refused
 from turnwise.envs.chat_api.messages import Reply, continues, read_messages, read_reply, with_call_text, with_tools
-from turnwise.envs.rows import read_rows
-from turnwise.envs.splits import draw, in_split, random_for
+from turnwise.envs.rows import read_rows, what_row_asks
+from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party, TurnwiseError
 from turnwise.runtime.raised_at import describe_error
 from turnwise.trajectory import Message, restarted
@@ -63,6 +63,7 @@ class AgentWorld:
         options: Mapping[str, Any] | None = None,
         *,
         rows: Path | str | None = None,
+        row_key: str = "",
         max_turns: int = 10,
         max_tokens: int = 256,
     ) -> None:
@@ -70,20 +71,27 @@ class AgentWorld:
         options: More arguments of the agent's function.
         rows: A file of tasks (JSON lines, JSON, parquet); a row is what the agent gets. None: tasks are
             `{"seed": n}`.
+        row_key: The fields of a row that identify its task, with commas between them: rows that are equal in them are
+            in one split. Empty: what the row asks (`turnwise.envs.rows.what_row_asks`).
         """
         self.name = agent.__name__
         self.max_turns = max_turns
         self.max_tokens = max_tokens
         self._agent = agent
         self._options = dict(options or {})
-        self._rows = None if rows is None else [_row_to_task(row) for row in read_rows(rows)]
+        self._rows: dict[Split, list[Task]] | None = None
+        if rows is not None:
+            fields = [name.strip() for name in row_key.split(",") if name.strip()]
+            self._rows = {"train": [], "test": []}
+            for row in read_rows(rows):
+                self._rows[split_of(what_row_asks(row, fields))].append(_row_to_task(row))
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         rng = random_for(self.name, split, seed)
         if self._rows is None:
             numbers = [2 * number + (split == "test") for number in rng.sample(range(_NUM_TASKS), count)]
             return [Task(id=f"{split}-{number}", data={"seed": number}) for number in numbers]
-        found = in_split(self._rows, split)
+        found = self._rows[split]
         if count and not found:
             raise ConfigError(f"no row of the file is in the {split} split; give more rows, or set eval.tasks=0")
         return draw(found, count, rng) if count else []

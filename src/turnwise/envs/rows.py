@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from turnwise.errors import ConfigError
 
 Row = Mapping[str, Any]
+
+ASKED_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
+"""Fields that usually hold what a task asks."""
 
 
 def read_rows(path: Path | str) -> list[Row]:
@@ -25,6 +28,21 @@ def read_rows(path: Path | str) -> list[Row]:
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, row {number} is {type(row).__name__}; expected an object")
     return cast(list[Row], rows)
+
+
+def what_row_asks(row: Row, fields: Sequence[str] = ()) -> str:
+    """What identifies the task of a row: two rows with equal texts are the same task, whatever else they hold.
+
+    Args:
+        fields: The fields that say what is asked. None: those of `ASKED_FIELDS` that the row has; if it has none of
+            them, `id`; without that, the whole row.
+    """
+    if missing := [name for name in fields if name not in row]:
+        raise ConfigError(f"a row has no field {', '.join(missing)}; it has {', '.join(map(str, row)) or 'no fields'}")
+    chosen = fields or [name for name in ASKED_FIELDS if name in row] or [name for name in ("id",) if name in row]
+    asked = {name: row[name] for name in chosen or row}
+    texts = {name: " ".join(value.split()) if isinstance(value, str) else value for name, value in asked.items()}
+    return json.dumps(texts, sort_keys=True, default=str)
 
 
 def _read_json(path: Path) -> list[object]:

@@ -9,12 +9,13 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from cases import for_each
 from turnwise.envs.agents import AgentWorld
-from turnwise.envs.base import assistant
+from turnwise.envs.base import Split, assistant
 from turnwise.envs.config import EnvConfig
 from turnwise.envs.worlds import as_world
 from turnwise.errors import AttemptFailed, ConfigError, DataError
@@ -129,6 +130,41 @@ def test_tasks_come_from_a_file_and_its_rows_are_in_one_split(tmp_path: Path) ->
     assert len(train | test) == 40
     with pytest.raises(ConfigError, match="bonuss"):
         as_world(two_rounds, {"bonuss": 1})
+
+
+@for_each(
+    ("fields", "options"),
+    [
+        (("question",), {}),
+        (("prompt", "input"), {}),
+        (("id",), {}),
+        (("word",), {"row_key": "word"}),
+        (("word", "id"), {"row_key": "word, id"}),
+    ],
+)
+def test_rows_that_ask_the_same_are_never_held_out_and_trained_on(
+    fields: tuple[str, ...], options: dict[str, str], tmp_path: Path
+) -> None:
+    """Each of 60 tasks is there three times, with another answer, another source and more spaces."""
+    rows = [
+        {**dict.fromkeys(fields, f"task{' ' * (copy + 1)}{n}"), "answer": copy, "source": f"{n}-{copy}"}
+        for n in range(60)
+        for copy in range(3)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    world = as_world(two_rounds, {"rows": str(file), **options})
+    found = {split: world.tasks(split, 300, seed=0) for split in get_args(Split)}
+    asked = [{" ".join(task.data[fields[0]].split()) for task in found[split]} for split in ("train", "test")]
+    assert not asked[0] & asked[1]
+    assert 3 < len(asked[1]) < 30
+    assert len({task.id for tasks in found.values() for task in tasks}) == 180, "every row is played"
+
+
+def test_a_row_without_the_fields_that_identify_a_task_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"word": "a"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="a row has no field words; it has word"):
+        AgentWorld(two_rounds, rows=tmp_path / "rows.jsonl", row_key="words")
 
 
 def test_a_memory_is_refused_for_an_agent_which_writes_its_prompts_itself() -> None:
