@@ -56,7 +56,6 @@ class _Process:
     words: IO[bytes]
     started_s: float = field(default_factory=time.monotonic)
     num_quick_deaths: int = 0
-    is_given_up: bool = False
 
     def last_words(self) -> str:
         self.words.seek(0, os.SEEK_END)
@@ -137,7 +136,7 @@ class LocalEnvWorkers(EnvWorkers):
         while not self._ending.wait(LOOK_S):
             for process in self._processes:
                 code = process.popen.poll()
-                if code is not None and not process.is_given_up:
+                if code is not None and not process.worker.is_given_up:
                     self._restart(process, code)
 
     def _restart(self, process: _Process, code: int) -> None:
@@ -146,11 +145,10 @@ class LocalEnvWorkers(EnvWorkers):
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         what = f"env worker {process.number} (process {process.popen.pid}) ended with {how}"
         if process.num_quick_deaths >= MAX_QUICK_DEATHS:
-            process.is_given_up = True
-            process.worker.num_places = 0
             process.listener.close()  # whoever connects is refused, instead of waiting
-            self.on_restart(f"{what}, {MAX_QUICK_DEATHS} times in a row; given up. Its last words: "
-                            f"{process.last_words()}")  # fmt: skip
+            why = f"{what}, {MAX_QUICK_DEATHS} times in a row; given up. Its last words: {process.last_words()}"
+            process.worker.give_up(why)
+            self.on_restart(why)
             return
         process.words.close()
         _hang_up(process.popen)

@@ -107,8 +107,8 @@ class RayEnvWorkers(EnvWorkers):
         worker = self.workers[number]
         before = worker.address
         if is_last:
-            worker.num_places = 0
-            self.on_restart(f"env worker {number} ({before}) died {MAX_QUICK_DEATHS} times in a row; given up")
+            worker.give_up(f"env worker {number} ({before}) died {MAX_QUICK_DEATHS} times in a row; given up")
+            self.on_restart(worker.problem)
             return
         try:
             self._actors[number] = self._start_one(ray, worker)

@@ -30,7 +30,8 @@ def workers() -> Iterator[LocalEnvWorkers]:
 
 def _calls(workers: LocalEnvWorkers) -> EnvCalls:
     world = WorkedWorld(as_world(ObedientEnv), workers)
-    return EnvCalls(lambda: world.make_env(Task(id="x", data={"seed": 4}), 0), RolloutLimits(), Clock(60.0))
+    limits = RolloutLimits(step_deadline_s=600.0)
+    return EnvCalls(lambda: world.make_env(Task(id="x", data={"seed": 4}), 0), limits, Clock(600.0))
 
 
 async def _pid(env: EnvCalls) -> int:
@@ -78,3 +79,26 @@ def test_a_world_that_cannot_be_made_stops_the_start_with_its_reason() -> None:
     with pytest.raises(ConfigError, match=r"worker 0 ended before it served guess_number: .*hihg.*high"):
         broken.start()
     assert not broken.pids
+
+
+async def test_an_attempt_fails_at_once_with_the_reason_when_all_workers_were_given_up() -> None:
+    found = LocalEnvWorkers(WorkerSpec(env=TARGET, options={}, max_envs=1, deadline_s=20.0), 1)
+    found.start()
+    try:
+        taken, waiting = _calls(found), _calls(found)
+        await taken.start()
+        waits = asyncio.create_task(waiting.start())  # the only place is taken
+        killed: set[int] = set()
+        while not found.workers[0].is_given_up:
+            for pid in set(found.pids) - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.01)
+        for attempt in (waits, _calls(found).start()):
+            with pytest.raises(AttemptFailed, match=r"all 1 env workers were given up.*SIGKILL, 5 times") as caught:
+                await attempt
+            assert caught.value.party is Party.ENV
+        await taken.close()
+        await waiting.close()
+    finally:
+        found.close()

@@ -59,6 +59,11 @@ class EnvWorker:
     num_taken: int = 0
     down_until_s: float = 0.0
     problem: str = ""
+    is_given_up: bool = False
+    """It died too often, and is not started again; `problem` says how."""
+
+    def give_up(self, why: str) -> None:
+        self.num_places, self.problem, self.is_given_up = 0, why, True
 
     @property
     def num_free(self) -> int:
@@ -80,9 +85,16 @@ class EnvWorkers:
         return sum(worker.num_places for worker in self.workers)
 
     async def take(self) -> EnvWorker:
-        """Take a place, waiting until one is free. The caller's deadline ends the wait."""
+        """Take a place, waiting until one is free. The caller's deadline ends the wait.
+
+        Raises `AttemptFailed` if all workers were given up: no place will ever be free.
+        """
         while True:
             with self._lock:
+                if all(worker.is_given_up for worker in self.workers):
+                    raise AttemptFailed(
+                        Party.ENV, f"all {len(self.workers)} env workers were given up. {self.workers[-1].problem}"
+                    )
                 best = max(self.workers, key=lambda worker: worker.num_free)
                 if best.num_free > 0:
                     best.num_taken += 1
@@ -95,7 +107,8 @@ class EnvWorkers:
 
     def leave_out(self, worker: EnvWorker, why: str) -> None:
         """Give it no attempt for a moment."""
-        worker.down_until_s, worker.problem = time.monotonic() + DOWN_S, why
+        if not worker.is_given_up:
+            worker.down_until_s, worker.problem = time.monotonic() + DOWN_S, why
 
     def add_taken(self, worker: EnvWorker) -> None:
         """Count a place that a fork takes beside its original."""
