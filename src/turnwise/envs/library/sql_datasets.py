@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.envs.base import Split
+from turnwise.envs.library.sql_schema import cut_schema, table_line
 from turnwise.envs.rows import Row, read_rows
 from turnwise.envs.splits import split_of
 from turnwise.errors import ConfigError
@@ -28,7 +29,6 @@ _FILES: Mapping[Split, tuple[str, ...]] = {
 }
 _PLACES = ("", "train", "dev")
 _DATABASES = ("database", "train_databases", "dev_databases", "databases")
-MAX_SCHEMA_LENGTH = 6000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +114,13 @@ def read_schema(database: Path) -> str:
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
         ).fetchall()
         lines = [_table_line(connection, name) for (name,) in tables]
-    text = "\n".join(lines)
-    return text if len(text) <= MAX_SCHEMA_LENGTH else f"{text[:MAX_SCHEMA_LENGTH]} ..."
+    return cut_schema("\n".join(lines))
 
 
 def _table_line(connection: sqlite3.Connection, table: str) -> str:
     columns = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,)).fetchall()
     links = connection.execute('SELECT "from", "table", "to" FROM pragma_foreign_key_list(?)', (table,)).fetchall()
-    listed = [f"{_quoted(name)} {kind.lower()}".strip() for name, kind in columns]
-    linked = [f"{column} -> {other}.{target or column}" for column, other, target in links]
-    return f"{table}({', '.join([*listed, *linked])})"
+    return table_line(table, [(_quoted(name), kind) for name, kind in columns], links)
 
 
 def _quoted(name: str) -> str:

@@ -10,19 +10,19 @@
     assistant  submit                                                   outcome +1.0, terminated, a success
 
 `submit` submits the last query that ran; `submit SELECT ...` submits another one. The query is run on the database and,
-for generated questions, on a second one with the same schema and other rows, so that a constant is not a right answer.
+for questions that we make, on a second one with the same schema and other rows, so that a constant is not right.
 `sql_compare.py` says how results are compared, `sql_worker.py` what a query may do. Queries run in a sandbox
 (docs/sandbox.md). After `max_turns` replies without a submission the attempt ends with reward 0. A reply that is
 neither a query nor a submission is flagged as unparsable.
 
 `protocol="tags"` reads `<sql>...</sql>` and `<solution>...</solution>` instead, as models trained for SkyRL's world
-write them. Databases are generated (`difficulty`), one in five is held out; or `path=` names Spider's or BIRD's folder.
+write them. Databases are generated (`difficulty`), one in five is held out; `databases=` names any SQLite files, and
+questions are made from their schemas; `path=` names Spider's or BIRD's folder.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -33,22 +33,26 @@ from typing import ClassVar, Literal, NamedTuple
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.sql_compare import asks_for_order, same_result
-from turnwise.envs.library.sql_databases import LEVELS, DatabaseFolder, Level, draw_database
-from turnwise.envs.library.sql_datasets import DatasetQuestion, load_dataset, read_schema
-from turnwise.envs.library.sql_questions import draw_question
-from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, SqlRunner, Value
+from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, Value
+from turnwise.envs.library.sql_sources import (
+    SHOP,
+    DatasetSource,
+    Difficulty,
+    FileSource,
+    GeneratedSource,
+    Queryable,
+    QuestionSource,
+    SqlTask,
+)
 from turnwise.envs.sandbox import SandboxKind
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
-from turnwise.envs.splits import draw, random_for, split_of
+from turnwise.envs.splits import random_for
 from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message
 
-Difficulty = Literal["easy", "medium", "hard", "mixed"]
 Protocol = Literal["line", "tags"]
 
-NUM_DATABASES = 400
-"""Number of generated databases per level. A run uses them in random order."""
 MAX_CELL_LENGTH = 40
 MAX_RESULT_LENGTH = 1000
 MAX_ROWS_KEPT, MAX_RESULTS_KEPT = 200, 1000
@@ -135,12 +139,16 @@ class TextToSql:
         {"difficulty": "easy"},
         {"difficulty": "medium"},
         {"difficulty": "hard"},
+        {"difficulty": "hardest"},
     )
 
     difficulty: Difficulty = "easy"
-    """Level of generated questions. `mixed` draws from all three levels."""
+    """Level of generated questions. `hardest` asks about the shop; `mixed` draws from the other three, or from all four
+    levels with `databases`."""
+    databases: str = ""
+    """Ask about these databases: a folder of SQLite files, one file, or `shop`."""
     path: Path | None = None
-    """Spider's or BIRD's folder, instead of generated questions."""
+    """Spider's or BIRD's folder: their databases and their questions."""
     protocol: Protocol = "line"
     max_turns: int = 4
     max_rows: int = 5
@@ -155,11 +163,9 @@ class TextToSql:
     """How often a demonstration begins with a query that fails, and corrects it."""
     sandbox: SandboxKind = "bubblewrap"
     """`subprocess` sets limits but does not isolate."""
-    _runner: SqlRunner = field(init=False, repr=False, compare=False)
-    _folder: DatabaseFolder = field(init=False, repr=False, compare=False)
-    _dataset: Mapping[Split, Mapping[str, DatasetQuestion]] = field(init=False, repr=False, compare=False)
-    _gold_results: dict[tuple[Path, str], QueryResult] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[Path, str], QueryResult]
+    _source: QuestionSource = field(init=False, repr=False, compare=False)
+    _gold_results: dict[tuple[Queryable, str], QueryResult] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[Queryable, str], QueryResult]
     )
 
     def __post_init__(self) -> None:
@@ -170,18 +176,24 @@ class TextToSql:
         if not 0 < self.time_limit_s <= 60:
             raise ConfigError(f"time_limit_s={self.time_limit_s}; expected more than 0 and at most 60")
         check_fractions(self, "demonstration_skill", "demonstration_mistakes")
-        dataset: Mapping[Split, Sequence[DatasetQuestion]] = {} if self.path is None else load_dataset(self.path)
-        by_id = {split: {question.id: question for question in questions} for split, questions in dataset.items()}
-        folder = DatabaseFolder()
-        asked = [question.database for questions in dataset.values() for question in questions]
-        object.__setattr__(self, "_runner", SqlRunner(asked or [folder.path], sandbox=self.sandbox))
-        object.__setattr__(self, "_folder", folder)
-        object.__setattr__(self, "_dataset", by_id)
+        given = [name for name in ("path", "databases") if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are both set; expected one place that questions come from")
+        object.__setattr__(self, "_source", self._make_source())
+
+    def _make_source(self) -> QuestionSource:
+        if self.path is not None:
+            return DatasetSource(self.path, self.sandbox)
+        if self.databases or self.difficulty == "hardest":
+            return FileSource(self.databases or SHOP, self.difficulty, self.sandbox)
+        return GeneratedSource(self.difficulty, self.sandbox)
 
     @property
     def max_tokens(self) -> int:
         if self.path is not None:
             return 256
+        if self.databases or self.difficulty == "hardest":
+            return 160
         return 48 if self.difficulty == "easy" else 96
 
     @property
@@ -189,28 +201,18 @@ class TextToSql:
         return QueryLimits(time_limit_s=self.time_limit_s)
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
-        rng = random_for(self.name, split, seed)
-        if self._dataset:
-            questions = draw(list(self._dataset[split].values()), count, rng)
-            return [Task(id=f"sql-{q.id}", data={"row": q.id, "split": split}) for q in questions]
-        return self._draw_tasks(split, count, rng)
+        return self._source.tasks(split, count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> TextToSqlEnv:  # noqa: ARG002 - nothing is random once the task is drawn
-        if "row" in task.data:
-            question = self._question(task)
-            schema, databases = read_schema(question.database), (question.database,)
-            return TextToSqlEnv(self, self._runner, databases, f"{schema}\n{question.text}", question.gold)
-        level, number = task.data["level"], task.data["database"]
-        databases = tuple(self._folder.file(level, number, variant) for variant in (0, 1))
-        return TextToSqlEnv(self, self._runner, databases, task.data["prompt"], task.data["gold"])
+        return TextToSqlEnv(self, self._source.load(task))
 
-    async def gold_result(self, database: Path, gold: str) -> QueryResult:
+    async def gold_result(self, database: Queryable, gold: str) -> QueryResult:
         """The result of the right query, run once for all attempts. `DataError` if the query fails."""
         found = self._gold_results.get((database, gold))
         if found is not None:
             return found
         try:
-            result = await self._runner.run(database, gold, QueryLimits(time_limit_s=30, max_steps=10**9))
+            result = await database.run(gold, QueryLimits(time_limit_s=30, max_steps=10**9))
         except QueryRefused as refusal:
             raise DataError(f"the gold query {gold!r} does not run: {refusal}") from refusal
         if result.is_cut:
@@ -226,32 +228,10 @@ class TextToSql:
             self, lambda task: self._player(task, random_for("demo", seed, task.id)), count, seed
         )
 
-    def _draw_tasks(self, split: Split, count: int, rng: random.Random) -> list[Task]:
-        levels: Sequence[Level] = LEVELS if self.difficulty == "mixed" else (self.difficulty,)
-        held_out = {
-            level: [n for n in range(NUM_DATABASES) if split_of(f"sql-{level}-{n}") == split] for level in levels
-        }
-        found: dict[str, Task] = {}
-        for _ in range(4 * count):
-            if len(found) >= count:
-                break
-            level = rng.choice(levels)
-            task = _draw_task(level, rng.choice(held_out[level]), rng)
-            if task is not None:
-                found.setdefault(task.id, task)
-        return draw(list(found.values()), count, rng) if count else []
-
-    def _question(self, task: Task) -> DatasetQuestion:
-        question = self._dataset.get(task.data["split"], {}).get(task.data["row"])
-        if question is None:
-            raise DataError(f"no row {task.data['row']} in {self.path}; is it the folder that the task came from?")
-        return question
-
     def _player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
-        gold = self._question(task).gold if "row" in task.data else task.data["gold"]
-        if rng.random() >= self.demonstration_skill and "row" not in task.data:
-            other = draw_question(task.data["level"], task.data["database"], rng)
-            gold = other.gold if other is not None else gold
+        gold = self._source.load(task).gold
+        if rng.random() >= self.demonstration_skill:
+            gold = self._source.other_gold(task, rng) or gold
         queries = [_spoil(gold, rng), gold] if rng.random() < self.demonstration_mistakes else [gold]
         queries = queries[-(self.max_turns - 1) :]
 
@@ -262,16 +242,6 @@ class TextToSql:
             return "submit" if self.protocol == "line" else f"<solution>{gold}</solution>"
 
         return reply
-
-
-def _draw_task(level: Level, number: int, rng: random.Random) -> Task | None:
-    question = draw_question(level, number, rng)
-    if question is None:
-        return None
-    name = hashlib.sha256(question.text.encode("utf-8")).hexdigest()[:8]
-    prompt = f"{draw_database(level, number, 0).schema}\n{question.text}"
-    data = {"level": level, "database": number, "prompt": prompt, "gold": question.gold}
-    return Task(id=f"sql-{level}-{number}-{name}", data=data)
 
 
 def _spoil(sql: str, rng: random.Random) -> str:
@@ -285,12 +255,11 @@ def _spoil(sql: str, rng: random.Random) -> str:
 class TextToSqlEnv:
     """One question."""
 
-    def __init__(self, world: TextToSql, runner: SqlRunner, databases: Sequence[Path], prompt: str, gold: str) -> None:
+    def __init__(self, world: TextToSql, task: SqlTask) -> None:
         self._world = world
-        self._runner = runner
-        self._databases = databases  # the policy queries the first; a submission is judged on all
-        self._prompt = prompt
-        self._gold = gold
+        self.databases = task.databases
+        self._prompt = task.prompt
+        self._gold = task.gold
         self._turn = 0
         self._last_sql: str | None = None  # the last query that ran
         self._last_result: QueryResult | None = None
@@ -326,7 +295,7 @@ class TextToSqlEnv:
 
     async def _query(self, sql: str) -> EnvStep:
         try:
-            result = await self._runner.run(self._databases[0], sql, self._world.limits)
+            result = await self.databases[0].run(sql, self._world.limits)
         except QueryRefused as refusal:
             self._num_errors += 1
             return self._answer(_tool(f"error: {refusal}"))
@@ -336,7 +305,7 @@ class TextToSqlEnv:
 
     async def _is_right(self, sql: str) -> bool:
         """Whether the query gives the right result on every database."""
-        for database in self._databases:
+        for database in self.databases:
             gold = await self._world.gold_result(database, self._gold)
             try:
                 given = await self._given(database, sql)
@@ -346,11 +315,11 @@ class TextToSqlEnv:
                 return False
         return True
 
-    async def _given(self, database: Path, sql: str) -> QueryResult:
+    async def _given(self, database: Queryable, sql: str) -> QueryResult:
         """The result of the submitted query. On the first database it is usually known already."""
-        if self._last_result is not None and sql == self._last_sql and database == self._databases[0]:
+        if self._last_result is not None and sql == self._last_sql and database == self.databases[0]:
             return self._last_result
-        return await self._runner.run(database, sql, self._world.limits)
+        return await database.run(sql, self._world.limits)
 
     def _answer(self, message: Message, *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._world.max_turns
