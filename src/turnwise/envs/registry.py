@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from turnwise.envs.base import World
+from turnwise.envs.difficulty import levels_of
 from turnwise.envs.schema import Parameter
 from turnwise.envs.worlds import as_world, world_parameters
 from turnwise.errors import ConfigError
@@ -42,6 +43,7 @@ ADAPTERS: Mapping[str, str] = {
     "served": "turnwise.envs.remote.client:RemoteWorld",
     "skyrl_gym": "turnwise.envs.adapters.skyrl_gym:SkyRLGymWorld",
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
+    "textworld": "turnwise.envs.adapters.textworld:TextWorldWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
 }
 """Adapters for other libraries, by prefix. `prefix:rest` passes `rest` and then the options to this class."""
@@ -98,4 +100,5 @@ def _bind(world_class: type, rest: str, name: str) -> Callable[..., World]:
     make.__name__, make.__doc__ = world_class.__name__, world_class.__init__.__doc__
     make.__annotations__ = {option.name: hints[option.name] for option in options}
     vars(make)["__signature__"] = inspect.Signature(options)
+    vars(make)["difficulties"] = levels_of(world_class)
     return make
