@@ -17,7 +17,7 @@ neither a query nor a submission is flagged as unparsable.
 
 `protocol="tags"` reads `<sql>...</sql>` and `<solution>...</solution>` instead, as models trained for SkyRL's world
 write them. Databases are generated (`difficulty`), one in five is held out; `databases=` names any SQLite files, and
-questions are made from their schemas; `path=` names Spider's or BIRD's folder.
+`address=` a PostgreSQL server: questions are made from the schema. `path=` names Spider's or BIRD's folder.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import ClassVar, Literal, NamedTuple
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.sql_compare import asks_for_order, same_result
+from turnwise.envs.library.sql_postgres import PostgresDatabase
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused, QueryResult, Value
 from turnwise.envs.library.sql_sources import (
     SHOP,
@@ -42,6 +43,7 @@ from turnwise.envs.library.sql_sources import (
     GeneratedSource,
     Queryable,
     QuestionSource,
+    SchemaSource,
     SqlTask,
 )
 from turnwise.envs.sandbox import SandboxKind
@@ -144,9 +146,11 @@ class TextToSql:
 
     difficulty: Difficulty = "easy"
     """Level of generated questions. `hardest` asks about the shop; `mixed` draws from the other three, or from all four
-    levels with `databases`."""
+    levels with `databases` or `address`."""
     databases: str = ""
     """Ask about these databases: a folder of SQLite files, one file, or `shop`."""
+    address: str = ""
+    """Ask about a PostgreSQL database: postgresql://USER@HOST:PORT/DATABASE, with a role that can only read."""
     path: Path | None = None
     """Spider's or BIRD's folder: their databases and their questions."""
     protocol: Protocol = "line"
@@ -176,14 +180,17 @@ class TextToSql:
         if not 0 < self.time_limit_s <= 60:
             raise ConfigError(f"time_limit_s={self.time_limit_s}; expected more than 0 and at most 60")
         check_fractions(self, "demonstration_skill", "demonstration_mistakes")
-        given = [name for name in ("path", "databases") if getattr(self, name)]
+        given = [name for name in ("path", "databases", "address") if getattr(self, name)]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are both set; expected one place that questions come from")
+            raise ConfigError(f"{' and '.join(given)} are set; expected one place that questions come from")
         object.__setattr__(self, "_source", self._make_source())
 
     def _make_source(self) -> QuestionSource:
         if self.path is not None:
             return DatasetSource(self.path, self.sandbox)
+        if self.address:
+            database = PostgresDatabase(self.address)
+            return SchemaSource({database.name: database}, self.difficulty)
         if self.databases or self.difficulty == "hardest":
             return FileSource(self.databases or SHOP, self.difficulty, self.sandbox)
         return GeneratedSource(self.difficulty, self.sandbox)
@@ -192,7 +199,7 @@ class TextToSql:
     def max_tokens(self) -> int:
         if self.path is not None:
             return 256
-        if self.databases or self.difficulty == "hardest":
+        if self.databases or self.address or self.difficulty == "hardest":
             return 160
         return 48 if self.difficulty == "easy" else 96
 

@@ -115,7 +115,7 @@ def test_hardest_asks_about_the_shop_where_nothing_else_is_named() -> None:
 
 
 def test_two_places_are_refused_and_a_task_of_another_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="path and databases are both set"):
+    with pytest.raises(ConfigError, match="path and databases are set"):
         TextToSql(databases="shop", path=tmp_path)
     task = Task(id="x", data={"source": "zoo", "prompt": "", "gold": ""})
     with pytest.raises(DataError, match="no database 'zoo' among shop"):
