@@ -38,11 +38,11 @@ HANG_S = 600.0
 VICTIMS = {"learner": "ray::LearnerActor", "env": "ray::EnvWorkerActor"}
 
 
-def start_cluster() -> Any:
-    """Two nodes on this machine, without dashboards."""
+def start_cluster(num_cpus: int) -> Any:
+    """Two nodes on this machine, without dashboards. `num_cpus` of each is how many actors have room there."""
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes long
     cluster_utils = importlib.import_module("ray.cluster_utils")
-    node = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+    node = {"num_cpus": num_cpus, "object_store_memory": 100 * 2**20}
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     return cluster, cluster.add_node(**node)
 
@@ -113,6 +113,7 @@ def main() -> int:
     parser.add_argument("--env-workers", type=int, default=0)
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--min-learners", type=int, default=0)
+    parser.add_argument("--cpus", type=int, default=2, help="of each node")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chooser = random.Random(args.seed)
@@ -124,7 +125,7 @@ def main() -> int:
         calm, rough = Path(place) / "calm", Path(place) / "rough"
         steps = f"train.steps={args.steps or 3 * len(kinds) + 3}"
         tw.train(ECHO, directory=calm, overrides=[*SMALL, steps], observer=tw.Observer())
-        cluster, node = start_cluster()
+        cluster, node = start_cluster(args.cpus)
         killer = Killer(kinds, lambda: cluster.remove_node(node, allow_graceful=False), args.seed)
         options = [f"cluster.learners={args.learners}", f"cluster.max_restarts={2 * len(kinds) + 2}"]
         options += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []

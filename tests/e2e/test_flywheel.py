@@ -23,7 +23,7 @@ flywheel: {{rounds: 2, tasks: 6, samples: 4, sft_steps: 4, rl_steps: 4, continue
            eval_tasks: 4, raise_at: 0.2}}
 model: tiny
 env: {{name: "{WORLD}"}}
-rollout: {{group_size: 3}}
+rollout: {{group_size: 3, deterministic: true}}
 train: {{tasks_per_step: 2, learning_rate: 1.0e-2, save_every: 2}}
 """
 MOMENTS = (
@@ -34,7 +34,7 @@ MOMENTS = (
     "SELECT count(*) FROM stages WHERE round = 2 AND stage = 'route'",
 )
 """When to kill: as soon as a query counts something, or as soon as a run has done a step."""
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 """Only a hang takes so long."""
 TABLES = (
     "SELECT * FROM tasks ORDER BY id",
@@ -91,7 +91,7 @@ def _kill_at(directory: Path, file: Path, moment: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 def test_a_flywheel_that_is_killed_in_every_kind_of_stage_ends_like_one_that_nobody_touched(tmp_path: Path) -> None:
     file = tmp_path / "wheel.yaml"
     file.write_text(FILE)

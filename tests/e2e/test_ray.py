@@ -12,7 +12,7 @@ import pytest
 
 from ray_environment import ray_python
 
-HANG_S = 800.0
+HANG_S = 1500.0
 """Only a hang takes so long; the first test also installs Ray."""
 TESTS = Path(__file__).parents[1]
 
@@ -31,11 +31,13 @@ def _campaign(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(HANG_S + 100)
+@pytest.mark.timeout(HANG_S + 500)
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_run_whose_learner_is_killed_and_whose_node_is_lost_ends_with_the_weights_of_one_process() -> None:
-    found = _campaign("--kills", "learner,node", "--steps", "12", "--learners", "4", "--min-learners", "2")
+    found = _campaign(
+        "--kills", "learner,node", "--steps", "8", "--learners", "3", "--min-learners", "2", "--cpus", "1"
+    )
     assert found["state"] == "finished"
     assert found["killed"] == ["learner", "node"]
-    assert found["steps"] == 12
+    assert found["steps"] == 8
     assert found["relative_error"] < 1e-5
