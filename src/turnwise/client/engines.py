@@ -83,6 +83,10 @@ class _Slot:
 def _load_engine(directory: Path, config: EngineConfig, cluster: ClusterConfig, name: str) -> Engine:
     from turnwise.engine.engine import Engine  # torch
 
+    if cluster.shard:
+        from turnwise.engine.learners.sharded import ShardedEngine
+
+        return ShardedEngine(directory, config, cluster, name=name)
     if cluster.learners > 1:
         from turnwise.engine.learners.replicated import ReplicatedEngine
 

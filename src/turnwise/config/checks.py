@@ -146,6 +146,23 @@ def check_full(config: Config) -> None:
         raise ValueError("engine.full_weights is not read with model.train=lora; leave it out, or set model.train=full")
 
 
+def check_shard(config: Config) -> None:
+    """Refuse options that weights in parts do not read."""
+    if not config.cluster.shard:
+        return
+    if config.engine.merge_adapter == "always":
+        raise ValueError(
+            "engine.merge_adapter=always with cluster.shard=true: merged weights are a whole copy of the model; leave "
+            "it out"
+        )
+    if config.model.train == "full" and "max_restarts" in config.cluster.changed_options():
+        raise ValueError(
+            f"cluster.max_restarts={config.cluster.max_restarts} is not read with cluster.shard=true and "
+            "model.train=full: a learner that is lost takes its part of the weights with it, and the run ends with its "
+            "last checkpoint; leave it out, and resume the run"
+        )
+
+
 def check_replay(config: Config) -> None:
     """Refuse to replay a choice of experts that this process does not see."""
     if config.engine.routing_replay and not config.model.routing_replay:

@@ -25,6 +25,7 @@ from turnwise.config.checks import (
     check_play,
     check_replay,
     check_service,
+    check_shard,
     check_stored,
 )
 from turnwise.config.critic import CriticConfig
@@ -95,6 +96,7 @@ class Config(Section):
         check_play(self)
         check_full(self)
         check_replay(self)
+        check_shard(self)
         check_service(self)
         check_lag(self)
         check_stored(self)

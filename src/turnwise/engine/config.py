@@ -26,6 +26,11 @@ class ClusterConfig(Section):
         ge=1,
         description="Processes that train. Each holds the model and takes its share of a batch; gradients are summed.",
     )
+    shard: bool = Field(
+        default=False,
+        description="Each learner holds a part of the base weights, and with `model.train=full` a part of the masters "
+        "and of AdamW's state; a pass gathers one block at a time. Needs `cluster.learners` above 1.",
+    )
     deadline_s: float = Field(
         default=600.0,
         gt=0,
@@ -94,6 +99,13 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"address={self.address} is not read: the run has no other learner and starts no env worker; set "
                 "learners or env_workers, or leave it out"
+            )
+        if self.shard and self.learners == 1:
+            raise ValueError("shard=true is not read with learners=1: one learner holds all weights; set learners")
+        if self.shard and self.min_learners:
+            raise ValueError(
+                f"min_learners={self.min_learners} with shard=true: each learner holds a part of the weights, so a run "
+                "cannot go on with fewer; leave it out, and resume with another cluster.learners if a learner is lost"
             )
         if self.min_learners > self.learners:
             raise ValueError(f"min_learners={self.min_learners} is more than learners={self.learners}")

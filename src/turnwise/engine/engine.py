@@ -21,6 +21,7 @@ from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collect
 from turnwise.engine.model.full import FullPolicy, ModelWeights
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
+from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.self_test import SelfTest
@@ -30,6 +31,7 @@ from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.losses import make_loss
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, LossSettings, PassLoss
 from turnwise.engine.training.optim import adamw_step
+from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import FinishedJob, Trainer, TrainingJob, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
@@ -46,7 +48,10 @@ CROSS_ENTROPY = make_loss("cross_entropy", None)
 class Engine:
     """One base model on one device, its adapters, and a sampler over their published versions."""
 
-    def __init__(self, model_dir: Path, config: EngineConfig, *, name: str) -> None:
+    def __init__(
+        self, model_dir: Path, config: EngineConfig, *, name: str, exchange: ShardExchange | None = None
+    ) -> None:
+        """With an `exchange`, this process holds a part of the weights, and `check_itself` is the caller's to call."""
         self.name = name
         self.model_dir = Path(model_dir)
         self.config = config
@@ -54,8 +59,11 @@ class Engine:
         for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
-        test = SelfTest(self.model_dir, self.device, self.dtype, is_wanted=config.self_test)
-        self.model = CausalModel(self.model_dir, self.device, self.dtype, is_tested=test.is_due)
+        self._test = SelfTest(self.model_dir, self.device, self.dtype, is_wanted=config.self_test)
+        self.exchange = exchange
+        self.model = CausalModel(
+            self.model_dir, self.device, self.dtype, is_tested=self._test.is_due, exchange=exchange
+        )
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size
         self.max_context_length = self.model.max_context_length
@@ -68,7 +76,12 @@ class Engine:
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self.trainer.routing = self.sampler.routing
         self._references: dict[str, Policy] = {}
-        test.check(self)
+        if exchange is None:
+            self.check_itself()
+
+    def check_itself(self) -> None:
+        """Compare a few tokens with plain transformers; raises a `ModelError` if they differ."""
+        self._test.check(self)
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         """Create an adapter: a policy in training."""
@@ -78,13 +91,18 @@ class Engine:
         """Create an adapter with a value head; its only loss is `value`."""
         return create_critic(self.model, lora)
 
-    def create_full(self) -> FullWeights:
-        """Create a trainable of all weights: a policy in training that starts as the base model."""
+    def create_full(self, number: int = 0) -> FullWeights | ShardedFullWeights:
+        """Create a trainable of all weights: a policy in training that starts as the base model.
+
+        Of weights in parts, all learners create the same one, under the same `number`.
+        """
         if self.model.ops.facts.has_own_memory and not self.config.full_weights:
             raise ConfigError(
                 "this engine was loaded without memory for training all weights; load it with "
                 "EngineConfig(full_weights=True), as a run with model.train=full does"
             )
+        if self.model.shards is not None and self.exchange is not None:
+            return ShardedFullWeights(self.model.shards, self.exchange, number)
         return FullWeights(self.model.layout, self.device, self.dtype, is_fused=self.model.fused is not None)
 
     def create_saved(self, directory: Path, lora: LoraConfig | None) -> Trainable:
@@ -187,14 +205,19 @@ class Engine:
         known = {"loss:sum": float(loss.detach()), "num_trained_tokens:sum": float(sum(len(leaf) for leaf in leaves))}
         return ForwardBackwardOutput("ArrayRecord", outputs, {**numbers, **known})
 
-    def optim_step(self, adapter: Trainable, params: AdamParams) -> dict[str, float]:
-        return adamw_step(adapter, params)
+    def optim_step(self, adapter: Trainable, params: AdamParams, norm: float | None = None) -> dict[str, float]:
+        """Take an optimizer step. `norm` is that of the whole gradient, where this process holds a part of it."""
+        return adamw_step(adapter, params, norm)
 
     def publish(self, adapter: Trainable) -> Policy:
         """Make a frozen copy of the adapter for sampling, with its own version."""
         policy = adapter.publish(self.dtype)
         self.sampler.get_ready(policy)
         return policy
+
+    def sample_step(self) -> None:
+        """Advance all requests of the sampler by one forward pass."""
+        self.sampler.step()
 
     def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Capture the graphs for sampling from `policy` before the first request needs them."""
@@ -276,7 +299,7 @@ class Engine:
             self.model.sizes,
             adapted_parameters=sum(shape.num_values for shape in self.model.shapes.values()),
             context_length=self.max_context_length,
-            num_parameters=self.model.layout.size,
+            num_parameters=self.model.layout.size if self.model.shards is None else self.model.shards.size,
         )
         log.info("memory of %s on %s beside its weights: %s", self.name, self.device, split.line())
         if split.kv_tokens < 2 * self.config.block_size:

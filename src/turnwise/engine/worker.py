@@ -295,7 +295,7 @@ class EngineWorker:
         """Run the sampler for `duration_s` (at least one step) while it has work; new requests join between steps."""
         until_s = time.perf_counter() + duration_s
         while engine.sampler.has_work and not self._is_closing:
-            engine.sampler.step()
+            engine.sample_step()
             self._admit(engine, block=False)
             if time.perf_counter() >= until_s:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.engine.budget import FLOAT32_BYTES, format_bytes
-from turnwise.engine.device_info import num_gpus
+from turnwise.engine.device_info import find_device, num_gpus
 from turnwise.training.memory import Memory
 from turnwise.training.plan import attempts_per_task
 from turnwise.training.setup import Setup
@@ -28,6 +28,10 @@ class ClusterTraffic:
     """That one learner receives when it starts, or starts again."""
     env_requests: int
     """To env workers."""
+    gathered: int = 0
+    """Weights that each learner receives in one training pass, where the learners hold them in parts."""
+    pass_gradients: int = 0
+    """That each learner sends in one training pass, if parts of all weights are trained."""
 
 
 def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
@@ -38,7 +42,8 @@ def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
     learners, train = config.cluster.learners, config.train
     model = config.model.model_copy(update={"train_unembed": False, "rank": config.critic.rank or config.model.rank})
     critic = setup.facts.num_adapter_parameters(model) if config.method.needs_critic else 0
-    trained = (num_trained + critic) * FLOAT32_BYTES
+    in_parts = num_trained if config.cluster.shard and config.model.train == "full" else 0
+    trained = (num_trained + critic - in_parts) * FLOAT32_BYTES
     attempts = train.tasks_per_step * train.accumulate * attempts_per_task(config)
     tokens = attempts * min(rollout.max_trajectory_tokens, 2 * rollout.max_turns * rollout.max_tokens_per_turn)
     others = learners - 1
@@ -47,7 +52,15 @@ def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
         datums=tokens * DATUM_BYTES * others // learners,
         state=START_STATES * trained if others else 0,
         env_requests=attempts * (rollout.max_turns + 2) if config.cluster.env_workers else 0,
+        gathered=_gathered_bytes(setup) * others // learners if config.cluster.shard else 0,
+        pass_gradients=in_parts * FLOAT32_BYTES * others // learners,
     )
+
+
+def _gathered_bytes(setup: Setup) -> int:
+    """Blocks twice, forward and backward, and what lies outside them twice."""
+    device = find_device(setup.config.engine_in_use)
+    return 2 * setup.facts.num_parameters * device.dtype_bytes
 
 
 def cluster_lines(setup: Setup) -> list[str]:
@@ -63,6 +76,9 @@ def cluster_lines(setup: Setup) -> list[str]:
     lines += ["traffic of one step, at most"]
     lines += [f"  gradients  {format_bytes(traffic.gradients)} from each learner, {setup.config.train.substeps} sums"]
     lines += [f"  datums     {format_bytes(traffic.datums)} from learner 0 to the others"]
+    if cluster.shard:
+        sent = f", {format_bytes(traffic.pass_gradients)} of gradients from it" if traffic.pass_gradients else ""
+        lines += [f"  weights    {format_bytes(traffic.gathered)} to each learner in every training pass{sent}"]
     lines += [f"  envs       {traffic.env_requests:,} requests to env workers"]
     lines += [f"a learner that starts takes over {format_bytes(traffic.state)}"]
     return lines

@@ -48,15 +48,17 @@ class Memory:
     """The user set the length of a pass."""
     learners: int = 1
     """Processes that each take as much; on a CPU they share the machine's memory."""
+    gathered: int = 0
+    """Room for the blocks that a pass gathers, where each learner holds a part of the weights."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.merged + self.adapter + self.kv_cache + self.training_pass
+        return self.num_fixed + self.kv_cache + self.training_pass
 
     @property
     def num_fixed(self) -> int:
         """What cannot be smaller. The KV cache and the passes take what is left."""
-        return self.weights + self.merged + self.adapter
+        return self.weights + self.merged + self.adapter + self.gathered
 
     def check_fits(self) -> None:
         """Refuse a run whose weights and training state alone are more than the device holds."""
@@ -68,6 +70,7 @@ class Memory:
             return
         where = "the GPU has free" if is_gpu else "this machine has"
         hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
+        hint += ", or more learners" if self.gathered else ", or cluster.learners with cluster.shard=true"
         of_all = f" of {self.learners} learners" if self.learners > 1 and not is_gpu else ""
         raise ConfigError(
             f"weights and what is trained{of_all} need {format_bytes(needed)}, and {where} {format_bytes(capacity)}; "
@@ -96,13 +99,15 @@ class Memory:
             "frozen base" if is_full else "weights": self.weights,
             **({} if is_full else {"their merged copy": self.merged}),
             "trained weights and optimizer" if is_full else "adapter and optimizer": self.adapter,
+            **({"gathered blocks": self.gathered} if self.gathered else {}),
             "KV cache": self.kv_cache,
             f"training pass of up to {self.num_pass_tokens:,} tokens{twice}": self.training_pass,
         }
         is_gpu = self.device.kind == "cuda"
         where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
         spelled = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
-        each = f", in each of {self.learners} learners" if self.learners > 1 else ""
+        parts = ", which hold the weights in parts" if self.gathered else ""
+        each = f", in each of {self.learners} learners{parts}" if self.learners > 1 else ""
         return f"about {format_bytes(self.total)} {where} in {self.device.dtype}{each}: {spelled}"
 
 
@@ -120,14 +125,15 @@ def estimate_memory(
         num_attempts: dialogues that one optimizer step learns from, at most.
     """
     model, size = config.model, device.dtype_bytes
-    weights = facts.num_parameters * size
+    parts = config.cluster.learners if config.cluster.shard else 1
+    weights, gathered = facts.num_parameters * size // parts, _gathered_bytes(config, device, facts)
     split = split_memory(
-        engine,
-        replace(device, free_bytes=max(0, device.free_bytes - weights)),
+        engine.model_copy(update={"merge_adapter": "never"}) if gathered else engine,
+        replace(device, free_bytes=max(0, device.free_bytes - weights - gathered)),
         facts,
         adapted_parameters=sum(shape.num_values for shape in facts.linears.values()),
         context_length=facts.context_length,
-        num_parameters=facts.num_parameters,
+        num_parameters=facts.num_parameters // parts,
     )
     num_tokens = pass_tokens(split, limits, num_attempts)
     is_full = model.train == "full"
@@ -147,7 +153,30 @@ def estimate_memory(
         is_recomputed=is_recomputed,
         is_pass_chosen=engine.micro_batch_tokens > 0,
         learners=config.cluster.learners,
+        gathered=gathered,
     )
+
+
+def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None:
+    """Refuse to hold a model in parts where that does not work, before anything is loaded."""
+    if facts.experts is not None:
+        raise ConfigError(
+            "cluster.shard=true with a model that routes tokens to experts: its weights cannot be shared out yet; "
+            "leave it out, or use a model with dense blocks"
+        )
+    if config.rollout.backend == "local" and device.kind == "cuda":
+        raise ConfigError(
+            "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
+            "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size"
+        )
+
+
+def _gathered_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:
+    """The unit that a pass uses and the next one, and the float32 gradient of one if all weights are trained."""
+    if not config.cluster.shard:
+        return 0
+    unit = max(facts.vocab_size * facts.hidden_size, facts.num_parameters // max(1, facts.num_layers))
+    return unit * (2 * device.dtype_bytes + (FLOAT32_BYTES if config.model.train == "full" else 0))
 
 
 def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) -> int:
@@ -164,7 +193,8 @@ def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int
     model = config.model
     if model.train == "full":
         before = FLOAT32_BYTES if config.train.accumulate > 1 else 0  # a gradient to go back to after a failed pass
-        total = full_weights_bytes(facts.num_parameters, device) + facts.num_parameters * before
+        own = facts.num_parameters // (config.cluster.learners if config.cluster.shard else 1)
+        total = full_weights_bytes(own, device) + own * before
     else:
         cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
         total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)

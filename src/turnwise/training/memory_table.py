@@ -23,6 +23,8 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     "Qwen3 14B": {"layers": 40, "hidden": 5120, "inner": 17408, "heads": 40, "kv": 8, "tied": False},
     "Qwen3 32B": {"layers": 64, "hidden": 5120, "inner": 25600, "heads": 64, "kv": 8, "tied": False},
 }
+PARTS = 8
+"""Learners of `cluster.shard=true` in the table."""
 HEAD_SIZE, VOCAB_SIZE, CONTEXT = 128, 151936, 40960
 
 
@@ -65,9 +67,11 @@ def facts_of_shape(name: str) -> ModelFacts:
     )
 
 
-def memory_of(name: str, train: str, card_gib: int) -> Memory:
-    """What a run takes of a card, in bfloat16 and with otherwise default options."""
-    config = Config.model_validate({"model": {"name": name, "train": train}, "env": {"name": "guess_number"}})
+def memory_of(name: str, train: str, card_gib: int, learners: int = 1) -> Memory:
+    """What a run takes of a card, in bfloat16 and with otherwise default options; several learners hold parts."""
+    cluster = {"learners": learners, "shard": True} if learners > 1 else {}
+    model, env = {"name": name, "train": train}, {"name": "guess_number"}
+    config = Config.model_validate({"model": model, "env": env, "cluster": cluster})
     device = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=card_gib * GIB, total_bytes=card_gib * GIB)
     limits = RolloutConfig(max_turns=8, max_tokens_per_turn=512, max_trajectory_tokens=4096)
     engine = EngineConfig(full_weights=train == "full")
@@ -76,25 +80,27 @@ def memory_of(name: str, train: str, card_gib: int) -> Memory:
 
 def table() -> str:
     """Markdown: what must be on every learner's card, and the smallest card that holds it with room for a pass."""
-    lines = ["| Model | parameters | LoRA, rank 16 | card | all weights | card |", "|---|---|---|---|---|---|"]
+    heads = ["Model", "parameters", "LoRA, rank 16", "card", "all weights", "card", f"in parts over {PARTS}", "card"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for name in SHAPES:
         cells = [name, f"{facts_of_shape(name).num_parameters / 1e9:.2f} B"]
-        for train in ("lora", "full"):
-            cells += [f"{_fixed(name, train) / GIB:.1f} GiB", _smallest_card(name, train)]
+        for train, learners in (("lora", 1), ("full", 1), ("full", PARTS)):
+            needed = _fixed(name, train, learners)
+            cells += [f"{needed / GIB:.1f} GiB", _smallest_card(needed)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _fixed(name: str, train: str) -> int:
+def _fixed(name: str, train: str, learners: int) -> int:
     """Weights, what is trained and its state; without the merged copy, which a run leaves out if it does not fit."""
-    memory = memory_of(name, train, max(CARDS.values()))
-    return memory.weights + memory.adapter
+    memory = memory_of(name, train, max(CARDS.values()), learners)
+    return memory.weights + memory.adapter + memory.gathered
 
 
-def _smallest_card(name: str, train: str) -> str:
+def _smallest_card(needed: int) -> str:
     """The first card with 15 % left for the KV cache and a pass."""
-    fitting = [card for card, gib in CARDS.items() if _fixed(name, train) <= 0.85 * 0.9 * gib * GIB]
-    return fitting[0] if fitting else "none: it would have to be sharded"
+    fitting = [card for card, gib in CARDS.items() if needed <= 0.85 * 0.9 * gib * GIB]
+    return fitting[0] if fitting else "none"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from turnwise.models.linears import linear_kind
 from turnwise.models.store import format_count
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.training.assemble import critic_rate
-from turnwise.training.memory import Memory, estimate_memory
+from turnwise.training.memory import Memory, check_sharded, estimate_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ def make_plan(
         facts.check_trained(config.model)
     if config.model.routing_replay and not config.model.base_url:
         facts.check_replay()
+    if config.cluster.shard and device is not None:
+        check_sharded(config, facts, device)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)
     num_evaluations = len(evaluation_steps(config)) if num_tasks["test"] else 0
     train_attempts = train.steps * train.accumulate * train.tasks_per_step * group_size
@@ -245,9 +247,12 @@ def _learners(config: Config) -> dict[str, str]:
     count = config.cluster.learners
     if count == 1:
         return {}
+    held = f"1/{count} of the weights" if config.cluster.shard else "the whole model"
+    slow = " (block by block from all of them, which is slow)" if config.cluster.shard else ""
+    samples = f"samples{slow}" if config.rollout.backend == "local" else "publishes"
     return {
-        "learners": f"{count} processes on this machine, each with the whole model and a share of every batch; "
-        "the first one also samples and saves"
+        "learners": f"{count} processes on this machine, each with {held} and a share of every batch; "
+        f"the first one also {samples} and saves"
     }
 
 

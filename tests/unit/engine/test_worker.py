@@ -66,6 +66,9 @@ class CountingEngine:
         self.sampler = CountingSampler(self.log)
         self.is_closed = False
 
+    def sample_step(self) -> None:
+        self.sampler.step()
+
     def wait(self) -> None:
         """A device that is always done."""
 

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from command_line import run_here
+from turnwise.engine.device_info import DeviceInfo
+from turnwise.errors import ConfigError
+from turnwise.models.experts import ExpertSpec
 from turnwise.training.cluster_plan import cluster_lines, estimate_traffic
+from turnwise.training.memory import check_sharded
 from turnwise.training.setup import Setup, read_config, set_up_new
 
 
@@ -32,3 +38,44 @@ def test_the_plan_names_every_process() -> None:
     assert sum(line.startswith("env worker ") for line in lines) == 2
     printed = run_here("cluster", "plan", "guess_number", "model=tiny", "cluster.learners=2")
     assert "learner 1    a process of this machine" in printed
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_learners_with_parts_of_the_weights_are_planned_with_a_part_each() -> None:
+    full = ("model.train=full", "cluster.learners=2")
+    whole, parts = (_setup(*full, *more).make_plan().memory for more in ((), ("cluster.shard=true",)))
+    assert whole is not None
+    assert parts is not None
+    assert (parts.weights, parts.adapter) == (whole.weights // 2, whole.adapter // 2)
+    assert parts.gathered > 0 == whole.gathered
+    setup = _setup(*full, "cluster.shard=true")
+    traffic = estimate_traffic(setup, setup.make_plan().num_trained_parameters)
+    assert traffic.gathered == 2 * 4 * setup.facts.num_parameters // 2
+    assert (traffic.gradients, traffic.state) == (0, 0), "nobody has a copy of another one's part"
+    printed = "\n".join([*setup.plan_lines(), *cluster_lines(setup)])
+    assert "2 processes on this machine, each with 1/2 of the weights" in printed
+    assert "to each learner in every training pass" in printed
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_what_weights_in_parts_do_not_read_is_refused_by_name() -> None:
+    shard = ("cluster.learners=2", "cluster.shard=true")
+    for given, said in (
+        (("cluster.shard=true",), r"shard=true is not read with learners=1"),
+        ((*shard, "cluster.min_learners=1"), r"min_learners=1 with shard=true"),
+        ((*shard, "engine.merge_adapter=always"), r"engine\.merge_adapter=always with cluster\.shard=true"),
+        ((*shard, "model.train=full", "cluster.max_restarts=1"), r"cluster\.max_restarts=1 is not read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _setup(*given)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_sampler_on_a_gpu_and_a_model_with_experts_are_refused_with_weights_in_parts() -> None:
+    setup = _setup("cluster.learners=2", "cluster.shard=true")
+    gpu = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=1 << 40, total_bytes=1 << 40)
+    with pytest.raises(ConfigError, match=r"rollout\.backend=vllm or sglang with rollout\.tensor_parallel_size"):
+        check_sharded(setup.config, setup.facts, gpu)
+    experts = ExpertSpec(num_experts=4, num_chosen=2, inner_size=8)
+    with pytest.raises(ConfigError, match="routes tokens to experts"):
+        check_sharded(setup.config, replace(setup.facts, experts=experts), gpu)

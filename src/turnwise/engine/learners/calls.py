@@ -31,6 +31,8 @@ class LearnerSetup:
     store_port: int
     backend: Literal["nccl", "gloo"]
     deadline_s: float
+    is_sharded: bool = False
+    """Whether each learner holds a part of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,38 @@ class StepCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ServeCall:
+    """Take part in the exchange of weights while rank 0 works alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepVersionCall:
+    """Keep a copy of the weights in training under a number."""
+
+    number: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropVersionsCall:
+    """Forget such copies."""
+
+    sources: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFilesCall:
+    """Write or read this learner's parts of a sharded checkpoint, together with the others."""
+
+    number: int
+    directory: Path
+    round: int
+    """Counts such calls: the learners meet anew each time."""
+    is_saved: bool
+    with_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RunReply:
     """The numbers of a share, [T] of its datums laid end to end."""
 
@@ -84,4 +118,14 @@ class RunReply:
     """Logprobs of the reference, where the loss needed them."""
 
 
-LearnerCall = CreateCall | TakeStateCall | DropCall | RunCall | StepCall
+LearnerCall = (
+    CreateCall
+    | TakeStateCall
+    | DropCall
+    | RunCall
+    | StepCall
+    | ServeCall
+    | KeepVersionCall
+    | DropVersionsCall
+    | ShardFilesCall
+)

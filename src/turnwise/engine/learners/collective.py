@@ -15,6 +15,7 @@ import torch.distributed
 from torch import Tensor
 
 from turnwise.engine.device_info import num_gpus
+from turnwise.engine.ops import for_device
 
 dist: Any = torch.distributed  # stores and groups have no type stubs
 
@@ -34,7 +35,12 @@ class LearnerCollective:
         prefixed = dist.PrefixStore(backend, store)
         make = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         # To meet, the others must have loaded their models; each call then has the deadline.
-        self._group: Any = make(prefixed, rank, size, max(self._deadline, timedelta(seconds=START_DEADLINE_S)))
+        start = max(self._deadline, timedelta(seconds=START_DEADLINE_S))
+        self._group: Any = make(prefixed, rank, size, start)
+        self._store = store
+        self._messages: Any = None  # numbers on the host, while the group moves tensors of the device
+        if backend == "nccl":
+            self._messages = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, start)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor on every rank by the sum of all ranks'; every rank gets the same bits."""
@@ -46,6 +52,39 @@ class LearnerCollective:
         for tensor in tensors:
             for part in tensor.split(MAX_ELEMENTS):
                 self._wait(self._group.broadcast(part, 0))
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Tell all ranks a few numbers; returns those of every rank."""
+        own = torch.tensor(list(numbers), dtype=torch.int64)
+        told = torch.zeros(self.size * len(own), dtype=torch.int64)
+        self._wait((self._messages or self._group)._allgather_base(told, own))
+        return told.view(self.size, -1).tolist()
+
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole` with the parts of all ranks, one after the other."""
+        if self._is_direct(part):
+            self._wait(self._group._allgather_base(whole, part))
+            return
+        on_host = torch.empty(whole.shape, dtype=whole.dtype)
+        self._wait(self._group._allgather_base(on_host, part.cpu()))
+        whole.copy_(on_host)
+
+    def reduce(self, part: Tensor, whole: Tensor) -> None:
+        """Fill `part` with this rank's part of the sum of all ranks' `whole`."""
+        if self._is_direct(part):
+            self._wait(self._group._reduce_scatter_base(part, whole))
+            return
+        on_host = torch.empty(part.shape, dtype=part.dtype)
+        self._wait(self._group._reduce_scatter_base(on_host, whole.cpu()))
+        part.copy_(on_host)
+
+    def new_store(self, name: str) -> Any:
+        """A place of its own where the ranks find each other once more."""
+        return dist.PrefixStore(name, self._store)
+
+    def _is_direct(self, tensor: Tensor) -> bool:
+        """Whether the backend moves tensors of this device; gloo moves those of the host."""
+        return self.backend == "nccl" or not for_device(tensor.device).facts.has_own_memory
 
     def _wait(self, work: Any) -> None:
         work.wait(self._deadline)

@@ -25,6 +25,8 @@ from turnwise.errors import ConfigError, LearnerError, LearnerLostError
 POLL_S = 0.002
 END_S = 5.0
 """Seconds for a process to end by itself."""
+GONE_S = 0.2
+"""Seconds until a process that was killed is seen as dead."""
 TAIL_BYTES = 2000
 
 
@@ -162,9 +164,15 @@ class LearnerGroup:
             self.close()
             raise
 
-    def wait_until_ready(self) -> None:
-        """Wait for every learner's model; call it after rank 0 has joined the collective's store."""
-        for _ in self.answers("load the model", deadline_s=START_DEADLINE_S):
+    def wait_until_ready(self) -> dict[int, Any]:
+        """Wait for every learner's model, and return what each says of it by rank; call it after rank 0 has joined the
+        collective's store."""
+        work = self.answers("load the model", deadline_s=START_DEADLINE_S)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                return done.value
             time.sleep(POLL_S)
 
     def call(self, rank: int, call: LearnerCall) -> None:
@@ -222,7 +230,7 @@ class LearnerGroup:
 
     def fail_all(self, what: str, cause: BaseException) -> NoReturn:
         """Give up after a collective failed: blame a learner that is gone, or all that did not come."""
-        time.sleep(0.2)  # a process that was killed needs a moment to be seen as dead
+        time.sleep(GONE_S)
         self.check_alive(what)
         self._break(LearnerLostError(f"learners could not {what} together within {self._deadline_s:g} s: {cause}"))
 

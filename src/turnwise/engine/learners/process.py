@@ -6,11 +6,12 @@ nobody writes to.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -20,14 +21,22 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.learners.calls import (
     CreateCall,
     DropCall,
+    DropVersionsCall,
+    KeepVersionCall,
     LearnerCall,
     LearnerSetup,
     RunCall,
     RunReply,
+    ServeCall,
+    ShardFilesCall,
     StepCall,
     TakeStateCall,
 )
 from turnwise.engine.learners.collective import LearnerCollective, join_store
+from turnwise.engine.learners.rounds import ExchangeError, ShardRounds
+from turnwise.engine.model.sharded import ShardPlace
+from turnwise.engine.training import shard_files
+from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.engine.training.trainer import FinishedJob
 
@@ -38,15 +47,24 @@ class LearnerProcess:
     """The engine of one rank, and its trainables by number."""
 
     def __init__(self, setup: LearnerSetup) -> None:
-        self._engine = Engine(setup.model_dir, setup.engine, name=f"{setup.name} (learner {setup.rank})")
+        self._rounds = ShardRounds(ShardPlace(setup.rank, setup.size)) if setup.is_sharded else None
+        name = f"{setup.name} (learner {setup.rank})"
+        self._engine = Engine(setup.model_dir, setup.engine, name=name, exchange=self._rounds)
         store = join_store(setup.store_host, setup.store_port, setup.size, deadline_s=setup.deadline_s)
         self._ranks = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
+        if self._rounds is not None:
+            self._rounds.connect(self._ranks)
         self._trainables: dict[int, Trainable] = {}
+
+    @property
+    def num_base_bytes(self) -> int:
+        """Bytes of the frozen weights that this process holds."""
+        return self._engine.model.num_base_bytes
 
     def answer(self, call: LearnerCall) -> object:
         match call:
             case CreateCall(number, kind, lora):
-                self._trainables[number] = create(self._engine, kind, lora)
+                self._trainables[number] = create(self._engine, kind, lora, number)
             case TakeStateCall(number):
                 take_state(self._ranks, self._trainables[number])
             case DropCall(number):
@@ -55,11 +73,52 @@ class LearnerProcess:
                 return self._run(call)
             case StepCall(number, params):
                 trainable = self._trainables[number]
-                self._ranks.sum(trainable.grad)
-                return self._engine.optim_step(trainable, params)
+                return self._engine.optim_step(trainable, params, sum_gradients(self._ranks, trainable))
+            case _:
+                return self._answer_about_parts(call)
         return None
 
-    def _run(self, call: RunCall) -> RunReply:
+    def _answer_about_parts(self, call: LearnerCall) -> object:
+        """Calls to learners that hold the weights in parts."""
+        assert self._rounds is not None, "rank 0 knows how the weights are held"
+        match call:
+            case ServeCall():
+                return self._exchange(lambda: None)
+            case KeepVersionCall(number, source):
+                sharded(self._trainables[number]).keep_version(source)
+            case DropVersionsCall(sources):
+                for source in sources:
+                    self._rounds.drop(source)
+            case ShardFilesCall():
+                do_shard_files(self._ranks, sharded(self._trainables[call.number]), call)
+        return None
+
+    def _exchange(self, work: Callable[[], T]) -> T:
+        """Do the work, and take part in the exchange of weights until all learners are done with theirs."""
+        assert self._rounds is not None, "asked above"
+        self._rounds.open()
+        try:
+            result = work()
+            _finish(self._rounds.finish())
+        except ExchangeError:
+            raise  # another one failed, and all know it
+        except BaseException:
+            self._rounds.fail()
+            raise
+        return result
+
+    def _run(self, call: RunCall) -> RunReply | None:
+        if self._rounds is None:
+            return self._run_share(call)
+
+        def run_part() -> RunReply | None:
+            reply = self._run_share(call) if call.datums else None
+            finish_gradient(self._trainables[call.number])
+            return reply
+
+        return self._exchange(run_part)
+
+    def _run_share(self, call: RunCall) -> RunReply:
         trainable, arguments = self._trainables[call.number], (call.loss_fn, call.settings)
         if call.is_learning:
             (finished,) = _finish(self._engine.learn_jobs([(trainable, call.datums)], *arguments))
@@ -68,10 +127,10 @@ class LearnerProcess:
         return reply_of(finished)
 
 
-def create(engine: Engine, kind: str, lora: Any) -> Trainable:
+def create(engine: Engine, kind: str, lora: Any, number: int) -> Trainable:
     """Make a trainable of that kind."""
     if kind == "full":
-        return engine.create_full()
+        return engine.create_full(number)
     return engine.create_critic(lora) if kind == "critic" else engine.create_adapter(lora)
 
 
@@ -85,6 +144,42 @@ def take_state(ranks: LearnerCollective, trainable: Trainable) -> None:
     trainable.has_gradient = False
     if ranks.rank:
         trainable.weights_moved()
+
+
+def sum_gradients(ranks: LearnerCollective, trainable: Trainable) -> float | None:
+    """Make every rank's gradient that of the whole batch; returns its norm if each rank holds a part of it."""
+    if not isinstance(trainable, ShardedFullWeights):
+        ranks.sum(trainable.grad)
+        return None
+    square = torch.linalg.vector_norm(trainable.grad, dtype=torch.float64).square().reshape(1)
+    ranks.sum(square)
+    return math.sqrt(float(square)) if math.isfinite(float(square)) else float(square)
+
+
+def finish_gradient(trainable: Trainable) -> None:
+    """Hand over what a pass has left of a gradient in parts."""
+    if isinstance(trainable, ShardedFullWeights):
+        trainable.finish_gradient()
+
+
+def sharded(trainable: Trainable) -> ShardedFullWeights:
+    """The trainable, which is in parts."""
+    assert isinstance(trainable, ShardedFullWeights), "rank 0 asks for nothing else"
+    return trainable
+
+
+def do_shard_files(ranks: LearnerCollective, trainable: ShardedFullWeights, call: ShardFilesCall) -> None:
+    """Write or read this rank's parts of a checkpoint."""
+    if not call.is_saved and not (call.with_optimizer and shard_files.has_shards(call.directory)):
+        trainable.load(call.directory, with_optimizer=call.with_optimizer)
+        return
+    store, parts, shards = ranks.new_store(f"files {call.round}"), trainable.parts(), trainable.shards
+    if call.is_saved:
+        shard_files.save_shards(call.directory, shards, parts, store)
+        return
+    num_steps = shard_files.read_num_steps(call.directory, shards.layout)
+    shard_files.load_shards(call.directory, shards, parts, store)
+    trainable.begin(num_steps)
 
 
 def reply_of(finished: FinishedJob) -> RunReply:
@@ -117,7 +212,7 @@ def serve(connection: Connection) -> None:
     setup: LearnerSetup = connection.recv()
     try:
         process = LearnerProcess(setup)
-        connection.send(("ready", None))
+        connection.send(("ready", process.num_base_bytes))
     except Exception as error:  # noqa: BLE001 - rank 0 raises it
         connection.send(("error", portable(error)))
         return

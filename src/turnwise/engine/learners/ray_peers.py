@@ -37,7 +37,7 @@ class LearnerActor:
         try:
             if isinstance(message, LearnerSetup):
                 self._process = LearnerProcess(message)
-                return "ready", None
+                return "ready", self._process.num_base_bytes
             assert self._process is not None, "the set-up comes first"
             return "done", self._process.answer(message)
         except Exception as error:  # noqa: BLE001 - rank 0 raises it

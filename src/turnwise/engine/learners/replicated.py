@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,14 +38,17 @@ from turnwise.engine.learners.calls import (
     TakeStateCall,
 )
 from turnwise.engine.learners.collective import LearnerCollective, choose_backend, lead_store
-from turnwise.engine.learners.group import LearnerGroup, LearnerPlace, start_process
-from turnwise.engine.learners.process import reply_of, take_state
+from turnwise.engine.learners.group import GONE_S, LearnerGroup, LearnerPlace, start_process
+from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
+from turnwise.engine.learners.rounds import ExchangeError
 from turnwise.engine.learners.shares import share_datums
+from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.threads import USERS_CHOICES, find_threads
 from turnwise.engine.training.critic import CriticAdapter
 from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.objective import LossSettings
 from turnwise.engine.training.preference_losses import PreferenceLoss, pair_number
+from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import FinishedJob
 from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
@@ -62,14 +66,24 @@ PEER_CACHE_GIB = 0.05
 class ReplicatedEngine(Engine):
     """Leads `cluster.learners` processes. They start with the first trainable."""
 
-    def __init__(self, model_dir: Path, config: EngineConfig, cluster: ClusterConfig, *, name: str) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        cluster: ClusterConfig,
+        *,
+        name: str,
+        exchange: ShardExchange | None = None,
+    ) -> None:
         self._cluster = cluster
         self._peer_config, self._environment = _prepare(config, cluster.learners)
-        super().__init__(model_dir, config, name=name)
+        super().__init__(model_dir, config, name=name, exchange=exchange)
         self._group: LearnerGroup | None = None
         self._collective: LearnerCollective | None = None
         self._size = cluster.learners
         self._num_restarts = 0
+        self.base_bytes: dict[int, int] = {}
+        """Bytes of the frozen weights that each learner holds, by rank; known when the learners have started."""
         self._created: WeakKeyDictionary[Any, CreateCall] = WeakKeyDictionary()
         self._learned: WeakKeyDictionary[Any, list[RunCall]] = WeakKeyDictionary()
         """What each trainable has learned from since its last step."""
@@ -91,8 +105,9 @@ class ReplicatedEngine(Engine):
     def create_critic(self, lora: LoraConfig) -> CriticAdapter:
         return self._mirror(super().create_critic(lora), CreateCall(next(self._next_number), "critic", lora))
 
-    def create_full(self) -> FullWeights:
-        return self._mirror(super().create_full(), CreateCall(next(self._next_number), "full"))
+    def create_full(self, number: int = 0) -> FullWeights | ShardedFullWeights:
+        number = next(self._next_number)
+        return self._mirror(super().create_full(number), CreateCall(number, "full"))
 
     def drop_adapter(self, adapter: Trainable) -> None:
         number = self._created.pop(adapter).number
@@ -107,36 +122,36 @@ class ReplicatedEngine(Engine):
         try:
             self._spread(adapter)
         except LearnerLostError as lost:
-            _finish(self._recover(lost))
+            finish_work(self._recover(lost))
 
-    def optim_step(self, adapter: Trainable, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, adapter: Trainable, params: AdamParams, norm: float | None = None) -> dict[str, float]:
         """Sum the gradients of all learners; each then takes the same step."""
         what = "sum gradients"
         while True:
             try:
-                self._sum_gradients(adapter, params, what)
+                norm = self._sum_gradients(adapter, params, what)
                 break
             except LearnerLostError as lost:
-                _finish(self._recover(lost))
+                finish_work(self._recover(lost))
         try:
-            metrics, allowed, refused = super().optim_step(adapter, params), (), None
+            metrics, allowed, refused = super().optim_step(adapter, params, norm), (), None
         except DataError as error:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
             metrics, allowed, refused = {}, (DataError,), error
         self._learned.pop(adapter, None)
         try:
-            _finish(self._learners()[0].answers(what, allowed=allowed))
+            finish_work(self._learners()[0].answers(what, allowed=allowed))
         except LearnerLostError as lost:  # this process has taken the step; others take it over
-            _finish(self._recover(lost))
+            finish_work(self._recover(lost))
         if refused is not None:
             raise refused
         return metrics
 
-    def _sum_gradients(self, adapter: Trainable, params: AdamParams, what: str) -> None:
+    def _sum_gradients(self, adapter: Trainable, params: AdamParams, what: str) -> float | None:
         group, collective = self._learners()
         group.check_alive(what)
         self._tell_all(StepCall(self._created[adapter].number, params))
         try:
-            collective.sum(adapter.grad)
+            return sum_gradients(collective, adapter)
         except RuntimeError as cause:
             group.fail_all(what, cause)
 
@@ -195,19 +210,30 @@ class ReplicatedEngine(Engine):
         what = "run its share of a batch"
         group, _ = self._learners()
         shares = self._shares(whole)
-        busy = [rank for rank, members in enumerate(shares) if rank and members]
+        called = [rank for rank, members in enumerate(shares) if members or self._cluster.shard]
+        busy = [rank for rank in called if rank]
         for rank in busy:
             group.call(rank, _part(run, shares[rank]))
-        own: dict[int, RunReply] = {}
-        if shares[0]:
+        own: dict[int, RunReply | None] = {}
+        if 0 in called:
             try:
                 own[0] = yield from self._run_own(_part(run, shares[0]), adapter)
+            except ExchangeError as cause:
+                yield from self._blame(what, cause)
             except Exception as cause:  # noqa: BLE001 - the others have added their gradients, so none can go on
                 group.give_up(f"learner 0 failed to {what}: {cause!r}", cause)
         if run.is_learning:
             adapter.has_gradient = True
         replies = own | (yield from group.answers(what, busy))
-        return _put_together(whole, {rank: (shares[rank], reply) for rank, reply in replies.items()})
+        return _put_together(whole, {rank: (shares[rank], one) for rank, one in replies.items() if one is not None})
+
+    def _blame(self, what: str, cause: ExchangeError) -> Generator[None, None, NoReturn]:
+        """Find who did not come to an exchange of weights: one that is gone, or one that says what is wrong with it."""
+        group, _ = self._learners()
+        time.sleep(GONE_S)
+        group.check_alive(what)
+        yield from group.answers(what)
+        group.fail_all(what, cause)
 
     def _recover(self, lost: LearnerLostError) -> Generator[None, None, None]:
         """Start learners in place of those that are lost, and bring them to where this process is."""
@@ -257,7 +283,7 @@ class ReplicatedEngine(Engine):
         whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
         yield from self._run_once(whole, run, trainable)
 
-    def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply]:
+    def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply | None]:
         if part.is_learning:
             (finished,) = yield from super().learn_jobs([(adapter, part.datums)], part.loss_fn, part.settings)
         else:
@@ -279,10 +305,12 @@ class ReplicatedEngine(Engine):
             self._all_do(create, "create a trainable")
             self._spread(trainable)
         except LearnerLostError as lost:
-            _finish(self._recover(lost))
+            finish_work(self._recover(lost))
         return trainable
 
     def _spread(self, trainable: Trainable) -> None:
+        if isinstance(trainable, ShardedFullWeights):
+            return  # every learner has its own part, of the same base
         what = "take over weights"
         group, collective = self._learners()
         self._tell_all(TakeStateCall(self._created[trainable].number))
@@ -290,7 +318,7 @@ class ReplicatedEngine(Engine):
             take_state(collective, trainable)
         except RuntimeError as cause:
             group.fail_all(what, cause)
-        _finish(group.answers(what))
+        finish_work(group.answers(what))
 
     def _tell_all(self, call: LearnerCall) -> None:
         group, _ = self._learners()
@@ -300,7 +328,7 @@ class ReplicatedEngine(Engine):
     def _all_do(self, call: LearnerCall, what: str) -> None:
         group, _ = self._learners()
         self._tell_all(call)
-        _finish(group.answers(what))
+        finish_work(group.answers(what))
 
     def _learners(self) -> tuple[LearnerGroup, LearnerCollective]:
         if self._group is None or self._collective is None:
@@ -345,6 +373,7 @@ class ReplicatedEngine(Engine):
                 store_port=store.port,
                 backend=backend,
                 deadline_s=deadline_s,
+                is_sharded=self._cluster.shard,
             )
 
         self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
@@ -352,7 +381,7 @@ class ReplicatedEngine(Engine):
             self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
         except RuntimeError as cause:
             self._group.fail_all("meet", cause)
-        self._group.wait_until_ready()
+        self.base_bytes = {0: self.model.num_base_bytes, **self._group.wait_until_ready()}
 
 
 def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, str]]:
@@ -395,6 +424,7 @@ def _put_together(whole: FinishedJob, parts: Mapping[int, tuple[Sequence[int], R
     return whole
 
 
-def _finish(work: Generator[None, None, Any]) -> None:
+def finish_work(work: Generator[None, None, Any]) -> None:
+    """Run a generator to its end."""
     for _ in work:
         pass

@@ -159,6 +159,7 @@ class FusedBody:
         self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
         """The frozen weights that were loaded."""
         self.groups = self.base.groups
+        self._block_names = [block.names for block in blocks]
         self.ops = for_device(device)
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
@@ -167,6 +168,10 @@ class FusedBody:
         """What the self-test fills with the outputs of the parts."""
         self.most_kept_bytes: int | None = None
         """If a pass would keep more bytes than this for its backward pass, it computes each block again instead."""
+
+    def read_instead(self, base: BodyWeights, groups: Sequence[LinearGroup]) -> None:
+        """Read the frozen weights from `base` from now on; `groups` say which linears are joined, without tensors."""
+        self.base, self.groups = base, list(groups)
 
     @staticmethod
     def supports(sizes: ModelSizes) -> bool:
@@ -266,12 +271,12 @@ class FusedBody:
             return True
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
         in_block = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
-        return len(embedded) * len(self.base.blocks) * in_block <= self.most_kept_bytes
+        return len(embedded) * len(self._block_names) * in_block <= self.most_kept_bytes
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
         """The lowest block that holds an adapter's gradient."""
-        for index, block in enumerate(self.base.blocks):
-            if any(span.grads is not None and name in span.grads for span in spans for name in block.names):
+        for index, names in enumerate(self._block_names):
+            if any(span.grads is not None and name in span.grads for span in spans for name in names):
                 return index
         return None
 
@@ -302,7 +307,7 @@ class FusedBody:
         attention = self._attend(index, q, k, v, plan)
         mixed, rest_h = attention.out[0].flatten(1), h
         rows = None
-        if work.wanted is not None and block is work.weights.blocks[-1]:
+        if work.wanted is not None and index == len(self._block_names) - 1:
             rows = work.wanted.rows
             mixed, rest_h, spans = mixed[work.wanted.rows], h[work.wanted.rows], work.wanted.spans
         attended, low_out = project(block.out, mixed, route, spans)

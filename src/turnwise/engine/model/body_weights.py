@@ -3,12 +3,12 @@ gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from turnwise.engine.model.gated_mlp import Mlp
+from turnwise.engine.model.gated_mlp import JoinedGroup, Mlp, TensorByName
 from turnwise.engine.model.lora import LinearGroup
 from turnwise.engine.ops.interface import Heads
 from turnwise.models.blocks import PartNames
@@ -34,6 +34,24 @@ class BlockWeights:
         """Everything that can carry an adapter."""
         return [*(name for group in self.groups for name in group.names), *self.mlp.expert_names]
 
+    def with_tensors(self, names: PartNames, layer: str, tensor: TensorByName, join: JoinedGroup) -> BlockWeights:
+        """The same structure over other tensors; `layer` stands before the names of the block's parts."""
+
+        def norm(place: str) -> Tensor:
+            return tensor(f"{layer}{place}.weight")
+
+        heads = self.heads
+        if heads.query_norm is not None:
+            heads = replace(heads, query_norm=norm(names.query_norm), key_norm=norm(names.key_norm))
+        return BlockWeights(
+            input_norm=norm(names.input_norm),
+            qkv=join(self.qkv),
+            heads=heads,
+            out=join(self.out),
+            inner_norm=norm(names.inner_norm),
+            mlp=self.mlp.with_tensors(tensor, join),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BodyWeights:
@@ -47,9 +65,7 @@ class BodyWeights:
     def groups(self) -> list[LinearGroup]:
         return [group for block in self.blocks for group in block.groups]
 
-    def with_tensors(
-        self, names: PartNames, prefix: str, tensor: Callable[[str], Tensor], join: Callable[[LinearGroup], LinearGroup]
-    ) -> BodyWeights:
+    def with_tensors(self, names: PartNames, prefix: str, tensor: TensorByName, join: JoinedGroup) -> BodyWeights:
         """The same structure over other tensors.
 
         Args:
@@ -57,25 +73,9 @@ class BodyWeights:
             tensor: finds a tensor by the parameter's full name.
             join: finds the tensors of a group of linears.
         """
-
-        def norm(place: str) -> Tensor:
-            return tensor(f"{prefix}{place}.weight")
-
-        blocks: list[BlockWeights] = []
-        for index, block in enumerate(self.blocks):
-            layer = f"{names.layers}.{index}."
-            heads = block.heads
-            if heads.query_norm is not None:
-                query, key = norm(f"{layer}{names.query_norm}"), norm(f"{layer}{names.key_norm}")
-                heads = replace(heads, query_norm=query, key_norm=key)
-            blocks.append(
-                BlockWeights(
-                    input_norm=norm(f"{layer}{names.input_norm}"),
-                    qkv=join(block.qkv),
-                    heads=heads,
-                    out=join(block.out),
-                    inner_norm=norm(f"{layer}{names.inner_norm}"),
-                    mlp=block.mlp.with_tensors(tensor, join),
-                )
-            )
-        return BodyWeights(norm(names.embedding), blocks, norm(names.last_norm))
+        blocks = [
+            block.with_tensors(names, f"{prefix}{names.layers}.{index}.", tensor, join)
+            for index, block in enumerate(self.blocks)
+        ]
+        embedding, last_norm = (tensor(f"{prefix}{place}.weight") for place in (names.embedding, names.last_norm))
+        return BodyWeights(embedding, blocks, last_norm)

@@ -3,12 +3,15 @@
 A `WeightLayout` says where each parameter lies. Linears that the fused body joins are neighbours, so the joined weight
 is a view too, and optimizer, snapshot, norm and transfer are single calls. Tied weights lie there once. The same layout
 serves the weights that a pass reads (in the model's dtype), the float32 masters, and the gradients.
+
+The tensors of one decoder block are neighbours: a unit of the layout. What lies outside the blocks is one unit or two.
+Learners that share the weights out (`sharded.py`) gather one unit at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from turnwise.engine.model.body_weights import BodyWeights
+from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
+from turnwise.engine.model.gated_mlp import JoinedGroup, TensorByName
 from turnwise.engine.model.lora import LinearGroup, Policy
 from turnwise.types import LoraConfig
 
@@ -32,8 +36,23 @@ class _FlatPlace:
     start: int
     shape: tuple[int, ...]
 
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """The view of `flat`, which begins at number `first` of the layout."""
+        start = self.start - first
+        return flat[start : start + math.prod(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutUnit:
+    """Neighbours in a flat tensor: numbers [start, stop), and the parameters that lie there."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 class WeightLayout:
@@ -57,19 +76,45 @@ class WeightLayout:
         """
         self.places: dict[str, _FlatPlace] = {}
         self.size = 0
+        self.units: list[LayoutUnit] = []
+        """The blocks in their order, then what the head reads, then the rest, if there is any."""
         self._joined: dict[str, _FlatPlace] = {}
-        for group in groups:
-            self._place_together(group.name, [f"{name}.weight" for name in group.names], parameters)
-            if group.bias is not None:
-                self._place_together(f"{group.name}:bias", [f"{name}.bias" for name in group.names], parameters)
-        for name in parameters:
-            if name not in self.places:
-                self._place_together(name, [name], parameters)
-        self.num_parameters = sum(math.prod(place.shape) for place in self.places.values())
-        self._body = body
+        self._names = None if body is None else body.spec.names
+        self._body = None if body is None else body.base
         self._prefix = body_prefix
         self._head = head
+        for members in self._unit_members(parameters):
+            start = self.size
+            self._place_unit(members, groups, parameters)
+            self.units.append(LayoutUnit(start, self.size, tuple(members)))
+        self.num_parameters = sum(math.prod(place.shape) for place in self.places.values())
         self._parameters = dict(parameters)
+
+    def _unit_members(self, parameters: Iterable[str]) -> list[list[str]]:
+        if self._names is None or self._body is None:
+            return [list(parameters)]
+        names, prefix = self._names, self._prefix
+        of_head = {*self._head, f"{prefix}{names.last_norm}.weight"}
+        blocks: list[list[str]] = [[] for _ in self._body.blocks]
+        head, rest = [], []
+        for name in parameters:
+            if name.startswith(layers := f"{prefix}{names.layers}."):
+                blocks[int(name.removeprefix(layers).partition(".")[0])].append(name)
+            else:
+                (head if name in of_head else rest).append(name)
+        return [*blocks, head, *([rest] if rest else [])]
+
+    def _place_unit(
+        self, members: Sequence[str], groups: Sequence[LinearGroup], parameters: Mapping[str, Tensor]
+    ) -> None:
+        for group in groups:
+            if f"{group.names[0]}.weight" in members:
+                self._place_together(group.name, [f"{name}.weight" for name in group.names], parameters)
+                if group.bias is not None:
+                    self._place_together(f"{group.name}:bias", [f"{name}.bias" for name in group.names], parameters)
+        for name in members:
+            if name not in self.places:
+                self._place_together(name, [name], parameters)
 
     def _place_together(self, name: str, members: Sequence[str], parameters: Mapping[str, Tensor]) -> None:
         start = self.size
@@ -93,25 +138,61 @@ class WeightLayout:
 
     def body(self, flat: Tensor) -> BodyWeights | None:
         """What the fused body reads, as views of `flat`; None if transformers' own code runs the model."""
-        if self._body is None:
+        if self._body is None or self._names is None:
             return None
+        return self._body.with_tensors(self._names, self._prefix, *self._finders(flat, 0))
+
+    def block(self, index: int, whole: Tensor) -> BlockWeights:
+        """One decoder block, as views of its unit."""
+        assert self._body is not None, "only a fused body has blocks"
+        assert self._names is not None, "only a fused body has blocks"
+        layer = f"{self._prefix}{self._names.layers}.{index}."
+        return self._body.blocks[index].with_tensors(self._names, layer, *self._finders(whole, self.units[index].start))
+
+    def _finders(self, flat: Tensor, first: int) -> tuple[TensorByName, JoinedGroup]:
+        """What finds a tensor by name, and the joined tensors of a group."""
 
         def join(group: LinearGroup) -> LinearGroup:
-            bias = None if group.bias is None else self._joined[f"{group.name}:bias"].of(flat)
-            return replace(group, weight=self._joined[group.name].of(flat), bias=bias)
+            bias = None if group.bias is None else self._joined[f"{group.name}:bias"].of(flat, first)
+            return replace(group, weight=self._joined[group.name].of(flat, first), bias=bias)
 
-        names = self._body.spec.names
-        return self._body.base.with_tensors(names, self._prefix, lambda name: self.places[name].of(flat), join)
+        return lambda name: self.places[name].of(flat, first), join
+
+    def forget_tensors(self) -> BodyWeights | None:
+        """Keep names and shapes only, and let the base model's tensors go; returns the body without its tensors."""
+        self._parameters = {}
+        self._body = self.body(torch.empty(self.size, device="meta"))
+        return self._body
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The base model's own tensors by name."""
+        return self._parameters
+
+    @property
+    def head_unit(self) -> int:
+        """The unit of the last norm and the output head."""
+        return 0 if self._body is None else len(self._body.blocks)
+
+    @property
+    def embedding_name(self) -> str:
+        assert self._names is not None, "only a fused body has parts"
+        return f"{self._prefix}{self._names.embedding}.weight"
+
+    @property
+    def last_norm_name(self) -> str:
+        assert self._names is not None, "only a fused body has parts"
+        return f"{self._prefix}{self._names.last_norm}.weight"
 
     def of_body(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters of the body under their names inside it."""
         prefix = self._prefix
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    def head(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the output head."""
+    def head(self, flat: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the output head, in a tensor that begins at number `first`."""
         weight, bias = self._head
-        return self.places[weight].of(flat), None if bias is None else self.places[bias].of(flat)
+        return self.places[weight].of(flat, first), None if bias is None else self.places[bias].of(flat, first)
 
 
 class ModelWeights:

@@ -21,6 +21,7 @@ from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHold
 from turnwise.engine.model.reference import run_plainly
 from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
+from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
@@ -36,19 +37,35 @@ RANDOM_FILE = "random_weights"
 class CausalModel:
     """The frozen base model: its body, its head, and the linears that can carry adapters."""
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, *, is_tested: bool = False) -> None:
-        """With `is_tested`, transformers runs a few tokens before anything is replaced, for the self-test."""
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_tested: bool = False,
+        exchange: ShardExchange | None = None,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            is_tested: transformers runs a few tokens before anything is replaced, for the self-test.
+            exchange: keeps a part of the weights only; the others are gathered over it.
+        """
         config = _read_config(directory)
         check_supported(config.to_dict())
-        model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, device)
+        host = torch.device("cpu") if exchange is not None else device
+        model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, host)
         self.config = config
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
         self.ops = for_device(device)
         self.holder = RouteHolder()
-        nn.Module.to(model.requires_grad_(False).eval(), device)
+        nn.Module.to(model.requires_grad_(False).eval(), host)
         self.reference = run_plainly(model) if is_tested else None
         self.max_context_length = context_length(config.to_dict())
+        if exchange is not None:
+            _move_buffers(model, device)
         if has_fixed_angles(config.to_dict()):
             fix_rotation(model.base_model, self.max_context_length, device)
         self.linears = _wrap_linears(model, self.holder)
@@ -65,6 +82,10 @@ class CausalModel:
         self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
         self.layout = _read_layout(model, self.head, self.fused)
         """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
+        self.num_base_bytes = sum(parameter.nbytes for parameter in self.layout.parameters.values())
+        """Bytes of the frozen weights that this process holds."""
+        self.shards = None if exchange is None else self._keep_part(exchange)
+        """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
         windows = self.sizes.kv_windows
         self.kv_shape = KvShape(
@@ -74,6 +95,29 @@ class CausalModel:
             windows=windows,
             group_of=tuple(windows.index(window) for window in self.sizes.windows),
         )
+
+    def _keep_part(self, exchange: ShardExchange) -> ShardLayout:
+        """Let all weights go but this learner's part of each."""
+        if self.fused is None or self.experts:
+            what = "routes tokens to experts" if self.experts else "has blocks that the fused body does not run"
+            raise ConfigError(
+                f"cluster.shard=true with {self.arch}, which {what}: its weights cannot be shared out yet; leave it "
+                "out, or use a model with dense blocks (docs/models.md)"
+            )
+        shards = ShardLayout(self.layout, exchange.place)
+        local = torch.zeros(shards.size, dtype=self.dtype, device=self.device)
+        shards.cut(self.layout.parameters, local)
+        exchange.use(shards)
+        exchange.add(BASE_SOURCE, local)
+        weights = ShardedWeights(shards, exchange, BASE_SOURCE)
+        for parameter in self.layout.parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        template = self.layout.forget_tensors()
+        assert template is not None, "the fused body runs the model"
+        self.fused.read_instead(weights.body, template.groups)
+        self.head = self.linears[self.head.name] = ShardedHead(self.head, weights)
+        self.num_base_bytes = local.nbytes
+        return shards
 
     @property
     def num_choices(self) -> tuple[int, int]:
@@ -142,6 +186,13 @@ def _read_layout(model: PreTrainedModel, head: LoraLinear, fused: FusedBody | No
         body_prefix=f"{model.base_model_prefix}.",
         head=(names[id(head.weight)], None if head.bias is None else names[id(head.bias)]),
     )
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring what is no weight to the device; weights stay where they are until they are cut."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _read_config(directory: Path) -> PretrainedConfig:

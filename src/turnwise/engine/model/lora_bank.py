@@ -190,6 +190,8 @@ def _runs(slots: Mapping[int, int], lengths: Sequence[tuple[Policy, int]]) -> li
 
 def make_bank(model: CausalModel) -> LoraBank | None:
     """Make a bank for the model's linears; None if no kernel reads one, or if the linears do not fit its tiles."""
+    if model.shards is not None:
+        return None  # weights in parts run one adapter's rows after the other
     groups = [*model.groups, LinearGroup.join([model.head])]
     if model.ops.add_low_rank is None or model.fused is None or not LoraBank.fits(groups):
         return None

@@ -112,7 +112,7 @@ def _peft_config(weights: LoraWeights, base_model: str) -> dict[str, Any]:
 
 
 def _sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
+    for path in [*directory.rglob("*"), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

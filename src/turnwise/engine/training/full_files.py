@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -45,7 +46,7 @@ def is_full(directory: Path) -> bool:
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], base: Path) -> None:
     """Write a complete Hugging Face directory or nothing, in the dtype of the tensors."""
     with new_directory(directory) as temporary:
-        _fill(temporary, tensors, base, next(iter(tensors.values())).dtype)
+        fill_directory(temporary, tensors, base, next(iter(tensors.values())).dtype)
 
 
 def write_state(
@@ -53,7 +54,7 @@ def write_state(
 ) -> None:
     """Write float32 masters and the optimizer's state; `dtype` is the one that passes and samplers use."""
     with new_directory(directory) as temporary:
-        _fill(temporary, masters, base, dtype)
+        fill_directory(temporary, masters, base, dtype)
         moments = {
             f"{name}.{parameter}": tensor.cpu().contiguous()
             for name, own in state.moments.items()
@@ -66,7 +67,7 @@ def export_weights(source: Path, out: Path) -> None:
     """Copy a checkpoint without its optimizer state, in the dtype that it was sampled in."""
     dtype = weights_dtype(source)
     tensors = {name: tensor.to(dtype) for name, tensor in load_tensors(source / WEIGHTS_FILE).items()}
-    _fill(out, tensors, source, dtype)
+    fill_directory(out, tensors, source, dtype)
 
 
 def weights_dtype(directory: Path) -> torch.dtype:
@@ -77,17 +78,30 @@ def weights_dtype(directory: Path) -> torch.dtype:
 
 def read_weights(directory: Path, into: Mapping[str, Tensor]) -> None:
     """Copy the saved parameters into tensors by name; all are checked before the first is written."""
+    saved = checked_weights(directory, into)
+    for name, tensor in into.items():
+        tensor.copy_(saved[name])
+
+
+class HasShape(Protocol):
+    """A tensor, or the place of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def checked_weights(directory: Path, expected: Mapping[str, HasShape]) -> dict[str, Tensor]:
+    """The saved parameters by name, which are as many and as large as expected."""
     if not is_full(directory):
         raise CheckpointError(f"{directory} holds no full weights: it has no {WEIGHTS_FILE}; is it an adapter?")
     saved = load_tensors(directory / WEIGHTS_FILE)
-    _check_names(directory / WEIGHTS_FILE, saved, into)
-    for name, tensor in into.items():
-        if saved[name].shape != tensor.shape:
+    _check_names(directory / WEIGHTS_FILE, saved, expected)
+    for name, one in expected.items():
+        if tuple(saved[name].shape) != tuple(one.shape):
             raise CheckpointError(
-                f"{directory}: {name} has the shape {tuple(saved[name].shape)}; this base has {tuple(tensor.shape)}"
+                f"{directory}: {name} has the shape {tuple(saved[name].shape)}; this base has {tuple(one.shape)}"
             )
-    for name, tensor in into.items():
-        tensor.copy_(saved[name])
+    return saved
 
 
 def read_optimizer(directory: Path, names: Iterable[str]) -> OptimizerState:
@@ -110,7 +124,7 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
         raise CheckpointError(f"{path} {what}; is the base the same?")
 
 
-def _fill(directory: Path, tensors: Mapping[str, Tensor], base: Path, dtype: torch.dtype) -> None:
+def fill_directory(directory: Path, tensors: Mapping[str, Tensor], base: Path, dtype: torch.dtype) -> None:
     """Weights, the base model's small files, and a config that names the dtype to load in."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_tensors(contiguous, directory / WEIGHTS_FILE, metadata={"format": "pt"})

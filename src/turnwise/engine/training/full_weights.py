@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turnwise.engine.model.full import FullPolicy, FullRoute, ModelWeights, WeightLayout
 from turnwise.engine.model.lora import Policy, Span
-from turnwise.engine.training import full_files
+from turnwise.engine.training import full_files, shard_files
 from turnwise.engine.training.objective import TOKEN_LOGPROBS, Objective
 
 
@@ -104,6 +104,9 @@ class FullWeights:
             full_files.write_weights(directory, self._current.tensors, Path(base_model))
 
     def load(self, directory: Path, *, with_optimizer: bool) -> None:
+        if with_optimizer and shard_files.has_shards(directory):
+            self._load_shards(directory)
+            return
         state = full_files.read_optimizer(directory, self.layout.places) if with_optimizer else None
         full_files.read_weights(directory, self.layout.views(self.flat))
         for name, own in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
@@ -111,7 +114,18 @@ class FullWeights:
             if state is not None:
                 for parameter, view in self.layout.views(own).items():
                     view.copy_(state.moments[name][parameter])
-        self.num_steps = 0 if state is None else state.num_steps
+        self._begin(0 if state is None else state.num_steps)
+
+    def _load_shards(self, directory: Path) -> None:
+        """Take over what several learners have saved in parts."""
+        num_steps = shard_files.read_num_steps(directory, self.layout)
+        kinds = {shard_files.MASTERS: self.flat, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        shard_files.load_whole(directory, self.layout, kinds)
+        self._begin(num_steps)
+
+    def _begin(self, num_steps: int) -> None:
+        """Go on after so many optimizer steps, with the numbers that were read."""
+        self.num_steps = num_steps
         self.grad.zero_()
         self.has_gradient = False
         self.weights_moved()

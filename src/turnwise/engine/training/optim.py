@@ -16,10 +16,11 @@ MAX_SLICE = 1 << 26
 
 
 @torch.no_grad()
-def adamw_step(trainable: Trainable, params: AdamParams) -> dict[str, float]:
+def adamw_step(trainable: Trainable, params: AdamParams, norm: float | None = None) -> dict[str, float]:
     """Update the parameters from the accumulated gradient and clear it. A gradient that is not finite changes
-    nothing."""
-    norm = float(torch.linalg.vector_norm(trainable.grad))
+    nothing. `norm` is that of the whole gradient, where this process holds a part of it."""
+    if norm is None:
+        norm = float(torch.linalg.vector_norm(trainable.grad))
     if not math.isfinite(norm):
         trainable.grad.zero_()
         trainable.has_gradient = False

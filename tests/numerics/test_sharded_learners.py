@@ -1,0 +1,188 @@
+"""Two learners that hold the weights in parts compute what one process does, and hold half of the weights each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner_batches import BATCHES, CONFIG, STEP, TREES, create, train
+from naive import relative_error, run
+from processes import processes_below
+from turnwise.engine.config import ClusterConfig
+from turnwise.engine.engine import Engine
+from turnwise.engine.learners.sharded import ShardedEngine
+from turnwise.engine.training.full_weights import FullWeights
+from turnwise.engine.training.sharded_weights import ShardedFullWeights
+from turnwise.engine.training.trainable import Trainable
+from turnwise.errors import CheckpointError, ConfigError, LearnerError
+from turnwise.types import SampleRequest, SamplingParams
+
+SHARDED = ClusterConfig(learners=2, shard=True, deadline_s=120)
+
+
+@pytest.fixture(scope="module")
+def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ShardedEngine]]:
+    threads = torch.get_num_threads()
+    one = Engine(model_dirs["qwen3"], CONFIG, name="one")
+    two = ShardedEngine(model_dirs["qwen3"], CONFIG, SHARDED, name="two")
+    yield one, two
+    two.close()
+    torch.set_num_threads(threads)
+
+
+def whole(engine: Engine, trainable: Trainable, name: str) -> torch.Tensor:
+    """The masters or the gradient of all learners in one flat tensor."""
+    flat = trainable.flat if name == "masters" else trainable.grad
+    if isinstance(trainable, ShardedFullWeights):
+        assert isinstance(engine, ShardedEngine)
+        return torch.cat([tensor.flatten() for tensor in engine.gather(trainable, name).values()])
+    if isinstance(trainable, FullWeights):
+        return torch.cat([tensor.flatten() for tensor in trainable.layout.views(flat).values()])
+    return flat
+
+
+@pytest.mark.parametrize(("kind", "batch"), [
+    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("full", name) for name in ("grpo", "ppo", "dpo")),
+    ("critic", "critic"),
+])  # fmt: skip
+def test_learners_with_parts_of_the_weights_train_what_one_trains(
+    engines: tuple[Engine, ShardedEngine], kind: str, batch: str
+) -> None:
+    one, two = engines
+    alone, together = (create(engine, kind) for engine in engines)
+    datums, loss, settings = BATCHES[batch]
+    for engine, own in ((one, alone), (two, together)):
+        run(engine.forward_backward(own, datums, loss, settings))
+    if kind == "full":
+        assert relative_error(whole(two, together, "grad"), whole(one, alone, "grad")) < 1e-5
+    norms = [engine.optim_step(own, STEP)["grad_norm"] for engine, own in ((one, alone), (two, together))]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    histories = [train(engine, own, batch, 4) for engine, own in ((one, alone), (two, together))]
+    for expected, found in zip(*histories, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert relative_error(whole(two, together, "masters"), whole(one, alone, "masters")) < 1e-5
+    for engine, own in ((one, alone), (two, together)):
+        engine.drop_adapter(own)
+
+
+def test_each_learner_holds_half_of_the_base_weights(engines: tuple[Engine, ShardedEngine]) -> None:
+    one, two = engines
+    two.drop_adapter(create(two, "lora"))  # learners start with the first trainable
+    whole_bytes = one.model.num_base_bytes
+    assert whole_bytes == 4 * one.model.layout.num_parameters
+    assert sorted(two.base_bytes) == [0, 1]
+    for held in two.base_bytes.values():
+        assert whole_bytes / 2 <= held < 0.52 * whole_bytes, "but for the numbers that fill parts up"
+    assert sum(parameter.nbytes for parameter in two.model.body.parameters()) == 0
+    full = create(two, "full")
+    assert full.num_bytes < 0.52 * create(one, "full").num_bytes
+    two.drop_adapter(full)
+
+
+def test_a_sharded_checkpoint_goes_on_with_another_count_of_learners(
+    engines: tuple[Engine, ShardedEngine], tmp_path: Path
+) -> None:
+    one, two = engines
+    reference = create(one, "full")
+    train(one, reference, "ppo", 4)
+    for first, second in ((one, two), (two, one), (two, two)):
+        trainable = create(first, "full")
+        train(first, trainable, "ppo", 2)
+        directory = tmp_path / f"{type(first).__name__}{type(second).__name__}"
+        first.save_adapter(trainable, directory, with_optimizer=True)
+        names = {path.name for path in directory.rglob("*")}
+        assert ({"__0_0.distcp", "__1_0.distcp"} <= names) == (first is two), "every learner writes its own file"
+        other = second.create_saved(directory, None)
+        second.load_adapter(other, directory, with_optimizer=True)
+        train(second, other, "ppo", 2)
+        assert other.num_steps == 4
+        assert relative_error(whole(second, other, "masters"), whole(one, reference, "masters")) < 1e-5
+
+
+def test_a_sharded_checkpoint_is_a_hugging_face_directory_too(
+    engines: tuple[Engine, ShardedEngine], tmp_path: Path
+) -> None:
+    _, two = engines
+    trainable = create(two, "full")
+    assert isinstance(trainable, ShardedFullWeights)
+    train(two, trainable, "grpo", 1)
+    two.save_adapter(trainable, tmp_path / "saved", with_optimizer=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    masters = two.gather(trainable, "masters")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, masters[name]), name
+    state = tmp_path / "saved" / "sharded" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "layout": "another"}))
+    one = engines[0]
+    with pytest.raises(CheckpointError, match="lie in another order"):
+        one.load_adapter(one.create_full(), tmp_path / "saved", with_optimizer=True)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_sampler_over_parts_draws_what_one_draws(engines: tuple[Engine, ShardedEngine], kind: str) -> None:
+    drawn = []
+    for engine in engines:
+        trainable = create(engine, kind)
+        train(engine, trainable, "grpo", 1)
+        policy = engine.publish(trainable)
+        train(engine, trainable, "grpo", 1)  # a published version does not move
+        replies: list[Any] = []
+        request = SampleRequest([5, 6, 7], SamplingParams(max_tokens=6, seed=1, temperature=0.7))
+        engine.sampler.submit(request, policy, on_done=replies.append)
+        while engine.sampler.has_work:
+            engine.sample_step()
+        drawn.append(replies[0].sequences[0])
+        output = run(engine.score(policy, BATCHES["grpo"][0][:2]))
+        drawn[-1] = (drawn[-1], output.loss_fn_outputs[0]["logprobs"].to_numpy())
+    assert drawn[1][0].tokens == drawn[0][0].tokens
+    assert drawn[1][0].logprobs == pytest.approx(drawn[0][0].logprobs, abs=1e-5)
+    assert drawn[1][1] == pytest.approx(drawn[0][1], abs=1e-5)
+
+
+def test_whole_weights_of_another_model_are_refused_by_name(
+    engines: tuple[Engine, ShardedEngine], model_dirs: dict[str, Path]
+) -> None:
+    _, two = engines
+    with pytest.raises(ConfigError, match=r"cluster\.shard=true keeps the weights in parts"):
+        two.load_policy(model_dirs["qwen3"])
+    adapter = create(two, "lora")
+    settings = {"kl_coef": 0.1, "kl_reference": str(model_dirs["qwen3"])}
+    with pytest.raises(ConfigError, match=r"cluster\.shard=true keeps the weights in parts"):
+        run(two.forward_backward(adapter, TREES, "ppo", settings))
+    assert train(two, adapter, "grpo", 1)[0]["grad_norm"] > 0, "and the learners go on"
+
+
+def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(model_dirs: dict[str, Path]) -> None:
+    threads, others = torch.get_num_threads(), processes_below(os.getpid())
+    engine = ShardedEngine(model_dirs["llama"], CONFIG, SHARDED, name="two")
+    alone = Engine(model_dirs["llama"], CONFIG, name="one")
+
+    def kill() -> None:
+        (learner,) = processes_below(os.getpid()) - others
+        os.kill(learner, signal.SIGKILL)
+
+    try:
+        expected, found = create(alone, "lora"), create(engine, "lora")
+        train(alone, expected, "grpo", 2)
+        train(engine, found, "grpo", 1)
+        kill()
+        train(engine, found, "grpo", 1)
+        assert engine.num_restarts == 1
+        assert relative_error(found.flat, expected.flat) < 1e-5
+        full = create(engine, "full")
+        kill()
+        with pytest.raises(LearnerError, match="held a part of the weights in training"):
+            train(engine, full, "grpo", 1)
+    finally:
+        engine.close()
+        alone.close()
+        torch.set_num_threads(threads)
