@@ -67,6 +67,18 @@ def test_ppo_trains_all_weights_beside_a_critic_and_the_export_is_what_was_train
     expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     np.testing.assert_allclose(sampled, expected, atol=1e-5)
     assert np.abs(sampled - untrained).max() > 1e-3
+    _check_export_by_path(CheckpointStore(directory).directory(path), tmp_path / "by_path", capsys)
+
+
+def _check_export_by_path(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The directory of a checkpoint is exported as its run is."""
+    assert main(["export", str(checkpoint), "--peft", str(out)]) == 2
+    assert "trained all weights, so there is no adapter; add --merged" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), "--merged", str(out)]) == 0
+    saved, exported = (load_file(place / "model.safetensors") for place in (checkpoint, out))
+    assert set(saved) == set(exported)
+    for name, values in saved.items():
+        np.testing.assert_array_equal(exported[name], values, err_msg=name)
 
 
 @pytest.mark.usefixtures("tiny_dir")

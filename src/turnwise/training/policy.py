@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from turnwise.backends import BackendSetup, find_publisher, make_publisher
 from turnwise.client.base import SamplingClient
-from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore
+from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
 from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
@@ -337,7 +337,8 @@ def find_policy(
     if target.startswith(SCHEMES):
         path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
-        config = read_config(world.name or DEFAULT_WORLD, [f"model={_base_model(path)}", *overrides])
+        settings = [f"model={_base_model(path)}", *_trained_part(path), *overrides]
+        config = read_config(world.name or DEFAULT_WORLD, settings)
         return PolicySampler(config, checkpoint=target, objects=world.objects)
     config = read_config(world.name or DEFAULT_WORLD, [f"model={target}", *overrides])
     find_model(config, report)  # a name that is neither is refused with what was tried
@@ -350,6 +351,12 @@ def _base_model(checkpoint: Path) -> str:
         if (checkpoint / file).is_file():
             return str(json.loads((checkpoint / file).read_text(encoding="utf-8"))[key])
     raise CheckpointError(f"no checkpoint in {checkpoint}")
+
+
+def _trained_part(checkpoint: Path) -> list[str]:
+    """The setting of `model.train` that a checkpoint's files belong to."""
+    info = read_info(checkpoint)
+    return ["model.train=full"] if info is not None and info.lora is None else []
 
 
 def _to_messages(prompt: Prompt) -> list[Message]:
