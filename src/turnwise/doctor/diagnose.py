@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from turnwise.config.config import Config
+from turnwise.config.files import override_config
 from turnwise.doctor import failures, groups, outcomes, replies, updates
 from turnwise.doctor.finding import Finding
 from turnwise.doctor.history import RunHistory
+from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 
 Diagnosis = Callable[[RunHistory], Finding | Sequence[Finding] | None]
@@ -71,4 +75,18 @@ def diagnose(run: RunReader | str | Path) -> list[Finding]:
     for diagnosis in DIAGNOSES:
         finding = diagnosis(history)
         found += [finding] if isinstance(finding, Finding) else finding or []
-    return found
+    return [_without_refused_fixes(finding, history) for finding in found]
+
+
+def _without_refused_fixes(finding: Finding, run: RunHistory) -> Finding:
+    """Leave out options that the run's method does not take, such as a KL penalty for a regression on pairs."""
+    kept = [fix for fix in finding.fixes if not fix.option.startswith("method.") or _is_taken(fix.option, run.config)]
+    return finding if len(kept) == len(finding.fixes) else replace(finding, fixes=tuple(kept))
+
+
+def _is_taken(option: str, config: Config) -> bool:
+    try:
+        override_config(config, [option])
+    except ConfigError:
+        return False
+    return True

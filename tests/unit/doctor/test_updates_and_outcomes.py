@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from turnwise.config.files import load_config
 from turnwise.doctor import diagnose
 from unit.doctor.conftest import WrittenRun
 
@@ -88,6 +89,22 @@ def test_held_out_success_that_fell_names_the_rate_and_the_best_step(run: Writte
     (finding,) = diagnose(run.write())
     assert (finding.name, finding.numbers["best_step"]) == ("rate_too_high", 5)
     assert finding.fixes[0].option == "train.learning_rate=6e-05"
+
+
+def test_a_run_of_refuel_that_falls_is_told_its_rate_and_no_option_that_refuel_does_not_take(new_run: NewRun) -> None:
+    """In `study_negotiate` each evaluation is 64 games; its best checkpoint is kept."""
+    run, other = new_run(), new_run()
+    for one, method in ((run, "refuel"), (other, "grpo")):
+        one.overrides = [f"method={method}"]
+        one.set(rollout__success_mean=FLAT)
+        for step, success in ((0, 0.35), (15, 0.58), (30, 0.33)):
+            one.evaluation("step", step, success, width=0.12)
+    (finding,), (theirs,) = diagnose(run.write()), diagnose(other.write())
+    assert finding.name == theirs.name == "rate_too_high"
+    assert [fix.option for fix in finding.fixes] == ["train.learning_rate=6e-05", ""]
+    assert "method.kl_coef=0.01" in [fix.option for fix in theirs.fixes]
+    assert load_config("study_negotiate", ["method=refuel"]).eval.keep_best
+    assert load_config("negotiate", ["method=refuel"]).eval.keep_best
 
 
 def test_a_fall_within_the_intervals_is_chance(run: WrittenRun) -> None:
