@@ -3,9 +3,10 @@
     s = exp( mean over the trained tokens of a sequence of log p - log q )
     L = - sum of weight * min(s A, clip(s) A),  with p's own gradient at each token
 
-A sequence is an attempt, or, with `sequence: turn`, each of its turns. Where a chat format rewrites history, an attempt
-becomes several datums, and each of them has a ratio of its own. The bounds are narrow, because a mean over many tokens
-moves little; every attempt weighs the same (`seq_mean`).
+A sequence is an attempt, or, with `sequence: turn`, each of its turns. An attempt that starts over (an agent rewrites
+its history, a chat format drops thoughts) is one sequence for each stretch of turns whose prompts extend each other: a
+ratio belongs to the tokens of one context, and the stretches are separate datums. The bounds are narrow, because a mean
+over many tokens moves little; every attempt weighs the same (`seq_mean`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
 from turnwise.credit.shaping import shape_group
+from turnwise.engine.training.columns import collate_columns, datums_to_columns
+from turnwise.engine.training.losses import LossColumns, make_loss
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.base import (
     DataConfig,
@@ -110,6 +114,33 @@ def test_gspo_takes_one_ratio_per_attempt_or_per_turn() -> None:
     assert [len(lesson.datums) for lesson in lessons] == [2, 2, 2]
     total = sum(sum(d.loss_fn_inputs["weights"].tolist()) for d in datums_of(lessons))
     assert total == pytest.approx(1.0)
+
+
+def test_an_attempt_that_starts_over_has_a_ratio_for_each_stretch_and_weighs_as_one_attempt() -> None:
+    """Turn 3 of the first attempt has a prompt of its own, as after a rewritten history."""
+    first, other = make_attempt([0.0, 0.0, 1.0], attempt=0), make_attempt([0.0, 0.0, 0.0], attempt=1)
+    again = replace(first.turns[2], prompt_ids=(1, 7, 8))
+    group = TrajectoryGroup(task_id="t", trajectories=(replace(first, turns=(*first.turns[:2], again)), other))
+    lessons = build("gspo").lessons([group])
+    assert [len(lesson.datums) for lesson in lessons] == [2, 1]
+    for lesson in lessons:
+        total = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in lesson.datums)
+        assert total == pytest.approx(1 / 2), "an attempt of two"
+    assert [len(lesson.datums) for lesson in build("gspo", sequence="turn").lessons([group])] == [3, 3]
+    columns = collate_columns(datums_to_columns(datums_of(lessons), loss="gspo", vocab_size=100, max_length=32))
+    is_last = (columns.datum_T == 1) & columns.mask_T
+    moved = torch.where(is_last, 0.5, 0.0)  # only the stretch after the restart is more likely now
+    ratios = gspo_ratios(moved, columns)
+    assert ratios[is_last].tolist() == pytest.approx([math.exp(0.5)] * 2)
+    assert ratios[columns.mask_T & ~is_last].tolist() == pytest.approx([1.0] * 10)
+
+
+def gspo_ratios(moved: torch.Tensor, columns: LossColumns) -> torch.Tensor:
+    """What gspo scales each token's gradient by, read off the gradient of its loss."""
+    p_T = (columns.sampler_logprobs_T + moved).requires_grad_()
+    make_loss("gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})(p_T, None, columns).sum().backward()
+    assert p_T.grad is not None
+    return -p_T.grad / (columns.weights_T * columns.advantages_T)
 
 
 def test_max_rl_divides_by_the_mean_and_refuses_a_mean_below_zero() -> None:
