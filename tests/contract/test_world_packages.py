@@ -17,6 +17,7 @@ PACKAGES = (
     "hashids",
     "mementos",
     "more-itertools",
+    "mpmath",
     "networkx",
     "prompt-toolkit",
     "tatsu",
@@ -24,8 +25,8 @@ PACKAGES = (
     "tqdm",
     "wcwidth",
 )
-ALONE = ("jericho", "textworld")
-FILES = ("tests/unit/envs/adapters/test_textworld.py",)
+ALONE = ("bfcl-eval", "jericho", "textworld")
+FILES = ("tests/unit/envs/adapters/test_bfcl.py", "tests/unit/envs/adapters/test_textworld.py")
 
 
 def test_every_test_of_a_package_runs_and_none_is_skipped(tmp_path: Path) -> None:

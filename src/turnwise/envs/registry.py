@@ -37,6 +37,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
 }
 
 ADAPTERS: Mapping[str, str] = {
+    "bfcl": "turnwise.envs.adapters.bfcl:BfclWorld",
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
     "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
     "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",

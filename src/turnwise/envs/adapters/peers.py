@@ -19,8 +19,12 @@ from turnwise.errors import ConfigError
 _NUM_SEEDS = 2**30
 
 
-def import_peer(module: str, *, extra: str) -> Any:
-    """Import another library. If it is missing, `ConfigError` gives the command that installs it."""
+def import_peer(module: str, *, extra: str, then: str = "") -> Any:
+    """Import another library. If it is missing, `ConfigError` gives the command that installs it.
+
+    Args:
+        then: A second command, for a library whose own requirements would replace ours.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as cause:
@@ -28,7 +32,7 @@ def import_peer(module: str, *, extra: str) -> Any:
             raise  # the library is installed, but something that it needs is not
         raise ConfigError(
             f"envs of {extra} need the package {module.partition('.')[0]!r}, which is not installed; "
-            f"install it with: pip install 'turnwise[{extra}]'"
+            f"install it with: pip install 'turnwise[{extra}]'" + (f" && {then}" if then else "")
         ) from cause
 
 
