@@ -11,6 +11,7 @@ from pathlib import Path
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.training.progress import branch_share_of
 from turnwise.training.steer import SETTINGS, give_order, read_settings
 from turnwise.watch.status import Status, is_training, read_status, seconds_ago
 from turnwise.watch.terminal import format_duration
@@ -62,6 +63,9 @@ def status_lines(run: RunReader, status: Status | None, *, is_alive: bool) -> li
     shown = _metrics(run)
     if shown:
         rows["latest"] = shown
+    share = branch_share_of(run)
+    if share is not None:
+        rows["branches"] = f"Var(R | prefix) / Var(R) is {share:.2f} over all steps; branching pays below about 0.25"
     alarms = status.alarms if status is not None and is_alive else ()
     if alarms:
         texts = {str(event.detail.get("name")): str(event.detail.get("text")) for event in run.events("alarm")}

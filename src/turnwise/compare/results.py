@@ -25,7 +25,7 @@ from turnwise.config.files import Tree
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.training.critic import NUM_PARTS
-from turnwise.training.progress import num_drawn_tokens
+from turnwise.training.progress import branch_share_of, num_drawn_tokens
 from turnwise.watch.intervals import Interval, mean_interval
 
 LEVEL = 0.05
@@ -56,6 +56,8 @@ class Result:
     """Seconds of all steps, without evaluations."""
     curve: tuple[tuple[int, int, float], ...]
     """(sampled tokens, trained tokens, held-out success) at every evaluation."""
+    branch_share: float = math.nan
+    """Var(R | prefix) / Var(R) over the steps of a method that branches; nan for others."""
     critic: tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...] = ()
     """(step, error, explained variance) by fifth of held-out attempts at every evaluation; empty without a critic."""
 
@@ -105,7 +107,7 @@ def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 
             for row in rows
             if row.label in ("step", "end")
         ]
-        sampled = num_drawn_tokens(run, end.step)
+        sampled, share = num_drawn_tokens(run, end.step), branch_share_of(run)
         known = [success for _, _, success in curve if math.isfinite(success)]
         return Result(
             world=world,
@@ -123,6 +125,7 @@ def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 
             trained_tokens=num_trained(end.step),
             duration_s=sum(value for _, value in run.metric("time/step_s")),
             curve=tuple(curve),
+            branch_share=math.nan if share is None else share,
             critic=_read_critic(run),
         )
 
@@ -193,6 +196,8 @@ class Summary:
     sampled_tokens: float
     trained_tokens: float
     duration_s: float
+    branch_share: float
+    """nan for a method that does not branch."""
     more_success: Difference | None
     """Difference to the first method of the world; None for the first method itself."""
     more_area: Difference | None
@@ -222,6 +227,7 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
                     sampled_tokens=_mean([result.sampled_tokens for result in own]),
                     trained_tokens=_mean([result.trained_tokens for result in own]),
                     duration_s=_mean([result.duration_s for result in own]),
+                    branch_share=_mean([result.branch_share for result in own]),
                     more_success=success.get(label),
                     more_area=area.get(label),
                 )

@@ -55,7 +55,16 @@ def table_lines(results: Sequence[Result]) -> list[str]:
     rows = [HEADER, *table_rows(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"({note(results)})"]
+    return [*lines, f"({note(results)})", *branch_lines(results)]
+
+
+def branch_lines(results: Sequence[Result]) -> list[str]:
+    """How much of the variance of returns is left after the branch, for each method that branches."""
+    known = [one for one in summarize(results) if math.isfinite(one.branch_share)]
+    if not known:
+        return []
+    shares = ", ".join(f"{one.branch_share:.2f} ({one.label}, {one.world})" for one in known)
+    return [f"Var(R | prefix) / Var(R): {shares}; branching pays below about 0.25"]
 
 
 def markdown(results: Sequence[Result], request: CompareRequest, command: str) -> str:
@@ -72,6 +81,7 @@ def markdown(results: Sequence[Result], request: CompareRequest, command: str) -
             *lines,
             "",
             f"{text[0].upper()}{text[1:]}. {len(results)} of {_num_runs(request)} runs.",
+            *(f"\n{line}." for line in branch_lines(results)),
             *critic_markdown(results),
             "",
         ]

@@ -10,8 +10,8 @@ reaches its turn h with probability sum over h < T of P(h), so it counts sum ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,12 +38,27 @@ def turn_probabilities(kind: TurnDistribution, num_turns: int, *, p: float = 0.3
     return weights_H / weights_H.sum()
 
 
-def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
-    """The share of the variance of returns that lies inside branched groups; None if it cannot be estimated.
+@dataclass(frozen=True, slots=True)
+class BranchVariances:
+    """Variances of returns, estimated without bias from the groups of one batch."""
 
-    The rest was decided before the branch (also by the task). Both variances are unbiased estimates of a random effects
-    model, so the share does not depend on the size of the groups. In one batch it can exceed 1, if the means of groups
-    are closer together than expected by chance. It is not cut off at 1, because its mean over steps would be too low.
+    inside: float
+    """Of the continuations of one dialogue: Var(R | prefix)."""
+    total: float
+    """Of all returns: Var(R)."""
+
+    @property
+    def share(self) -> float:
+        """Var(R | prefix) / Var(R). The rest was decided before the branch (also by the task)."""
+        return self.inside / self.total
+
+
+def branch_variances(groups: Sequence[TrajectoryGroup]) -> BranchVariances | None:
+    """The variances of returns in branched groups; None if they cannot be estimated.
+
+    Both are unbiased estimates of a random effects model, so their share does not depend on the size of the groups. In
+    one batch it can exceed 1, if the means of groups are closer together than expected by chance. It is not cut off at
+    1, because its mean over steps would be too low.
     """
     rewards = [np.asarray(group.rewards) for group in groups if group.branch_turn is not None and group.trajectories]
     sizes = np.asarray([len(own) for own in rewards], float)
@@ -55,8 +70,24 @@ def branch_variance_share(groups: Sequence[TrajectoryGroup]) -> float | None:
     # Means of groups differ by what came before the branch, and by chance: E[between] = inside + size * before.
     between = sum(len(own) * float((own.mean() - overall) ** 2) for own in rewards) / (num_groups - 1)
     size = (num_attempts - float((sizes**2).sum()) / num_attempts) / (num_groups - 1)
-    total = inside + (between - inside) / size
-    return inside / total
+    return BranchVariances(inside=inside, total=inside + (between - inside) / size)
+
+
+def pooled_branch_share(shares: Mapping[int, float], totals: Mapping[int, float]) -> float | None:
+    """Var(R | prefix) / Var(R) of a whole run: the mean of the one over the mean of the other; None if none is known.
+
+    A mean of shares would let steps in which returns hardly differ count as much as the others.
+
+    Args:
+        shares: The share of each step.
+        totals: Var(R) of each step.
+
+    >>> pooled_branch_share({1: 0.5, 2: 1.0}, {1: 3.0, 2: 1.0})
+    0.625
+    """
+    known = [(shares[step] * totals[step], totals[step]) for step in shares if step in totals]
+    total = sum(own for _, own in known)
+    return sum(inside for inside, _ in known) / total if total else None
 
 
 def with_branched_share(groups: Sequence[TrajectoryGroup], num_ended: int) -> tuple[TrajectoryGroup, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from turnwise.credit.branching import branch_variance_share
+from turnwise.credit.branching import branch_variances
 from turnwise.credit.datums import is_trained
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.drift import DriftReport, measure_drift
@@ -127,9 +127,10 @@ def step_metrics(played: RolloutResult, kept: Kept, learned: Sequence[Learned], 
     values |= {f"method/groups_dropped_{why}": float(count) for why, count in kept.dropped.items()}
     values |= entropy_metrics(played.groups)
     values |= behaviour_metrics(played.groups)
-    share = branch_variance_share(played.groups)
-    if share is not None:
-        values["method/branch_variance_share"] = share
+    variances = branch_variances(played.groups)
+    if variances is not None:
+        values["method/branch_variance_share"] = variances.share
+        values["method/branch_variance_total"] = variances.total
     merged = strip_reductions(merge_outputs([step.output for step in learned]))
     updates = [step.optim_metrics for step in learned if step.optim_metrics is not None]
     if updates:

@@ -31,6 +31,7 @@ import math
 from collections import Counter
 
 from turnwise.config.training import TrainConfig
+from turnwise.credit.branching import pooled_branch_share
 from turnwise.errors import Party, TurnwiseError
 from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
@@ -182,6 +183,12 @@ def num_taken_tokens(run: RunReader, step: int, *, critic_batches: int | None = 
     batches = run.metric("critic/sampled_tokens")
     critic = sum(value for at, value in batches if critic_batches is None or at <= critic_batches)
     return round(steps + critic)
+
+
+def branch_share_of(run: RunReader) -> float | None:
+    """Var(R | prefix) / Var(R) of a stored run over all its steps; None if its method does not branch."""
+    shares, totals = (dict(run.metric(f"method/branch_variance_{name}")) for name in ("share", "total"))
+    return pooled_branch_share(shares, totals)
 
 
 def num_drawn_tokens(run: RunReader, step: int) -> int:

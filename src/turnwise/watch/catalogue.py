@@ -127,6 +127,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("method/groups_trained", "groups", "Groups that the method learned from."),
         ("method/groups_dropped_{why}", "groups", "Groups that tell the method nothing, by reason."),
         ("method/branch_variance_share", "share", "Variance of returns that is within continuations of one dialogue."),
+        ("method/branch_variance_total", "reward^2", "Variance of returns of branched dialogues, within and between."),
         ("time/step_s", "s", "Time of the whole step."),
         ("time/sampling_share", "share", "Share of the step in which the loop waited for the sampler."),
         ("time/env_share", "share", "Share of the step in which the loop waited for envs and tools."),

@@ -13,7 +13,7 @@ from turnwise.compare.compare import Grid
 from turnwise.compare.figure import Curve, comparison_svg
 from turnwise.compare.request import bounded, parse_request
 from turnwise.compare.results import Result, area_under, holm, paired_difference, student_p, summarize
-from turnwise.compare.table import markdown, table_lines, to_json
+from turnwise.compare.table import branch_lines, markdown, table_lines, to_json
 from turnwise.errors import ConfigError
 
 
@@ -279,3 +279,11 @@ def test_a_shared_warm_up_is_a_run_that_is_taken_whatever_its_methods_allow() ->
 def test_equal_differences_of_a_few_seeds_prove_nothing() -> None:
     results = [_result(label, seed, 0.5 + (label == "b") / 64) for label in ("a", "b") for seed in (0, 1)]
     assert math.isnan(paired_difference(results, "b", "a").p)
+
+
+def test_the_table_says_how_much_variance_is_left_after_the_branch_for_methods_that_branch() -> None:
+    shares = {("la_grpo", 0): 0.2, ("la_grpo", 1): 0.4}
+    results = [_result("grpo", 0, 0.5), *(_result(*key, 0.6, branch_share=share) for key, share in shares.items())]
+    assert branch_lines(results) == ["Var(R | prefix) / Var(R): 0.30 (la_grpo, w); branching pays below about 0.25"]
+    assert table_lines(results)[-1] == branch_lines(results)[0]
+    assert branch_lines(results[:1]) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from turnwise.credit.branching import branch_variance_share, train_turns, trim_tail, turn_probabilities
+from turnwise.credit.branching import branch_variances, train_turns, trim_tail, turn_probabilities
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.errors import ConfigError
+from turnwise.trajectory import TrajectoryGroup
 from unit.credit.branches import make_branches, make_continuation
 from unit.credit.groups import make_group
 
@@ -42,6 +45,11 @@ def test_a_trimmed_datum_ends_with_its_last_trained_target() -> None:
     assert trim_tail(short) is short
 
 
+def _share(groups: Sequence[TrajectoryGroup]) -> float | None:
+    found = branch_variances(groups)
+    return None if found is None else found.share
+
+
 def test_the_variance_share_is_that_of_the_world_for_any_group_size() -> None:
     """Simulated: a coin per group for what the prefix decides, one per attempt for what the turn does."""
     rng = np.random.default_rng(0)
@@ -52,19 +60,19 @@ def test_the_variance_share_is_that_of_the_world_for_any_group_size() -> None:
                 spread = (1 / (1 - share) - 1) / 2 if share < 1 else np.inf  # success rates are Beta(spread, spread)
                 rates = rng.beta(spread, spread, size=num_groups) if share < 1 else np.full(num_groups, 0.5)
                 drawn = [(rng.random(group_size) < rate).astype(float).tolist() for rate in rates]
-                one = branch_variance_share([make_branches(rewards, turn=0, num_turns=1) for rewards in drawn])
+                one = _share([make_branches(rewards, turn=0, num_turns=1) for rewards in drawn])
                 found += [] if one is None else [one]
             error = np.std(found) / np.sqrt(len(found))
             assert np.mean(found) == pytest.approx(share, abs=0.02 + 3 * error), (share, num_groups, group_size)
 
 
 def test_the_variance_share_is_zero_where_the_prefix_decides_all_and_none_where_it_cannot_be_told() -> None:
-    assert branch_variance_share([make_branches([0.0, 0.0], turn=0), make_branches([1.0, 1.0], turn=1)]) == 0.0
+    assert _share([make_branches([0.0, 0.0], turn=0), make_branches([1.0, 1.0], turn=1)]) == 0.0
     unequal = [make_branches([0.0, 0.4], turn=0), make_branches([1.0, 1.4, 1.2], turn=0)]
     # inside (0.08 + 0.08) / 3; between 2 * 0.6^2 + 3 * 0.4^2; size 5 - 13 / 5
     inside, between, size = 0.16 / 3, 1.2, 2.4
-    assert branch_variance_share(unequal) == pytest.approx(inside / (inside + (between - inside) / size))
-    assert branch_variance_share([make_group([0.0], [1.0]), make_group([1.0], [0.0])]) is None
-    assert branch_variance_share([make_branches([1.0, 1.0], turn=0)]) is None
-    assert branch_variance_share([make_branches([0.1, 0.1], turn=0)] * 3) is None
-    assert branch_variance_share([make_branches([0.0], turn=0), make_branches([1.0], turn=0)]) is None
+    assert _share(unequal) == pytest.approx(inside / (inside + (between - inside) / size))
+    assert _share([make_group([0.0], [1.0]), make_group([1.0], [0.0])]) is None
+    assert _share([make_branches([1.0, 1.0], turn=0)]) is None
+    assert _share([make_branches([0.1, 0.1], turn=0)] * 3) is None
+    assert _share([make_branches([0.0], turn=0), make_branches([1.0], turn=0)]) is None
