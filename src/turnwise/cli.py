@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from turnwise import __version__
 from turnwise.commands import arguments as train_cli
-from turnwise.commands import check_env, cluster, env, view
+from turnwise.commands import check_env, cluster, data, env, view
 from turnwise.commands import serve as service_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
@@ -104,6 +104,8 @@ def _run(arguments: list[str]) -> int:
         return view.run(options)
     if options.command == "env":
         return env.run(options)
+    if options.command == "data":
+        return data.run(options)
     if options.command == "cluster":
         return cluster.run(options)
     if options.command == "model":
@@ -192,6 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     check_env.add_parser(commands)
     env.add_parser(commands)
     cluster.add_parser(commands)
+    data.add_parser(commands)
     service_cli.add_commands(commands)
     view.add_parser(commands)
     _add_model_commands(

@@ -1,0 +1,144 @@
+"""A preparation: the files that it reads, with their checksums, and the folder that it writes, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from turnwise.envs.rows import Row, read_rows
+from turnwise.errors import ConfigError
+
+MANIFEST = "manifest.json"
+
+
+class Preparation:
+    """Reads below `source` and writes below `target`, and remembers both for the manifest."""
+
+    def __init__(self, name: str, source: Path, target: Path) -> None:
+        self.name = name
+        self.source = source
+        self.target = target
+        self.dropped: dict[str, int] = {}
+        """Rows that were left out, by reason."""
+        self._sources: dict[str, str] = {}
+        self._rows: dict[str, int] = {}
+
+    def find(self, *patterns: str, what: str) -> Path:
+        """The first file that matches a pattern. An error names all of them."""
+        for pattern in patterns:
+            found = sorted(path for path in self.source.glob(pattern) if path.is_file())
+            if found:
+                return self.note(found[0])
+        raise ConfigError(f"{self.name}: no {what} in {self.source}; expected {' or '.join(patterns)}")
+
+    def has(self, pattern: str) -> bool:
+        return any(path.is_file() for path in self.source.glob(pattern))
+
+    def note(self, path: Path) -> Path:
+        """Remember a file that is read."""
+        self._sources[path.relative_to(self.source).as_posix()] = checksum(path)
+        return path
+
+    def rows(self, *patterns: str, what: str) -> tuple[Path, list[Row]]:
+        path = self.find(*patterns, what=what)
+        return path, read_rows(path)
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write JSON lines."""
+        lines = [json.dumps(dict(row), ensure_ascii=False) for row in rows]
+        if not lines:
+            raise ConfigError(f"{self.name}: nothing is left for {name}; every row was dropped: {self.dropped}")
+        place = self._place(name)
+        place.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._rows[name] = len(lines)
+
+    def write_list(self, name: str, rows: list[Row]) -> None:
+        """Write one JSON list, as Spider and BIRD do."""
+        self._place(name).write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
+        self._rows[name] = len(rows)
+
+    def link(self, path: Path, name: str) -> None:
+        """Bring a file into the folder: the same file under a second name if the disk allows it, else a copy."""
+        self.note(path)
+        place = self._place(name)
+        try:
+            os.link(path, place)
+        except OSError:
+            shutil.copy2(path, place)
+
+    def new_file(self, name: str, num_rows: int) -> Path:
+        """A file that the caller writes."""
+        self._rows[name] = num_rows
+        return self._place(name)
+
+    def write_manifest(self) -> dict[str, Any]:
+        written = sorted(path for path in self.target.rglob("*") if path.is_file())
+        manifest: dict[str, Any] = {
+            "name": self.name,
+            "sources": dict(sorted(self._sources.items())),
+            "rows": self._rows,
+            "dropped": self.dropped,
+            "files": {path.relative_to(self.target).as_posix(): checksum(path) for path in written},
+        }
+        (self.target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        return manifest
+
+    def _place(self, name: str) -> Path:
+        place = self.target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+
+@contextmanager
+def whole_folder(target: Path, name: str) -> Generator[Path]:
+    """A new folder that takes the place of `target` at the end. Only a folder of the same data set is replaced."""
+    if target.exists() and any(target.iterdir()) and _read_manifest(target).get("name") != name:
+        raise ConfigError(f"{target} holds something else; name an empty folder with --to")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield fresh
+        fresh.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        fresh.replace(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def check_folder(folder: Path) -> list[str]:
+    """What is wrong with a prepared folder: files that are missing or changed. Empty if nothing is."""
+    manifest = _read_manifest(folder)
+    if "files" not in manifest:
+        raise ConfigError(f"{folder} has no {MANIFEST}; expected a folder that `turnwise data prepare` wrote")
+    problems: list[str] = []
+    for name, expected in cast(dict[str, str], manifest["files"]).items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif checksum(path) != expected:
+            problems.append(f"{name} was changed")
+    return problems
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        found: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
