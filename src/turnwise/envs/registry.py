@@ -38,6 +38,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
 
 ADAPTERS: Mapping[str, str] = {
     "bfcl": "turnwise.envs.adapters.bfcl:BfclWorld",
+    "chat": "turnwise.envs.adapters.chat:ChatWorld",
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
     "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
     "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",
@@ -47,7 +48,7 @@ ADAPTERS: Mapping[str, str] = {
     "textworld": "turnwise.envs.adapters.textworld:TextWorldWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
 }
-"""Adapters for other libraries, by prefix. `prefix:rest` passes `rest` and then the options to this class."""
+"""Adapters for other libraries and for data, by prefix. `prefix:rest` passes `rest`, then the options, to the class."""
 
 PYTHON_PREFIX = "python:"
 """Prefix of the name of a world that was passed to a run as a Python object. Such a name cannot be looked up."""

@@ -1,21 +1,29 @@
-"""Dialogues played by a script. They are played in the env itself, so they always match what the env says today."""
+"""Dialogues played by a script. They are played in the env itself, so they always match what the env says today.
+
+A script is a function of the dialogue so far, or the env's own method `demonstrate() -> str`: the reply that an expert
+would give now. The method may be async. It sees what the policy does not see, such as the hidden number.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from turnwise.envs.base import Env, Split, Task, assistant
 from turnwise.envs.sync import as_env
+from turnwise.errors import DataError
 from turnwise.trajectory import Message
 
 T = TypeVar("T")
 
 ScriptedPlayer = Callable[[Sequence[Message]], str]
 """Takes the conversation so far and returns the next reply."""
+DEMONSTRATE = "demonstrate"
+"""The method of an env that gives the next reply of an expert."""
 
 
 class TaskSource(Protocol):
@@ -29,13 +37,23 @@ class TaskSource(Protocol):
     def make_env(self, task: Task, seed: int) -> Env: ...
 
 
-async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[Message]:
-    """Play one attempt and return the dialogue: the first messages, then replies and answers, up to the last reply."""
+def has_demonstrations(env_class: object) -> bool:
+    """Whether envs of this class demonstrate."""
+    return callable(getattr(env_class, DEMONSTRATE, None))
+
+
+async def play_script(env: Env, player: ScriptedPlayer | None, max_turns: int) -> list[Message]:
+    """Play one attempt and return the dialogue: the first messages, then replies and answers, up to the last reply.
+
+    Args:
+        player: None plays what the env demonstrates.
+    """
     env = as_env(env)
     try:
         dialogue = list(await env.start())
         for _ in range(max_turns):
-            dialogue.append(assistant(player(tuple(dialogue))))
+            said = await _demonstrated(env) if player is None else player(tuple(dialogue))
+            dialogue.append(assistant(said))
             step = await env.step(dialogue[-1])
             if step.is_over:
                 break
@@ -47,12 +65,28 @@ async def play_script(env: Env, player: ScriptedPlayer, max_turns: int) -> list[
         await env.close()
 
 
+async def _demonstrated(env: Env) -> str:
+    """What an expert would say now, by the env's own method."""
+    said: object = getattr(env, DEMONSTRATE)()
+    if inspect.isawaitable(said):
+        said = await cast(Awaitable[object], said)
+    if not isinstance(said, str):
+        raise DataError(f"{DEMONSTRATE}() returned {said!r:.60}; expected the text of the next reply")
+    return said
+
+
 def play_demonstrations(
-    world: TaskSource, player_of: Callable[[Task], ScriptedPlayer], count: int, seed: int, *, concurrency: int = 1
+    world: TaskSource,
+    player_of: Callable[[Task], ScriptedPlayer | None],
+    count: int,
+    seed: int,
+    *,
+    concurrency: int = 1,
 ) -> list[list[Message]]:
     """Play every task of `world.tasks("train", count, seed)` with `player_of(task)`, and return the dialogues.
 
     Args:
+        player_of: Gives the script of a task; None plays what the env demonstrates.
         concurrency: Number of dialogues at the same time. More than one helps if the env waits for other services.
     """
 

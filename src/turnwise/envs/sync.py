@@ -103,6 +103,8 @@ class ThreadedEnv:
         if name.startswith("_"):  # copy and pickle ask for private names before `_inner` is set; do not recurse
             raise AttributeError(name)
         value = getattr(self._inner, name)
+        if name == "demonstrate":  # it may use what the env's thread owns
+            return lambda: self._call(value)
         return (lambda: as_env(value())) if name == "fork" else value
 
     async def _call(self, method: Callable[..., Any], *args: object) -> Any:

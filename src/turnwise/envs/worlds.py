@@ -20,6 +20,7 @@ from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnviron
 from turnwise.envs.agents import CLIENT, TASK, AgentWorld, is_agent
 from turnwise.envs.base import Env, Split, Task, World
 from turnwise.envs.schema import Parameter, annotation_to_schema, match_arguments, read_signature
+from turnwise.envs.scripted import has_demonstrations, play_demonstrations
 from turnwise.envs.splits import random_for
 from turnwise.envs.sync import as_env, check_env_methods, missing_methods
 from turnwise.errors import ConfigError, DataError
@@ -57,8 +58,11 @@ class EnvClassWorld:
         given: dict[str, Any] = {"task": task, "seed": seed if "task" in self._takes else task.data["seed"]}
         return as_env(self._env_class(**self._options, **{name: given[name] for name in self._takes}))
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
-        return []
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """What the envs demonstrate; none if the class has no `demonstrate`."""
+        if not has_demonstrations(self._env_class):
+            return []
+        return play_demonstrations(self, lambda _: None, count, seed)
 
 
 def _read_limit(env_class: Callable[..., Any], options: Mapping[str, Any], name: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from turnwise.envs.adapters.base_environment import BaseEnvironment, BaseEnviron
 from turnwise.envs.base import Env, EnvStep, Task, assistant, user
 from turnwise.envs.check import check_env
 from turnwise.envs.worlds import EnvClassWorld, as_world, world_parameters
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message
 
 
@@ -150,3 +151,61 @@ def test_an_env_class_without_step_is_told_what_an_env_has(env_class: type) -> N
     for check in (as_world, check_env):
         with pytest.raises(ConfigError, match=r"has no step\(reply\); an env has start\(\), step"):
             check(env_class)
+
+
+class ShownDice(Dice):
+    """Says what is right, in the thread that the env's other methods run in."""
+
+    def start(self) -> list[Message]:
+        self.thread = threading.get_ident()
+        return super().start()
+
+    def step(self, reply: Message) -> EnvStep:
+        is_right = reply.content == str(self.number)
+        return EnvStep(reward=float(is_right), terminated=True, is_success=is_right)
+
+    def demonstrate(self) -> str:
+        assert threading.get_ident() == self.thread
+        return str(self.number)
+
+
+class AsyncDice(Dice):
+    async def demonstrate(self) -> str:
+        return str(self.number)
+
+
+class MuteDice(Dice):
+    def demonstrate(self) -> None:
+        return None
+
+
+class ShownCapital(BaseEnvironment):
+    def step(self, response: str, ground_truth: Any) -> tuple[Any, ...]:
+        return float(response == ground_truth), None, True
+
+    def demonstrate(self, ground_truth: Any) -> str:
+        return ground_truth
+
+
+def test_an_env_class_that_demonstrates_has_demonstrations() -> None:
+    world = as_world(ShownDice)
+    played = world.demonstrations(3, 5)
+    assert [dialogue[-1].content for dialogue in played] == [
+        str(task.data["seed"] % 6) for task in world.tasks("train", 3, 5)
+    ]
+    assert check_env(world, num_tasks=2).is_ok
+    assert len(as_world(AsyncDice).demonstrations(2, 0)) == 2
+    assert as_world(Dice).demonstrations(2, 0) == []
+
+
+def test_a_class_with_ground_truths_demonstrates_with_them() -> None:
+    rows = [{"prompt": f"Say {n}.", "ground_truth": str(n)} for n in range(20)]
+    world = BaseEnvironmentWorld(ShownCapital, rows)
+    played = world.demonstrations(4, 0)
+    assert all(dialogue[0].content == f"Say {dialogue[1].content}." for dialogue in played)
+    assert check_env(world, num_tasks=2).is_ok
+
+
+def test_a_demonstration_that_is_no_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"demonstrate\(\) returned None; expected the text"):
+        as_world(MuteDice).demonstrations(1, 0)

@@ -32,6 +32,7 @@ from typing import Any, cast, get_args
 
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
 from turnwise.envs.rows import Row, read_rows
+from turnwise.envs.scripted import has_demonstrations, play_demonstrations
 from turnwise.envs.splits import draw, in_split, random_for
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError, DataError
@@ -51,6 +52,9 @@ class BaseEnvironment(ABC):
     def reset(self) -> Any:
         """Prepare for a new attempt."""
         return None
+
+    # Optional: `demonstrate(self, ground_truth)`, or without the argument, returns the reply that an expert would give
+    # now. With it, the world has demonstrations for a warm-up.
 
 
 class BaseEnvironmentWorld:
@@ -102,8 +106,11 @@ class BaseEnvironmentWorld:
         )
         return as_env(env)
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
-        return []
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """What the envs demonstrate; none if the class has no `demonstrate`."""
+        if not has_demonstrations(self._env_class):
+            return []
+        return play_demonstrations(self, lambda _: None, count, seed)
 
     def _make(self) -> BaseEnvironment:
         return self._env_class(**self._env_options)
@@ -141,6 +148,11 @@ class BaseEnvironmentEnv:
             terminated=is_over,
             is_success=reward >= self._success_reward if is_over else None,
         )
+
+    def demonstrate(self) -> Any:
+        """The reply that the class's own expert would give now."""
+        method = self._inner.demonstrate
+        return method(self._ground_truth) if inspect.signature(method).parameters else method()
 
     def close(self) -> None:
         close = getattr(self._inner, "close", None)

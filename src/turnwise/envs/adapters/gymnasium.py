@@ -16,11 +16,15 @@ turns the attempt is truncated.
 
 A task is a seed for `reset`: even seeds are for training, odd ones are held out. All of the env's randomness comes from
 the seed, so the same replies always give the same game.
+
+If the env itself, without its wrappers, has a method `demonstrate()` that returns the action of an expert, the world
+has demonstrations for a warm-up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +32,9 @@ from typing import Any, Literal, cast
 
 from turnwise.envs.adapters.peers import import_peer, numbers_of, seed_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
+from turnwise.envs.scripted import has_demonstrations, play_demonstrations
 from turnwise.envs.sync import as_env
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError
 from turnwise.runtime.import_path import add_current_folder
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
@@ -111,6 +116,7 @@ class GymnasiumWorld:
         with contextlib.closing(self._make_env(None)) as probe:
             modes = probe.metadata.get("render_modes", [])
             self.codec = make_codec(probe.action_space, actions or (self._known and list(self._known.actions)))
+            self._demonstrates = has_demonstrations(probe.unwrapped)
         if view == "ansi" and "ansi" not in modes:
             raise ConfigError(
                 f'{env_id} has no "ansi" render mode, only {", ".join(modes) or "none"}; use view=observation'
@@ -131,8 +137,9 @@ class GymnasiumWorld:
     def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - a gymnasium env has one seed, the task's
         return as_env(GymnasiumEnv(self, self._make_env, self._render_mode, seed=task.data["seed"]))
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
-        return []
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """What the env demonstrates; none if it does not."""
+        return play_demonstrations(self, lambda _: None, count, seed) if self._demonstrates else []
 
     def describe(self, env: Any, observation: Any) -> str:
         """The text of a state for the policy."""
@@ -147,9 +154,12 @@ class GymnasiumWorld:
         return total > 0 if self.success_return is None else total >= self.success_return
 
     def _find_spec(self) -> Any:
-        add_current_folder()  # `my_module:MyEnv-v0` imports the module that registers it
+        add_current_folder()
+        module, colon, env_id = self._env_id.rpartition(":")
         try:
-            return self._gymnasium.spec(self._env_id)
+            if colon:  # `my_module:MyEnv-v0`: the module registers the env
+                importlib.import_module(module)
+            return self._gymnasium.spec(env_id)
         except (self._gymnasium.error.Error, ModuleNotFoundError) as cause:
             near = did_you_mean(self._env_id, self._gymnasium.registry)
             raise ConfigError(f"gymnasium knows no env {self._env_id!r}{near}; it says: {cause}") from cause
@@ -206,6 +216,10 @@ class GymnasiumEnv:
             info=numbers_of(info),
         )
 
+    def demonstrate(self) -> str:
+        """The action that the env's own expert would take now, in words."""
+        return self._world.codec.say(self._env.unwrapped.demonstrate())
+
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
@@ -229,6 +243,13 @@ class DiscreteActions:
         found = {self.by_word[word] for word in said if word in self.by_word}
         return found.pop() if len(found) == 1 else None
 
+    def say(self, action: Any) -> str:
+        """The action's name, or its number if it has no name."""
+        words = [word for word, number in self.by_word.items() if number == int(action)]
+        if not words:
+            raise DataError(f"demonstrate() returned {action!r:.60}; expected one of the actions: {self.listed}")
+        return words[-1]
+
 
 @dataclass(frozen=True, slots=True)
 class TextActions:
@@ -243,6 +264,9 @@ class TextActions:
     def read(self, text: str) -> str | None:
         text = text.strip()
         return text if self.space.contains(text) else None
+
+    def say(self, action: Any) -> str:
+        return str(action)
 
 
 def make_codec(space: Any, names: Sequence[str] | None) -> DiscreteActions | TextActions:

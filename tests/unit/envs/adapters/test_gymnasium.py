@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +143,47 @@ def test_boards_and_observations_become_plain_text() -> None:
 
 def test_the_adapter_of_the_same_name_does_not_hide_the_library() -> None:
     assert sys.modules["gymnasium"] is gymnasium
+
+
+class Shown(gymnasium.Env):
+    """Ends with the right action, which depends on the seed."""
+
+    observation_space = gymnasium.spaces.Discrete(3)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self.right = int(self.np_random.integers(3))
+        return self.right, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return self.right, float(action == self.right), True, False, {}
+
+    def demonstrate(self) -> int:
+        return self.right
+
+
+def test_an_env_that_demonstrates_has_demonstrations_in_the_names_of_its_actions() -> None:
+    gymnasium.register("Shown-v0", entry_point=Shown)
+    try:
+        world = get_world("gymnasium:Shown-v0", actions=["low", "mid", "high"], rules="Say it.")
+        played = world.demonstrations(8, 0)
+        assert get_world("gymnasium:FrozenLake-v1").demonstrations(1, 0) == []
+    finally:
+        del gymnasium.registry["Shown-v0"]
+    names = {"0": "low", "1": "mid", "2": "high"}
+    assert all(names[asked.content.split()[-1]] == said.content for asked, said in played)
+    assert len({said.content for _, said in played}) > 1
+
+
+def test_a_module_that_registers_an_env_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import gymnasium\nfrom gymnasium.envs.toy_text import CliffWalkingEnv\n"
+    text += 'gymnasium.register("Ledge-v0", CliffWalkingEnv, max_episode_steps=5)\n'
+    (tmp_path / "ledge_module.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    world = get_world("gymnasium:ledge_module:Ledge-v0")
+    try:
+        assert world.max_turns == 5
+    finally:
+        del gymnasium.registry["Ledge-v0"]
+        del sys.modules["ledge_module"]
