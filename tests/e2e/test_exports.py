@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,6 +54,12 @@ def _adapter(base: Path, place: Path) -> tuple[Path, torch.Tensor]:
     return directory, torch.tensor(ours)
 
 
+def _gguf_matrix(file: Path, name: str) -> torch.Tensor:
+    """A matrix of a GGUF file, as the `gguf` package reads it."""
+    (found,) = [one for one in gguf.GGUFReader(str(file)).tensors if one.name == name]
+    return torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
+
+
 def _gap(model: Any, ours: torch.Tensor) -> float:
     ids = torch.tensor(IDS)
     with torch.no_grad():
@@ -90,6 +97,9 @@ def test_every_export_gives_our_logprobs_also_where_head_and_embedding_share_wei
     assert _gap(load(tmp_path / "merged"), ours) < tolerances.LOGPROBS
 
     assert main(["export", str(checkpoint), "--gguf", str(tmp_path / "model.gguf")]) == 0
+    assert _gguf_matrix(tmp_path / "model.gguf", "output.weight").equal(
+        load_file(tmp_path / "merged" / "model.safetensors")["lm_head.weight"].float()
+    ), "bit for bit"
     gguf_to_directory(tmp_path / "model.gguf", tmp_path / "from_gguf")
     assert _gap(load(tmp_path / "from_gguf"), ours) < tolerances.LOGPROBS
     text = "guess 12\n\n7 and 8"

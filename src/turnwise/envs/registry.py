@@ -47,6 +47,7 @@ ADAPTERS: Mapping[str, str] = {
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
     "textworld": "turnwise.envs.adapters.textworld:TextWorldWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
+    "verifiers_classic": "turnwise.envs.adapters.verifiers_classic:ClassicVerifiersWorld",
 }
 """Adapters for other libraries and for data, by prefix. `prefix:rest` passes `rest`, then the options, to the class."""
 
