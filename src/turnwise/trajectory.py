@@ -19,6 +19,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 REWARD_PARTS = ("outcome", "format", "shaping", "penalty", "judge")
 """The channels that a reward can have; the reward is their sum."""
+WORLD_LABEL = "world"
+"""The label of an attempt that names its world, in a run that has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +256,11 @@ class TrajectoryGroup:
     @property
     def rewards(self) -> Sequence[float]:
         return [trajectory.total_reward for trajectory in self.trajectories]
+
+    @property
+    def world(self) -> str:
+        """The member of a mix that it was played in; empty in a run with one world."""
+        return next((trajectory.labels.get(WORLD_LABEL, "") for trajectory in self.trajectories), "")
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def expected_attempts(run: RunReader) -> Attempts:
     found: Attempts = Counter()
     for step in range(config.train.steps):
         times: Counter[str] = Counter()
-        for task in parts.tasks.batch(step):
+        first = step * config.train.tasks_per_step
+        for task in (parts.tasks.item(first + place) for place in range(config.train.tasks_per_step)):
             step_seed = derive_seed(config.train.seed, "train", step)
             seed = derive_seed(step_seed, task.id, times[task.id])
             times[task.id] += 1

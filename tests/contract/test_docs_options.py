@@ -11,6 +11,7 @@ from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
 from turnwise.config.spellings import ONLY_OFF, SKYRL_SECTION, canonical_option
+from turnwise.envs.config import MixedWorld
 from turnwise.training.setup import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +30,18 @@ BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 
 
 def _named_options(text: str) -> set[str]:
-    found = {first or second for first, second in NAMED.findall(text)}
+    found = {_of_any_member(first or second) for first, second in NAMED.findall(text)}
     return {
         name
         for name in found
         if not name.startswith(("env.options.", "method.loss_options.")) and name not in NOT_OPTIONS
     }
+
+
+def _of_any_member(name: str) -> str:
+    """`env.mix.doors.share` as `env.mix`, if members of a mix have such an option."""
+    member = re.fullmatch(r"env\.mix\.\w+\.(\w+)(\.\w+)*", name)
+    return "env.mix" if member and member[1] in MixedWorld.model_fields else name
 
 
 def _commands(text: str) -> list[tuple[str, list[str]]]:

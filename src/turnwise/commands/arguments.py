@@ -360,6 +360,12 @@ def _add_pairs(commands: Any) -> None:
         action="store_true",
         help="with --stored and dpo: also pair attempts with different env seeds",
     )
+    parser.add_argument(
+        "--world",
+        default="",
+        metavar="NAME",
+        help="with --stored: only this member of runs in several worlds (env.mix)",
+    )
     _add_step(parser)
     parser.set_defaults(overrides=[])
 
@@ -393,6 +399,7 @@ def _run_pairs(options: argparse.Namespace) -> int:
             turn=options.turn,
             is_stored=options.stored,
             across_seeds=options.across_seeds,
+            world=options.world,
             step=options.step,
             hf_repo=options.hf_repo,
         ),

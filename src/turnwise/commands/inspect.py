@@ -94,7 +94,7 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
         print("\n".join(dialogue_lines(run, stored.row)))
     directory = find_model(config, say)
     world = NO_OBJECTS.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory)
-    rollout = config.rollout.for_world(world, find_facts(config).context_length)
+    rollout = config.rollout.for_task(world, task.id, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
     renderer = make_renderer(_load_tokenizer(directory), config.rollout, config.memory)

@@ -26,11 +26,12 @@ from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
 from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint_pairs
 from turnwise.envs.base import Task
+from turnwise.envs.joint import leaves
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
 from turnwise.opponents.seating import scripted_twin
 from turnwise.rollout.branch import BranchRollout, check_can_branch
-from turnwise.rollout.group import RolloutResult, play_groups
+from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.sources import PlayBranches
 from turnwise.runlog.reader import RunReader, is_run
@@ -65,6 +66,8 @@ class PairOptions:
     turn: TurnDistribution = "uniform"
     is_stored: bool = False
     across_seeds: bool = False
+    world: str = ""
+    """With `is_stored`: the member of a mix whose attempts are paired; empty: all."""
     step: str | None = None
     hf_repo: str | None = None
     """A data set repository of the hub that the file is pushed to."""
@@ -120,6 +123,10 @@ def _why_useless(pair: PreferencePair, kind: PairKind) -> str | None:
 def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOptions) -> int:
     """Build pairs and write them; returns the exit code."""
     check_can_write(options.out)
+    if options.world and not options.is_stored:
+        raise ConfigError(
+            f"--world {options.world} chooses among stored attempts; add --stored, or set env=NAME to play"
+        )
     if options.is_stored:
         found = _read_runs(targets, options)
     elif len(targets) == 1:
@@ -139,7 +146,8 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
     if options.hf_repo is not None:
         push_pairs(options.out, options.hf_repo)
         print(f"pushed to {options.hf_repo}")
-    print(f"learn from it: turnwise train {found.pairs[0].world} method={options.kind} data.pairs={options.out}")
+    world = found.pairs[0].world if " " not in found.pairs[0].world else "FILE"
+    print(f"learn from it: turnwise train {world} method={options.kind} data.pairs={options.out}")
     return 0
 
 
@@ -177,9 +185,13 @@ async def _play_tasks(
     samples = options.samples or DEFAULT_SAMPLES[options.kind]
     seed = derive_seed(policy.config.train.seed, "pairs")
     if options.kind == "dpo":
-        rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2, "same_start": True})
-        return await play_groups(parts.world, tasks, sampler, renderer, rollout, seed=seed)
-    await check_can_branch(scripted_twin(parts.world), parts.rollout)
+        changes = {"group_size": samples, "min_group_size": 2, "same_start": True}
+        rollout = parts.rollout.model_copy(update=changes)
+        player = Rollout(parts.world, sampler, renderer, rollout)
+        player.rules = lambda task: parts.rules(task).model_copy(update=changes)
+        return await player.play(tasks, seed=seed)
+    for world in leaves(parts.world).values():
+        await check_can_branch(scripted_twin(world), parts.rollout)
     rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
     return await BranchRollout(parts.world, sampler, renderer, rollout, plan=plan).play(tasks, seed=seed)
@@ -206,12 +218,12 @@ def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
     for target in targets:
         with RunReader(target) as run:
             config = config_from_yaml(run.config_yaml, str(run.directory))
-            origin = origin_of(config)
+            origin = origin_of(config, options.world)
             wanted = wanted or origin
             check_origin(
                 origin, wanted, target, other=f"one file holds pairs of one world and model, and {targets[0]} has"
             )
-            rows = train_rows(run)
+            rows = train_rows(run, options.world)
             check_pairable(rows, config, target, only_branch_turn=options.kind == "refuel")
             for step, trajectories in _stored_groups(run, rows, options):
                 found.num_attempts += len(trajectories)

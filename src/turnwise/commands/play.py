@@ -43,8 +43,15 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         find_policy(target, step=step, overrides=overrides, report=say)  # an unknown target before a missing world
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
-        row = policy.evaluate().row
-    print(json.dumps(asdict(row)) if as_json else evaluation_line(row))
+        evaluation = policy.evaluate()
+    row, rows = evaluation.row, evaluation.by_world
+    if as_json:
+        worlds = {"by_world": {name: asdict(one) for name, one in rows.items()}} if rows else {}
+        print(json.dumps(asdict(row) | worlds))
+        return ExitCode.OK
+    for name, one in rows.items():
+        print(f"{name}: {evaluation_line(one)}")
+    print(f"together: {evaluation_line(row)}" if rows else evaluation_line(row))
     return ExitCode.OK
 
 

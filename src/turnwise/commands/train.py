@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from turnwise.config.files import left_out
+from turnwise.envs.config import MIX
 from turnwise.errors import ConfigError
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.run import Run
@@ -59,8 +60,10 @@ def _set_up(name: str | None, overrides: Sequence[str]) -> Setup:
 
 
 def _named_world(overrides: Sequence[str]) -> str | None:
-    """The world of `env=NAME`, if no preset, file or world was given."""
+    """The world of `env=NAME`, or a mix, if no preset, file or world was given."""
     pairs = [text.partition("=") for text in overrides]
+    if any(key.strip() == "env.mix" or key.startswith("env.mix.") for key, _, _ in pairs):
+        return MIX
     return next((value for key, _, value in reversed(pairs) if key in ("env", "env.name") and value), None)
 
 

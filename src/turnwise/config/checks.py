@@ -108,6 +108,37 @@ def check_memory(config: Config) -> None:
         raise ValueError(f"{option}, and method={config.method.name} {why}")
 
 
+def check_worlds(config: Config) -> None:
+    """Refuse what several worlds, or the levels of a curriculum, cannot be played with or would not read."""
+    env, opponent = config.env, config.opponent.changed_options()
+    option = "env.mix" if env.mix else "env.curriculum" if env.curriculum else ""
+    if not option:
+        return
+    if config.cluster.env_workers:
+        raise ValueError(
+            f"{option} with cluster.env_workers={config.cluster.env_workers!r}: a worker serves one world at one "
+            "level; leave one of them out"
+        )
+    if opponent:
+        raise ValueError(
+            f"opponent.{opponent[0]} is not read with {option}: only scripts of a world play its other seat there; "
+            "leave it out"
+        )
+    if not config.reads_stored:
+        return
+    if env.has_curriculum:
+        raise ValueError(
+            f"a curriculum is not read by method={config.method.name} with stored data: no attempt is played for "
+            "training; leave it out"
+        )
+    for name, member in env.mix.items():
+        if "share" in member.changed_options():
+            raise ValueError(
+                f"env.mix.{name}.share is not read by method={config.method.name} with stored data: no attempt is "
+                "played for training; leave it out"
+            )
+
+
 def check_play(config: Config) -> None:
     """Refuse rollout options that only evaluations may use, and engine options that `deterministic` makes useless."""
     rollout, engine = config.rollout, config.engine

@@ -27,6 +27,7 @@ from turnwise.config.checks import (
     check_service,
     check_shard,
     check_stored,
+    check_worlds,
 )
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import to_canonical
@@ -102,6 +103,7 @@ class Config(Section):
         check_stored(self)
         check_groups(self)
         check_memory(self)
+        check_worlds(self)
         if self.rollout.group_size == 1 and not self.reads_stored and not self.method.learns_from_one:
             raise ValueError(
                 f"rollout.group_size=1, and method={self.method.name} compares the attempts at a task; "

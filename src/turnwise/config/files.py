@@ -28,7 +28,7 @@ from turnwise.config.spellings import (
     to_canonical,
 )
 from turnwise.config.training import EvalConfig
-from turnwise.envs.config import EnvConfig
+from turnwise.envs.config import MIX, EnvConfig, read_mix
 from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError
@@ -212,10 +212,12 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
         if check_only_off(spelling, value):
             continue
         option = canonical_option(spelling)
+        value = _read_mix(value) if option == "env.mix" else value
         if option in given:
             check_agreement(spelling, written[option], (value, given[option]))
         given[option], written[option] = value, spelling
     notes = [
+        *_leave_world_behind(tree, given, source),
         *_leave_level_behind(tree, given, source),
         *_leave_adapter_behind(tree, given, source),
         *_leave_servers_behind(tree, given, source),
@@ -227,6 +229,29 @@ def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:
     return notes
 
 
+def _read_mix(value: Any) -> Any:
+    """The members of `env.mix=a,b`, so that `env.mix.a.share=2` may follow."""
+    try:
+        return read_mix(value)
+    except ValueError as cause:
+        raise ConfigError(f"env.mix: {cause}") from None
+
+
+def _leave_world_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
+    """Drop a file's world where overrides name a mix, and a file's mix where they name a world."""
+    env = tree.get("env")
+    own = cast(Tree, env) if isinstance(env, dict) else {}
+    if any(key == "env.mix" or key.startswith("env.mix.") for key in given) and own.get("name", MIX) != MIX:
+        named, gone = "env.mix", {key: own.pop(key) for key in list(own) if key != "mix"}
+    elif given.get("env.name", MIX) != MIX and own.get("mix"):
+        named, gone = f"env.name={given['env.name']}", {"mix": own.pop("mix")}
+    else:
+        return []
+    usual = EnvConfig()
+    said = [f"env.{key}" for key, value in gone.items() if key == "name" or value != getattr(usual, key, None)]
+    return [f"left out, because {named} names the worlds: {', '.join(said)} of {source}"]
+
+
 def _leave_level_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
     """Drop a file's options that the level of an override sets."""
     env = tree.get("env")
@@ -234,11 +259,8 @@ def _leave_level_behind(tree: Tree, given: Mapping[str, Any], source: str) -> li
     if not isinstance(level, int) or level < 0 or not isinstance(env, dict):
         return []
     own = cast(Tree, cast(Tree, env).get("options") or {})
-    set_by_levels = {
-        option
-        for one in levels_of(load_target(name or cast(Tree, env).get("name", EnvConfig().name)))
-        for option in one
-    }
+    world = name or cast(Tree, env).get("name", EnvConfig().name)
+    set_by_levels = {option for one in levels_of(load_target(world)) for option in one} if world != MIX else set[str]()
     gone = [f"env.options.{key}={own.pop(key)}" for key in sorted(set_by_levels) if key in own]
     return [f"left out, because env.difficulty={level} sets it: {', '.join(gone)} of {source}"] if gone else []
 

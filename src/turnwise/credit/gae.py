@@ -19,7 +19,7 @@ Axes: `_N` the steps of one attempt, `_S` the tokens of one turn, `_K` the turns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from turnwise.credit.values import TrajectoryValues
 from turnwise.errors import DataError
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import WORLD_LABEL, Trajectory
 
 FloatArray = NDArray[np.float64]
 Level = Literal["token", "turn", "bilevel"]
@@ -241,6 +241,19 @@ def whiten(
     everything_N = np.concatenate(counted)
     mean, std = everything_N.mean(), everything_N.std()
     return [tuple((turn_S - mean) / (std + eps) for turn_S in attempt) for attempt in advantages]
+
+
+def whiten_by_world(
+    advantages: Sequence[Sequence[FloatArray]], trajectories: Sequence[Trajectory]
+) -> list[tuple[FloatArray, ...]]:
+    """`whiten` over the trained turns of each world of a mix by itself; of one world, over all."""
+    worlds = [trajectory.labels.get(WORLD_LABEL, "") for trajectory in trajectories]
+    rest: dict[str, Iterator[tuple[FloatArray, ...]]] = {}
+    for world in set(worlds):
+        inside = [index for index, name in enumerate(worlds) if name == world]
+        flags = [[turn.is_trained for turn in trajectories[index].turns] for index in inside]
+        rest[world] = iter(whiten([advantages[index] for index in inside], flags))
+    return [next(rest[world]) for world in worlds]
 
 
 def _lengths(rewards_K: Sequence[float] | FloatArray, values: Sequence[FloatArray]) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnwise.config.config import Config
 from turnwise.config.files import override_config
-from turnwise.doctor import failures, groups, outcomes, replies, updates
+from turnwise.doctor import failures, groups, outcomes, replies, updates, worlds
 from turnwise.doctor.finding import Finding
 from turnwise.doctor.history import RunHistory
 from turnwise.errors import ConfigError
@@ -53,6 +53,7 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     groups.all_fail,
     groups.all_succeed,
     groups.same_reward,
+    worlds.idle_worlds,
 )
 """In the order in which they are told: what lies deeper comes first."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.envs.base import Env, EnvStep, Task, World
+from turnwise.envs.joint import leaves
 from turnwise.envs.registry import get_world
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
@@ -166,14 +167,15 @@ def judged_by_model(
 
 def needs_service(world: World) -> bool:
     """Whether the world's judge is a model that must be loaded before it can be asked."""
-    return _embedded_model(world) is not None
+    return any(_embedded_model(one) is not None for one in leaves(world).values())
 
 
 def attach_judge(world: World, service: SamplerSource) -> None:
     """If the world's judge is a model of ours, load it with `service`, which holds the run's own models."""
-    model = _embedded_model(world)
-    if model is not None:
-        model.attach(service)
+    for one in leaves(world).values():
+        model = _embedded_model(one)
+        if model is not None:
+            model.attach(service)
 
 
 def _embedded_model(world: World) -> EmbeddedModel | None:

@@ -164,6 +164,11 @@ class DataConfig(Section):
         description="For sft: a run directory, whose successes in training are imitated, or a .jsonl file that "
         "`turnwise pools` wrote. Empty: the world's dialogues.",
     )
+    world: str = Field(
+        default="",
+        description="With data.dialogues and a run in several worlds (env.mix): the member whose attempts are read. "
+        "Empty: all.",
+    )
     pairs: str = Field(default="", description="A file of preference pairs to learn from, made by `turnwise pairs`.")
 
 

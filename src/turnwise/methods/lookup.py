@@ -237,6 +237,8 @@ def check_data(data: DataConfig, method: MethodOptions) -> None:
         if getattr(data, option) and option not in method.data_options:
             readers = ", ".join(methods_that(lambda options, option=option: option in options.data_options))
             raise ValueError(f"data.{option} is not read by method={method.name}, only by {readers}; leave it out")
+    if data.world and (not data.dialogues or data.dialogues.endswith(".jsonl")):
+        raise ValueError(f"data.world={data.world} is a member of a run; set data.dialogues to a run directory too")
 
 
 def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:

@@ -5,8 +5,9 @@
     loss = -min(r A, clip(r, 0.8, 1.28) A), and at most 3 |A| where A < 0
 
 No attempt is compared with another, so a group whose rewards are all the same still teaches, and so does a group of
-one. `whiten` scales the advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens. The critic
-is trained by the loop (`training/critic.py`), towards the returns that the lessons carry.
+one. `whiten` scales the advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens, in a mix
+those of each world by themselves. The critic is trained by the loop (`training/critic.py`), towards the returns that
+the lessons carry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.credit.gae import Gae, whiten
+from turnwise.credit.gae import Gae, whiten_by_world
 from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
 from turnwise.losses.table import Settings
@@ -135,7 +136,7 @@ class Ppo:
         if not any(turn_S.any() for attempt in advantages for turn_S in attempt):
             return []  # everything went exactly as the critic predicted
         if self.is_whitened:
-            advantages = whiten(advantages, [[turn.is_trained for turn in one.turns] for one in trajectories])
+            advantages = whiten_by_world(advantages, trajectories)
         rest = iter(zip(trajectories, advantages, strict=True))
         credited: list[list[Credited]] = [[next(rest) for _ in group.trajectories] for group in groups]
         lessons = make_lessons(credited, self.weigh)

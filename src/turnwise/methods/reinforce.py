@@ -6,7 +6,8 @@
 
 Rewards of different tasks are compared with each other, so a group may be one attempt, and a task that always succeeds
 still teaches. `group_baseline` first subtracts the group's mean from each turn's return. Returns include the rewards of
-later turns. The batch is that of one optimizer step.
+later turns. The batch is that of one optimizer step. In a mix of worlds, each world's part of the batch has its own
+mean and deviation: rewards of different worlds are not compared.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ class Reinforce:
     def keep(self, groups: Sequence[TrajectoryGroup]) -> Kept:
         reasons = [why_unusable(group, min_size=2 if self.group_baseline else 1) for group in groups]
         usable = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
-        if usable and not any(a.any() for own in self.advantages(usable) for a in own):
-            reasons = [reason or "constant" for reason in reasons]  # all returns of the batch are the same
+        credited = self.advantages(usable) if usable else []
+        worlds = {one.world for one, own in zip(usable, credited, strict=True) if any(a.any() for a in own)}
+        reasons = [  # in the other worlds, all returns of the batch are the same
+            reason or (None if group.world in worlds else "constant")
+            for group, reason in zip(groups, reasons, strict=True)
+        ]
         kept = tuple(group for group, reason in zip(groups, reasons, strict=True) if reason is None)
         return Kept(groups=kept, reasons=tuple(reasons))
 
@@ -68,6 +73,14 @@ class Reinforce:
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[NDArray[np.float64]]]:
         """[K] per attempt, by group."""
+        rest = {
+            world: iter(self._advantages([group for group in groups if group.world == world]))
+            for world in {group.world for group in groups}
+        }
+        return [next(rest[group.world]) for group in groups]
+
+    def _advantages(self, groups: Sequence[TrajectoryGroup]) -> list[list[NDArray[np.float64]]]:
+        """`advantages` of the groups of one world."""
         returns = [self._returns(group) for group in groups]
         turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
         counts = [len(turn.sampled_ids) * turn.is_trained if self.counts_tokens else 1 for turn in turns]

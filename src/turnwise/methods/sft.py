@@ -33,7 +33,7 @@ class Sft:
         name: str = "sft"
 
         default_loss = "cross_entropy"
-        data_options = ("dialogues",)
+        data_options = ("dialogues", "world")
         only_stored = True
 
         def build(self, setup: MethodSetup) -> Sft:

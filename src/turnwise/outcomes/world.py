@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from turnwise.envs.base import Env, EnvStep, Task, World
+from turnwise.envs.joint import leaves
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import EnvWrapper, WorldWrapper
 from turnwise.errors import AttemptFailed, Party, TurnwiseError
@@ -59,7 +60,8 @@ class OutcomeEnv(EnvWrapper):
 
 def attach_outcome_model(world: World, service: ModelSource) -> None:
     """If an outcome model scores the world's attempts, load it with `service`, which holds the run's own models."""
-    while isinstance(world, WorldWrapper):
-        if isinstance(world, OutcomeWorld) and not world.model.is_attached:
-            world.model.attach(service)
-        world = world.inner
+    for one in leaves(world).values():
+        while isinstance(one, WorldWrapper):
+            if isinstance(one, OutcomeWorld) and not one.model.is_attached:
+                one.model.attach(service)
+            one = one.inner

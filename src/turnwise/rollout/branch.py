@@ -26,6 +26,7 @@ import numpy as np
 from turnwise.client.base import SamplingClient
 from turnwise.credit.branching import turn_probabilities
 from turnwise.envs.base import Task, World, assistant
+from turnwise.envs.joint import labels_of
 from turnwise.errors import AttemptFailed, ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.call import EnvCalls
@@ -119,6 +120,7 @@ class BranchRollout(Rollout):
                 seed=world_seed(group_seed),
                 make_env=lambda: self.world.make_env(task, world_seed(group_seed)),
                 branch=Branch(turn=0, seed=derive_seed(group_seed, "trunk", retry)),
+                labels=labels_of(self.world, task.id),
             )
             async with self.slots:
                 trunk = await self._try_trunk(attempt, derive_seed(group_seed, "turn", retry))
@@ -182,6 +184,7 @@ class BranchRollout(Rollout):
             seed=trunk.seed,
             make_env=lambda: self.world.make_env(task, trunk.seed),
             branch=branch,
+            labels=labels_of(self.world, task.id),
         )
         player = Player(attempt, self.pick_sampler(), self.renderer, self.config, self.stats, point)
         return await play_to_the_end(player)

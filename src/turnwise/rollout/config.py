@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from turnwise.envs.base import World
 from turnwise.envs.game import GameWorld
+from turnwise.envs.joint import leaf_of, leaves
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.server_options import ServerOptions
@@ -142,6 +143,10 @@ class RolloutConfig(RolloutLimits, ServerOptions):
                 "max_trajectory_tokens": min(wanted, context_length or wanted),
             }
         )
+
+    def for_task(self, world: World, task_id: str, context_length: int = 0) -> Self:
+        """`for_world` of the world that plays the task, where several are joined."""
+        return self.for_world(leaves(world)[leaf_of(world, task_id)], context_length)
 
     def check_bounds(self) -> None:
         """Refuse a config with a bound that is still 0: an attempt would end before its first reply."""

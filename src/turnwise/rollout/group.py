@@ -25,6 +25,7 @@ from typing import Literal, TypedDict
 
 from turnwise.client.base import SamplingClient
 from turnwise.envs.base import Task, World
+from turnwise.envs.joint import labels_of
 from turnwise.errors import Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
@@ -206,6 +207,8 @@ class Rollout:
         """Every attempt holds one slot while it is played."""
         self.stats = RolloutStats()
         """Counts while groups are played."""
+        self.rules: Callable[[Task], RolloutConfig] = lambda _: self.config
+        """Gives the attempts at a task their limits; in several worlds each has its own."""
 
     async def play(self, tasks: Sequence[Task], *, seed: int) -> RolloutResult:
         """Play `config.group_size` attempts at each task; groups come in the order of their tasks."""
@@ -275,8 +278,9 @@ class Rollout:
             seed=env_seed,
             make_env=lambda: self.world.make_env(task, env_seed),
             branch=Branch(turn=0, seed=seed) if self.config.same_start else None,
+            labels=labels_of(self.world, task.id),
         )
-        return await play(attempt, self.pick_sampler(), self.renderer, self.config, self.stats)
+        return await play(attempt, self.pick_sampler(), self.renderer, self.rules(task), self.stats)
 
     def finish_group(
         self,

@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from turnwise.client.base import SamplingClient
@@ -47,6 +47,8 @@ class Attempt:
     make_env: Callable[[], Env]
     branch: Branch | None = None
     """Where it leaves the dialogue that its group shares."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Labels that it has before the env gives it any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ class Player:
         self._prompt_ids: list[int] = []
         self._turns: list[Turn] = []
         self._metrics: dict[str, float] = {}
-        self._labels: dict[str, str] = {}
+        self._labels: dict[str, str] = dict(attempt.labels)
         self._is_success: bool | None = None
         self._max_reply_tokens = 0
 

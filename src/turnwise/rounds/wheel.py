@@ -143,7 +143,12 @@ class Flywheel:
 
 
 UNREAD = {
-    "env": {"tasks": "proposes tasks itself", "difficulty": "has flywheel.start_level and flywheel.dial"},
+    "env": {
+        "tasks": "proposes tasks itself",
+        "difficulty": "has flywheel.start_level and flywheel.dial",
+        "curriculum": "has flywheel.start_level and flywheel.dial",
+        "mix": "plays one world",
+    },
     "train": {"steps": "has flywheel.sft_steps, flywheel.rl_steps and the like"},
     "eval": {"tasks": "has flywheel.eval_tasks"},
     "run": {"dir": "has flywheel.dir", "name": "has flywheel.dir"},

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from turnwise.config.config import Config
 from turnwise.config.critic import CriticConfig
 from turnwise.credit.shaping import NO_SHAPING, Shaping
 from turnwise.envs.base import Split, Task, World
+from turnwise.envs.config import EnvConfig, OneWorld
+from turnwise.envs.joint import JointWorld, leaf_of, leaves, wrap_leaves
 from turnwise.errors import ConfigError
 from turnwise.memory.config import NO_MEMORY, MemoryConfig
 from turnwise.memory.renderer import MemoryRenderer
@@ -29,43 +28,10 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
+from turnwise.training.deal import CurriculumRules, CurriculumTasks, Deal, MixedTasks, TaskDeck
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.workers import bounded_by_workers, make_played_world
 from turnwise.types import AdamParams
-
-T = TypeVar("T")
-
-
-class ShuffledItems(Generic[T]):
-    """An endless sequence of batches of the items, in shuffled passes: each item comes once before any comes again.
-
-    A batch depends on its number and the seed alone, so a resumed run goes on with the very tasks that were next.
-    """
-
-    def __init__(self, items: Sequence[T], batch_size: int, seed: int) -> None:
-        if not items:
-            raise ConfigError("there is nothing to draw from")
-        self._items = list(items)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._orders: dict[int, NDArray[np.int64]] = {}
-        """The order of the pass that was asked for last, by its number."""
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def batch(self, index: int) -> list[T]:
-        """The batch with that number, from 0. A batch may reach over the end of a pass."""
-        first = index * self._batch_size
-        return [self.item(position) for position in range(first, first + self._batch_size)]
-
-    def item(self, position: int) -> T:
-        """The item at that position, from 0, over all batches."""
-        number, offset = divmod(position, len(self._items))
-        if number not in self._orders:
-            rng = np.random.default_rng(derive_seed(self._seed, "pass", number))
-            self._orders = {number: rng.permutation(len(self._items))}
-        return self._items[int(self._orders[number][offset])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +40,32 @@ class Parts:
 
     config: Config
     world: World
-    tasks: ShuffledItems[Task]
-    """Training tasks, in batches."""
+    tasks: Deal
+    """Training tasks, by the number of the group that plays one."""
     held_out: tuple[Task, ...]
     rollout: RolloutConfig
+    """With the limits of the world; of several, with the most of each limit."""
     eval_rollout: RolloutConfig
     method: AnyMethod
     context_length: int
     """Most tokens that the model takes."""
     shaping: Shaping = NO_SHAPING
+    limits: Mapping[str, RolloutConfig] = field(default_factory=dict[str, RolloutConfig])
+    """Of several worlds, by the name of each: `rollout` with its own limits."""
 
     @property
     def needs_critic(self) -> bool:
         """The method learns from a critic's values."""
         return getattr(self.method, "needs_values", False)
+
+    def rules(self, task: Task) -> RolloutConfig:
+        """How a group is played at a task."""
+        return self.limits.get(leaf_of(self.world, task.id), self.rollout)
+
+    def eval_rules(self, task: Task) -> RolloutConfig:
+        """How a held-out task is played."""
+        limits = self.limits.get(leaf_of(self.world, task.id))
+        return self.eval_rollout if limits is None else make_eval_rollout(self.config, limits)
 
 
 def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJECTS) -> Parts:
@@ -96,22 +74,24 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     """
     world = make_played_world(config, objects)
     if config.reward.model:
-        world = OutcomeWorld(inner=world, model=open_outcome_model(config.reward.model))
-    if config.warmup.steps and not world.demonstrations(1, 0):
-        raise ConfigError(f"{world.name} has no scripted dialogues to warm up with; set warmup.steps=0")
+        model = open_outcome_model(config.reward.model)
+        world = wrap_leaves(world, lambda inner: OutcomeWorld(inner=inner, model=model))
+    for name, leaf in leaves(world).items() if config.warmup.steps else ():
+        if not leaf.demonstrations(1, 0):
+            raise ConfigError(f"{name or leaf.name} has no scripted dialogues to warm up with; set warmup.steps=0")
     if config.method.needs_critic and config.critic.pretrain_steps:
         check_pretraining(config.critic, world)
     rollout = bounded_by_workers(config.rollout.for_world(world, facts.context_length), world)
-    train = config.train
-    task_seed = derive_seed(train.seed, "tasks")
+    held_out = held_out_tasks(config, world)
+    if isinstance(world, JointWorld):
+        world = world.kept_apart(held_out)
     return Parts(
         config=config,
         world=world,
-        tasks=ShuffledItems(
-            distinct_tasks(world, "train", train.num_tasks, task_seed), train.tasks_per_step, task_seed
-        ),
-        held_out=held_out_tasks(config, world),
+        tasks=make_deal(config, world),
+        held_out=held_out,
         rollout=rollout,
+        limits=leaf_limits(config, world, facts.context_length),
         eval_rollout=make_eval_rollout(config, rollout),
         method=make_method(config, rollout),
         context_length=facts.context_length,
@@ -125,8 +105,8 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
         case "rollouts":
             return
         case "demonstrations":
-            if not world.demonstrations(1, 0):
-                raise ConfigError(f"{world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
+            for leaf in (leaf for leaf in leaves(world).values() if not leaf.demonstrations(1, 0)):
+                raise ConfigError(f"{leaf.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
         case path:
             if not is_run(Path(path).expanduser()):
                 raise ConfigError(
@@ -134,9 +114,60 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
                 )
 
 
+def leaf_limits(config: Config, world: World, context_length: int) -> dict[str, RolloutConfig]:
+    """Of several worlds, by the name of each: how it is played within its own limits; of one world, nothing."""
+    if not isinstance(world, JointWorld):
+        return {}
+    return {name: config.rollout.for_world(leaf, context_length) for name, leaf in leaves(world).items()}
+
+
+def make_deal(config: Config, world: World) -> Deal:
+    """Which training task each group of a run gets."""
+    allowed = (lambda task: not world.is_apart(task)) if isinstance(world, JointWorld) else None
+    return _deal(config, config.env, world, lambda task: task, allowed or (lambda _: True))
+
+
+def _deal(
+    config: Config, env: OneWorld, world: World, name_task: Callable[[Task], Task], allowed: Callable[[Task], bool]
+) -> Deal:
+    """Args:
+    name_task: Gives a task of this world the id that it has in the run.
+    allowed: Whether a task with that id may be trained on.
+    """
+    train, seed = config.train, derive_seed(config.train.seed, "tasks")
+    if not isinstance(world, JointWorld):
+        drawn = [name_task(task) for task in distinct_tasks(world, "train", train.num_tasks, seed)]
+        tasks = [task for task in drawn if allowed(task)]
+        if drawn and not tasks:
+            raise ConfigError(f"every training task of {drawn[0].id} and its like is held out by another world")
+        return TaskDeck(tasks, train.tasks_per_step, seed)
+
+    def deal_part(name: str, own: OneWorld) -> Deal:
+        return _deal(config, own, world.parts[name], lambda task: name_task(world.joint_task(name, task)), allowed)
+
+    if world.kind == "level":
+        decks = {name: deal_part(name, env) for name in world.parts}
+        levels = {name: deck for name, deck in decks.items() if isinstance(deck, TaskDeck)}
+        return CurriculumTasks(levels, CurriculumRules.of(env), seed)
+    assert isinstance(env, EnvConfig), "a mix is not a member of a mix"
+    members = {name: deal_part(name, env.mix[name]) for name in world.parts}
+    return MixedTasks(members, {name: member.share for name, member in env.mix.items()})
+
+
 def held_out_tasks(config: Config, world: World) -> tuple[Task, ...]:
-    """The tasks of every evaluation of a run; the seed of the run draws them."""
-    return tuple(distinct_tasks(world, "test", config.eval.tasks, derive_seed(config.train.seed, "tasks")))
+    """The tasks of every evaluation of a run; the seed of the run draws them.
+
+    Each member of a mix has as many as in a run of its own, and the same ones. The levels of a curriculum share them.
+    """
+    return tuple(_held_out(world, config.eval.tasks, derive_seed(config.train.seed, "tasks")))
+
+
+def _held_out(world: World, count: int, seed: int) -> list[Task]:
+    if not isinstance(world, JointWorld) or not count:
+        return distinct_tasks(world, "test", count, seed)
+    names = list(world.tested or world.parts)
+    own = count if world.kind == "world" else max(1, count // len(names))
+    return [world.joint_task(name, task) for name in names for task in _held_out(world.parts[name], own, seed)]
 
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from turnwise.envs.base import Task
+from turnwise.envs.base import Task, World
+from turnwise.envs.joint import SEPARATOR, JointWorld, leaf_of
 from turnwise.errors import TurnwiseError
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.trajectory import TrajectoryGroup
-from turnwise.watch.intervals import NOT_MEASURED, mean_interval, success_interval
+from turnwise.watch.intervals import NOT_MEASURED, Interval, mean_interval, mean_of, success_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Evaluation:
     played: RolloutResult
     by_opponent: Mapping[str, EvaluationRow] = field(default_factory=dict[str, EvaluationRow])
     """The same for each opponent of a panel; empty where there is one opponent, or none."""
+    by_world: Mapping[str, EvaluationRow] = field(default_factory=dict[str, EvaluationRow])
+    """The same for each member of a mix, or each level of a curriculum: `doors`, `doors_level2`; else empty."""
 
 
 class EvaluationFailedError(TurnwiseError):
@@ -78,7 +81,50 @@ def panel_metrics(evaluation: Evaluation) -> dict[str, float]:
 async def play_evaluation(rollout: Rollout, tasks: Sequence[Task], *, seed: int, label: str, step: int) -> Evaluation:
     """Play every task `rollout.config.group_size` times. Failed attempts are counted and not scored."""
     played = await rollout.play(tasks, seed=derive_seed(seed, "eval"))
-    return Evaluation(row=summarize(played, label=label, step=step), played=played)
+    rows = _rows_by_world(played, rollout.world, label=label, step=step)
+    row = summarize(played, label=label, step=step)
+    if isinstance(rollout.world, JointWorld) and rollout.world.kind == "world":
+        row = _mean_row(row, [rows[name] for name in rollout.world.parts if name in rows])
+    return Evaluation(row=row, played=played, by_world=rows)
+
+
+def world_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Success and reward of each member of a mix, or each level of a curriculum."""
+    found: dict[str, float] = {}
+    for name, row in evaluation.by_world.items():
+        found |= {f"world/eval_success_{name}": row.success, f"world/eval_reward_{name}": row.reward}
+    return found
+
+
+def _rows_by_world(played: RolloutResult, world: World, *, label: str, step: int) -> dict[str, EvaluationRow]:
+    """One row for each member of a mix, and one for each level of it that was played."""
+    found: dict[str, EvaluationRow] = {}
+    leaf_by_task = {group.task_id: leaf_of(world, group.task_id) for group in (*played.groups, *played.dropped)}
+    names = {part for leaf in leaf_by_task.values() for part in (leaf, leaf.partition(SEPARATOR)[0]) if part}
+    for name in sorted(names):
+        inside = {task for task, leaf in leaf_by_task.items() if leaf == name or leaf.startswith(f"{name}{SEPARATOR}")}
+        own = RolloutResult(
+            groups=tuple(group for group in played.groups if group.task_id in inside),
+            dropped=tuple(group for group in played.dropped if group.task_id in inside),
+            stats=played.stats,
+        )
+        found[name.replace(SEPARATOR, "_")] = summarize(own, label=label, step=step)
+    return found
+
+
+def _mean_row(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> EvaluationRow:
+    """The row of a mix: every world counts the same. One that judges no success has a reward only."""
+    success = mean_of([Interval(one.success, one.success_low, one.success_high) for one in rows])
+    reward = mean_of([Interval(one.reward, one.reward_low, one.reward_high) for one in rows])
+    return replace(
+        row,
+        success=success.value,
+        success_low=success.low,
+        success_high=success.high,
+        reward=reward.value,
+        reward_low=reward.low,
+        reward_high=reward.high,
+    )
 
 
 def summarize(played: RolloutResult, *, label: str, step: int) -> EvaluationRow:

@@ -32,9 +32,10 @@ from turnwise.training.assemble import Parts, critic_rate, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints, RunState, Start
 from turnwise.training.critic import Critic
 from turnwise.training.demonstrations import Demonstrations
-from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel
+from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel, world_metrics
 from turnwise.training.learner import Learner
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
+from turnwise.training.part_metrics import part_metrics
 from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
 from turnwise.training.pretrain import batch_lessons, play_demonstrations, pretrain, read_lessons, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor
@@ -220,6 +221,7 @@ class Loop:
             certificate = await self._learner.certify(spare, learned, version)
         drift = step_drift(learned, version) if self.supply.is_played else None
         metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
+        metrics |= part_metrics(self._parts.world, self._parts.tasks, batch)
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
         if drift is not None:
@@ -369,8 +371,9 @@ class Loop:
         self._recorder.tasks(parts.held_out, "test")
         evaluation = await self._play_held_out(label, step)
         self._recorder.evaluation(evaluation)
-        if evaluation.by_opponent:
-            self._recorder.held_out_metrics(step, panel_metrics(evaluation))
+        self._recorder.worlds(evaluation.by_world)
+        if evaluation.by_opponent or evaluation.by_world:
+            self._recorder.held_out_metrics(step, panel_metrics(evaluation) | world_metrics(evaluation))
         await self._judge_critic(evaluation)
         self._evaluated.add((label, step))
         self._is_read = True
@@ -389,6 +392,7 @@ class Loop:
         }
         for rollout in rollouts.values():
             rollout.stats.failures = self._failures
+            rollout.rules = parts.eval_rules
         seed = self._config.train.seed
         work = play_panel(rollouts, parts.held_out, seed=seed, label=label, step=step)
         return await self._interrupt.unless(work)

@@ -14,8 +14,9 @@ from typing import Any
 
 from turnwise.envs.agents import AgentWorld
 from turnwise.envs.base import World
-from turnwise.envs.config import EnvConfig
-from turnwise.envs.difficulty import level_options
+from turnwise.envs.config import MIX, EnvConfig, OneWorld
+from turnwise.envs.difficulty import level_options, levels_of
+from turnwise.envs.joint import JointWorld, level_name
 from turnwise.envs.listed import NO_LEVEL, list_world
 from turnwise.envs.registry import PYTHON_PREFIX, load_target
 from turnwise.envs.rewarded import RewardedWorld, RewardFunction
@@ -26,6 +27,7 @@ from turnwise.memory.config import NO_MEMORY, MemoryConfig
 from turnwise.memory.world import MemoryWorld
 from turnwise.methods.lookup import SHIPPED, PassedMethod, as_method_options
 from turnwise.methods.options import MethodOptions
+from turnwise.opponents.seating import two_sided
 from turnwise.runlog.reader import RunReader
 from turnwise.runtime.import_path import import_path, is_importable
 from turnwise.watch.loggers import MetricLogger
@@ -62,7 +64,54 @@ class PythonObjects:
             max_turns: The rollout's limit, for a world that tells its players about it; 0: none.
             played_by: Lets others play the world; takes it, and the options that it was made with.
         """
+        if not env.mix:
+            return self._make_one(env, max_turns=max_turns, played_by=played_by, memory=memory)
+        if self.env is not None:
+            raise ConfigError(f"env.mix beside {object_name(self.env)}: both are worlds; leave one of them out")
+        parts = {name: self._make_one(member, max_turns=max_turns, memory=memory) for name, member in env.mix.items()}
+        for name, part in parts.items():
+            _check_scripted(part, f"env.mix.{name}")
+        sources = {name: member.name for name, member in env.mix.items()}
+        return JointWorld(name=MIX, kind="world", parts=parts, sources=sources)
+
+    def _make_one(
+        self, env: OneWorld, *, max_turns: int, memory: MemoryConfig, played_by: PlayedBy | None = None
+    ) -> World:
+        """One world, or the levels that its curriculum chooses from."""
         target = load_target(env.name) if self.env is None else self.env
+        if not env.curriculum:
+            return self._make_level(env, target, max_turns=max_turns, memory=memory, played_by=played_by)
+        num_levels = len(levels_of(target))
+        if num_levels < 2 or env.difficulty == 0:
+            raise ConfigError(
+                f"curriculum: {env.name} has {num_levels} levels"
+                + (", and difficulty=0 leaves the first one" if num_levels > 1 else "")
+                + "; expected two or more to choose from: leave the curriculum out, or take a world with a dial"
+            )
+        goal = num_levels - 1 if env.difficulty == NO_LEVEL else env.difficulty
+        parts: dict[str, World] = {}
+        for level in range(goal + 1):
+            one = env.model_copy(update={"difficulty": level, "curriculum": False})
+            parts[level_name(level)] = self._make_level(one, target, max_turns=max_turns, memory=memory)
+        _check_scripted(parts[level_name(0)], "env")
+        return JointWorld(
+            name=next(iter(parts.values())).name,
+            kind="level",
+            parts=parts,
+            sources=dict.fromkeys(parts, env.name),
+            tested=() if env.difficulty == NO_LEVEL else (level_name(goal),),
+        )
+
+    def _make_level(
+        self,
+        env: OneWorld,
+        target: Any,
+        *,
+        max_turns: int,
+        memory: MemoryConfig,
+        played_by: PlayedBy | None = None,
+    ) -> World:
+        """One world with the options and the level that its config names."""
         tells_limit = max_turns and any(option.name == "max_turns" for option in world_parameters(target) or ())
 
         def options_of(level: int) -> dict[str, Any]:
@@ -156,6 +205,16 @@ def missing_objects(run: RunReader, given: PythonObjects, needed: Sequence[str] 
 def _can_be_named(method: MethodOptions) -> bool:
     """Another process finds the method by its name: it ships with the package, or can be imported."""
     return not isinstance(method, PassedMethod) and (method.name in SHIPPED or is_importable(method.name))
+
+
+def _check_scripted(world: World, option: str) -> None:
+    """Refuse an opponent that is a model where several worlds are joined: only scripts play there."""
+    sided = two_sided(world)
+    if sided is not None and sided.opponent not in sided.scripted_opponents:
+        raise ConfigError(
+            f"{option}.options.opponent={sided.opponent} is a model, and neither a mix nor a curriculum has opponents "
+            f"that are models; expected a script: {', '.join(sided.scripted_opponents)}"
+        )
 
 
 def _short_name(target: Any) -> str:

@@ -34,8 +34,8 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
-from turnwise.training.assemble import ShuffledItems
 from turnwise.training.checkpoint import choose_checkpoint
+from turnwise.training.deal import ShuffledItems
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
 from turnwise.training.stored import origin_of

@@ -15,6 +15,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.threads import find_threads
 from turnwise.envs.base import Split
+from turnwise.envs.config import EnvConfig, OneWorld
 from turnwise.losses.table import LOSSES
 from turnwise.memory.config import MemoryConfig
 from turnwise.models.config import ModelConfig
@@ -157,6 +158,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         f"{_active(facts)}; {trained}",
         **({} if model.base_url or model.train == "full" else {"adapters": _adapters(model, facts)}),
         "world": f"{config.env.name}: {plan.num_train_tasks} train tasks, {plan.num_test_tasks} held out",
+        **_members(config.env),
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in {'any prompt and its reply' if config.memory.window else 'all'}",
         **_agent_memory(config.memory),
@@ -178,6 +180,25 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
     }
     notes = [("note", note) for note in _notes(config, plan)]
     return [f"{name:<13}{text}" for name, text in [*rows.items(), *notes]]
+
+
+def _members(env: EnvConfig) -> dict[str, str]:
+    """The lines about the worlds of a mix, and about curricula."""
+    total = sum(member.share for member in env.mix.values())
+    parts: list[str] = []
+    for name, member in env.mix.items():
+        world = "" if member.name == name else f" ({member.name})"
+        level = "" if member.difficulty < 0 or member.curriculum else f", level {member.difficulty}"
+        chosen = f", {_levels(member)}" if member.curriculum else ""
+        parts.append(f"{name}{world} {member.share / total:.0%}{level}{chosen}")
+    rows = {"mix": f"{'; '.join(parts)} of the groups"} if parts else {}
+    return rows | ({"curriculum": _levels(env)} if env.curriculum else {})
+
+
+def _levels(env: OneWorld) -> str:
+    """What a curriculum does, and where it is measured."""
+    measured = "held out: every level" if env.difficulty < 0 else f"held out: level {env.difficulty}"
+    return f"levels near {env.curriculum_target:.0%} success ({measured})"
 
 
 def _agent_memory(memory: MemoryConfig) -> dict[str, str]:
@@ -311,8 +332,9 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     unread = [name for name in config.warmup.changed_options() if name in ("batch_size", "learning_rate")]
     if unread and not config.warmup.steps:
         notes.append(f"warmup.{unread[0]} is not read: warmup.steps is 0")
-    if plan.num_test_tasks < config.eval.tasks:
-        notes.append(f"eval.tasks={config.eval.tasks}, but this world holds out {plan.num_test_tasks}")
+    if plan.num_test_tasks < config.eval.tasks * max(1, len(config.env.mix)) and not config.env.has_curriculum:
+        worlds = f"these {len(config.env.mix)} worlds hold" if config.env.mix else "this world holds"
+        notes.append(f"eval.tasks={config.eval.tasks}, but {worlds} out {plan.num_test_tasks}")
     unread = [f"reward.{name}" for name in config.reward.changed_options() if name != "on_truncated"]
     if unread and config.method.judges_success:
         notes.append(

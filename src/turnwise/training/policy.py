@@ -23,6 +23,7 @@ from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import World, user
+from turnwise.envs.joint import leaf_of
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
@@ -32,7 +33,7 @@ from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.closing import ClosedOnExit
-from turnwise.training.assemble import held_out_tasks, make_eval_rollout, make_renderer
+from turnwise.training.assemble import held_out_tasks, leaf_limits, make_eval_rollout, make_renderer
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
@@ -84,7 +85,8 @@ class WorldChoice:
         """
         given = self.objects
         if self.name is not None and self.name != config.env.name:
-            config = config.model_copy(update={"env": config.env.model_copy(update={"options": {}})})
+            env = config.env.model_copy(update={"options": {}, "mix": {}, "curriculum": False})
+            config = config.model_copy(update={"env": env})
             return override_config(config, [f"env={self.name}", *overrides]), given
         merged = replace(
             own,
@@ -211,8 +213,11 @@ class PolicySampler(ClosedOnExit):
         rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
         rollout = bounded_by_workers(rollout, world)
         attach_judge(world, self.service)
+        limits = leaf_limits(config, world, find_facts(config).context_length)
         with running_workers(world), self.seated(world, rollout) as worlds:
             rollouts = {name: Rollout(one, self.sampler, self.renderer, rollout) for name, one in worlds.items()}
+            for one in rollouts.values() if limits else ():
+                one.rules = lambda task: make_eval_rollout(config, limits[leaf_of(world, task.id)])
             return run_to_end(evaluate(rollouts, held_out, seed=config.train.seed, label=label, step=self.step))
 
     @contextlib.contextmanager

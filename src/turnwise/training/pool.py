@@ -244,6 +244,12 @@ class Pool:
         return [self.entries[number] for number in sorted(self.entries)]
 
 
+def judged_outcomes(entry: PoolEntry) -> list[bool]:
+    """Whether each judged attempt of a finished group succeeded."""
+    assert entry.outcome is not None, "a group that is done has an outcome"
+    return [one.is_success is True for one in entry.outcome.trajectories if one.is_judged]
+
+
 def _staleness(entry: PoolEntry, version: int) -> int:
     assert entry.outcome is not None, "a group that is done has an outcome"
     oldest = oldest_version(entry.outcome)

@@ -23,13 +23,14 @@ from turnwise.credit.weights import token_mean, weigh
 from turnwise.errors import ConfigError
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
-from turnwise.rollout.group import play_groups
+from turnwise.rollout.group import Rollout
 from turnwise.rollout.play import Attempt, play
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runtime.blocking import in_thread
-from turnwise.training.assemble import Parts, ShuffledItems, make_optim
+from turnwise.training.assemble import Parts, make_optim
 from turnwise.training.critic import Critic
+from turnwise.training.deal import ShuffledItems
 from turnwise.training.demonstrations import Demonstrations, read_demonstrations
 from turnwise.training.metrics import strip_reductions
 from turnwise.training.stored import read_critic_attempts
@@ -128,14 +129,10 @@ class Batches:
 
     async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
         parts = self._parts
-        played = await play_groups(
-            parts.world,
-            parts.tasks.batch(index),
-            sampler,
-            self._renderer,
-            parts.rollout,
-            seed=derive_seed(parts.config.train.seed, "critic", index),
-        )
+        count, rollout = parts.config.train.tasks_per_step, Rollout(parts.world, sampler, self._renderer, parts.rollout)
+        rollout.rules = parts.rules
+        tasks = [parts.tasks.spread(position) for position in range(index * count, (index + 1) * count)]
+        played = await rollout.play(tasks, seed=derive_seed(parts.config.train.seed, "critic", index))
         groups = [shape_group(group, parts.shaping) for group in played.groups]
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         if not trajectories:
@@ -173,7 +170,7 @@ async def play_demonstrations(parts: Parts, renderer: Renderer, count: int = NUM
         attempt = Attempt(
             task_id=task.id, index=index, seed=seed, make_env=lambda task=task: parts.world.make_env(task, seed)
         )
-        rollout = parts.rollout.model_copy(update={"max_turns": len(replies)})
+        rollout = parts.rules(task).model_copy(update={"max_turns": len(replies)})
         one = await play(attempt, ScriptedSampler(replies), renderer, rollout, RolloutStats())
         if list(one.start) != list(dialogue[: len(one.start)]):
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from turnwise.config.config import Config
@@ -14,7 +15,7 @@ from turnwise.methods.base import Kept
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.drift import WorstToken
 from turnwise.rollout.group import RolloutResult
-from turnwise.runlog.schema import AttemptRecord, CheckpointRow, Phase
+from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, Phase
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.metrics import Learned, logprobs_by_turn
@@ -71,6 +72,12 @@ class Recorder:
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint is on record; `RunCheckpoints.save` wrote it."""
         self.observers.checkpoint(row)
+
+    def worlds(self, rows: Mapping[str, EvaluationRow]) -> None:
+        """Say what an evaluation in several worlds gave in each."""
+        for name, row in rows.items():
+            measured = f"reward {row.reward:.3f}" if math.isnan(row.success) else f"success {row.success:.1%}"
+            self.observers.message(f"  {name}: {measured}, {row.num_attempts} attempts at {row.num_tasks} tasks")
 
     def held_out_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of an evaluation besides its row: the critic's errors, rewards by opponent. They replace those that

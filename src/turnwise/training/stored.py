@@ -20,6 +20,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
+from turnwise.envs.joint import SEPARATOR
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.sft import Dialogue
 from turnwise.models.directories import find_local
@@ -43,9 +44,19 @@ class Origin:
     model: str
 
 
-def origin_of(config: Config) -> Origin:
-    """By names that hold in another folder too."""
+def origin_of(config: Config, member: str = "") -> Origin:
+    """By names that hold in another folder too.
+
+    Args:
+        member: The member of a mix that is meant; empty: all of them, or the run has one world.
+    """
     world, model = config.env.name, config.model.alias or config.model.name
+    if member and member not in config.env.mix:
+        known = ", ".join(config.env.mix) or "none, it has one world"
+        raise ConfigError(f"no member {member!r} in this run's mix; there are: {known}")
+    if config.env.mix:
+        every = f"mix of {', '.join(sorted({one.name for one in config.env.mix.values()}))}"
+        world = config.env.mix[member].name if member else every
     file, _, attribute = world.rpartition(":")
     if file.endswith(".py"):
         world = f"{Path(file).expanduser().resolve()}:{attribute}"
@@ -77,13 +88,19 @@ def open_stored(path: str, config: Config, option: str) -> Iterator[tuple[RunRea
     """A run whose attempts `config` may learn from, and its own config; `option` is what named it."""
     with RunReader(path) as run:
         stored = config_from_yaml(run.config_yaml, str(run.directory))
-        check_origin(origin_of(stored), origin_of(config), f"{option}={path}")
+        check_origin(origin_of(stored, config.data.world), origin_of(config), f"{option}={path}")
         yield run, stored
 
 
-def train_rows(run: RunReader) -> list[AttemptRow]:
-    """The attempts that may be learned from: played for training, not failed, and with their tokens."""
-    return [row for row in run.attempts(phase="train") if row.has_tokens and row.outcome != "failed"]
+def train_rows(run: RunReader, member: str = "") -> list[AttemptRow]:
+    """The attempts that may be learned from: played for training, not failed, and with their tokens.
+
+    Args:
+        member: The member of a mix whose attempts are meant; empty: all.
+    """
+    own = f"{member}{SEPARATOR}" if member else ""
+    rows = [row for row in run.attempts(phase="train") if row.has_tokens and row.outcome != "failed"]
+    return [row for row in rows if row.task_id.startswith(own)]
 
 
 def altered(row: AttemptRow, stored: Config) -> set[Altered]:
@@ -144,7 +161,7 @@ def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
         return read_file_dialogues(path, config)
     found: list[Dialogue] = []
     with open_stored(path, config, "data.dialogues") as (run, _):
-        for row in train_rows(run):
+        for row in train_rows(run, config.data.world):
             if row.is_success:
                 turns = run.attempt(row.id).trajectory.turns
                 ids = [(turn.prompt_ids, turn.sampled_ids) for turn in turns]

@@ -21,6 +21,7 @@ from turnwise.credit.branching import with_branched_share
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import Finding
 from turnwise.envs.base import Task
+from turnwise.envs.joint import LEVEL_LABEL, leaves
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.methods.base import Kept, Method, checked_kept
 from turnwise.methods.sft import Dialogue
@@ -33,8 +34,9 @@ from turnwise.rollout.self_play import SelfPlayRollout, split_seats
 from turnwise.rollout.sources import PlayBranches, PlayGroups, ReadDialogues, ReadPairs
 from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.runtime.blocking import in_thread
-from turnwise.training.assemble import Parts, ShuffledItems
+from turnwise.training.assemble import Parts
 from turnwise.training.checkpoint import RunState
+from turnwise.training.deal import ShuffledItems
 from turnwise.training.demonstrations import read_demonstrations
 from turnwise.training.pool import (
     GroupPlan,
@@ -44,6 +46,7 @@ from turnwise.training.pool import (
     PoolEntry,
     PoolRules,
     entries_to_rows,
+    judged_outcomes,
     oldest_version,
     rows_to_entries,
 )
@@ -183,21 +186,22 @@ class Stream:
             ) from self.failures.first
 
     async def _play(self, entry: PoolEntry) -> None:
-        rollout = self._rollout()
+        rollout = self._rollout(entry.plan.task)
         entry.stats = rollout.stats
         rollout.slots = _GroupSlots(self._slots, entry)
         self.pool.finish(entry, await rollout.play_group(entry.plan.task, entry.plan.seed))
 
-    def _rollout(self) -> Rollout:
+    def _rollout(self, task: Task) -> Rollout:
         parts, source, quarantine = self._parts, self._parts.method.source, self._quarantine
+        rules = parts.rules(task)
         if isinstance(source, PlayBranches):
             rollout = BranchRollout(
-                parts.world, self._newest, self._renderer, parts.rollout, plan=source, quarantine=quarantine
+                parts.world, self._newest, self._renderer, rules, plan=source, quarantine=quarantine
             )
         else:
             assert isinstance(source, PlayGroups)
             kind = SelfPlayRollout if parts.config.opponent.train == "both" else Rollout
-            rollout = kind(parts.world, self._newest, self._renderer, parts.rollout, quarantine=quarantine)
+            rollout = kind(parts.world, self._newest, self._renderer, rules, quarantine=quarantine)
         rollout.stats.failures = self.failures
         picks: Mapping[str, Callable[[], VersionedSampler]] = {
             "recompute": lambda: self._newest,
@@ -234,6 +238,16 @@ class _GroupSlots:
     ) -> None:
         self._entry.num_playing -= 1
         self._slots.release()
+
+
+def _check_judged(entry: PoolEntry) -> None:
+    """Refuse a curriculum in a world that never says whether an attempt succeeded: all levels would look alike."""
+    attempts = () if entry.outcome is None else entry.outcome.trajectories
+    if any(LEVEL_LABEL in one.labels and not one.is_judged for one in attempts):
+        raise TurnwiseError(
+            f"{entry.plan.task.id}: the world ended an attempt without saying whether it succeeded, and its curriculum "
+            "chooses levels by that; set is_success in the env's last step, or leave the curriculum out"
+        )
 
 
 def _as_stale(entry: PoolEntry) -> RolloutStats:
@@ -321,7 +335,8 @@ class Supply:
         check_stored_data(self._parts)
         match self._parts.method.source:
             case PlayBranches():
-                await check_can_branch(scripted_twin(self._parts.world), self._parts.rollout)
+                for world in leaves(self._parts.world).values():
+                    await check_can_branch(scripted_twin(world), self._parts.rollout)
             case ReadDialogues() | ReadPairs():
                 await in_thread(self._read)
             case PlayGroups():
@@ -339,6 +354,8 @@ class Supply:
             max_wait=train.max_wait or None,
         )
         pool = Pool(self._plan_group, rules, step=num_done, num_dealt=state.num_dealt)
+        if state.deal is not None:
+            self._parts.tasks.restore(state.deal)
         pool.consumed = LengthBias(state.num_consumed_groups, state.num_consumed_tokens)
         for entry in rows_to_entries(state.pool, self._plan_group):
             pool.restore(entry)
@@ -355,6 +372,9 @@ class Supply:
             return Batch(played=NOTHING_PLAYED, kept=Kept(groups=(), reasons=()), items=items)
         parts, taken = self._parts, await self.stream.take()
         result = taken.result()
+        for entry in (*taken.entries, *taken.stale):
+            _check_judged(entry)
+            parts.tasks.count(entry.plan.number, judged_outcomes(entry))
         num_ended = sum(dropped.why == "ended_before_branch" for dropped in result.dropped)
         groups = with_branched_share([shape_group(group, parts.shaping) for group in result.groups], num_ended)
         played = replace(result, groups=groups)
@@ -391,9 +411,11 @@ class Supply:
         """The run's state with what is known here."""
         if self.stream is None:
             return before
-        pool = self.stream.pool
+        pool, per_batch = self.stream.pool, self._parts.config.train.tasks_per_step
+        oldest = min(pool.entries, default=pool.num_dealt)
         return replace(
             before,
+            deal=self._parts.tasks.to_state(oldest - oldest % per_batch),
             num_dealt=pool.num_dealt,
             num_consumed_groups=pool.consumed.num_groups,
             num_consumed_tokens=pool.consumed.num_tokens,
@@ -405,7 +427,7 @@ class Supply:
         """Task and seed of a number; a task that comes twice in one batch has attempts of its own each time."""
         tasks, train = self._parts.tasks, self._parts.config.train
         batch, position = divmod(number, train.tasks_per_step)
-        dealt = [task.id for task in tasks.batch(batch)[:position]]
+        dealt = [tasks.item(earlier).id for earlier in range(number - position, number)]
         task = tasks.item(number)
         seed = derive_seed(derive_seed(train.seed, "train", batch), task.id, dealt.count(task.id))
         return GroupPlan(number=number, task=task, seed=seed)

@@ -36,6 +36,8 @@ BLANKS: Mapping[str, Iterable[str] | None] = {
     "why": None,
     "env_metric": None,
     "opponent": None,
+    "world": None,
+    "level": None,
     "turn": tuple("12345678"),
     "fifth": tuple("12345"),
     "state": ("queued", "running", "done", "consumed", "dropped"),
@@ -251,6 +253,26 @@ CATALOGUE: tuple[Metric, ...] = (
     *_rows(
         "training/evaluate.py",
         ("opponent/eval_reward_{opponent}", "reward", "Held-out reward against one opponent of the panel."),
+        ("world/eval_success_{world}", "share", "Held-out success of one member of a mix, or of one level."),
+        ("world/eval_reward_{world}", "reward", "Held-out reward of one member of a mix, or of one level."),
+    ),
+    *_rows(
+        "training/part_metrics.py",
+        ("world/groups_{world}", "groups", "Groups that the step took from this member of a mix."),
+        ("world/success_{world}", "share", "Success of this member's attempts; absent if none was judged."),
+        ("world/reward_{world}", "reward", "Reward of this member's attempts, as the env gave it."),
+        ("world/turns_{world}", "turns", "Turns of this member's attempts."),
+        ("world/tokens_{world}", "tokens", "Tokens that this member's attempts sampled; failed ones are not counted."),
+        ("world/failed_{world}", "attempts", "Attempts of this member that failed through no fault of the policy."),
+        ("curriculum/level_mean", "level", "Mean level of the groups that the step took."),
+        ("curriculum/groups_{level}", "groups", "Groups of the step at this level."),
+        (
+            "curriculum/success_{level}",
+            "share",
+            "Success of the step's attempts at this level; absent if none.",
+        ),
+        ("curriculum/rate_{level}", "share", "Success rate of this level as the curriculum sees it after the step."),
+        ("curriculum/chance_{level}", "share", "How likely the next group is to get this level."),
     ),
 )
 

@@ -84,6 +84,21 @@ def mean_interval(values_by_task: Sequence[Sequence[float]]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def mean_of(intervals: Sequence[Interval]) -> Interval:
+    """The plain mean of independent numbers; one that was not measured is left out.
+
+    Each side of its interval adds the squared distances of the others to theirs (MOVER, Zou and Donner 2008), so a
+    side that is longer in the parts is longer in the mean.
+    """
+    known = [one for one in intervals if not math.isnan(one.value)]
+    if not known:
+        return NOT_MEASURED
+    value = sum(one.value for one in known) / len(known)
+    below = math.sqrt(sum((one.value - one.low) ** 2 for one in known)) / len(known)
+    above = math.sqrt(sum((one.high - one.value) ** 2 for one in known)) / len(known)
+    return Interval(value, value - below, value + above)
+
+
 def _student(freedom: int) -> float:
     return _T_975[freedom - 1] if freedom <= len(_T_975) else Z_95 + (Z_95**3 + Z_95) / (4 * freedom)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import for_each
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens
@@ -31,7 +32,7 @@ from turnwise.methods.sft import Dialogue, Sft
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.sources import ReadDialogues
 from turnwise.training.assemble import make_method, make_shaping
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import WORLD_LABEL, TrajectoryGroup
 from turnwise.types import TensorData
 from unit.credit.groups import make_attempt, make_group
 
@@ -92,6 +93,25 @@ def test_a_batch_baseline_learns_from_groups_that_are_constant_in_themselves() -
     assert advantages_of(build("rebn").lessons(groups)) == [[pytest.approx(1)]] * 2 + [[pytest.approx(-1)]] * 2
     with_baseline = build("reinforce_pp", group_baseline=True)
     assert with_baseline.keep(groups).dropped == {"constant": 2}
+
+
+def _in_world(world: str, *rewards: list[float]) -> TrajectoryGroup:
+    group = make_group(*rewards)
+    labelled = tuple(replace(one, labels={WORLD_LABEL: world}) for one in group.trajectories)
+    return replace(group, trajectories=labelled)
+
+
+@for_each("name", ["rebn", "reinforce_pp"])
+def test_each_world_of_a_mix_has_a_batch_baseline_of_its_own(name: str) -> None:
+    rich, poor = _in_world("rich", [100.0], [101.0]), _in_world("poor", [0.0], [1.0])
+    mixed = advantages_of(build(name).lessons([rich, poor, rich]))
+    assert mixed[2:4] == advantages_of(build(name).lessons([poor]))
+    assert mixed[:2] == mixed[4:] == [[pytest.approx(-1.0, abs=1e-6)], [pytest.approx(1.0, abs=1e-6)]]
+
+
+def test_a_world_of_a_mix_whose_returns_are_all_the_same_is_left_out_alone() -> None:
+    kept = build("rebn").keep([_in_world("solved", [1.0], [1.0]), _in_world("open", [0.0], [1.0])])
+    assert kept.reasons == ("constant", None)
 
 
 def test_batch_baselines_of_nothing_are_nothing() -> None:

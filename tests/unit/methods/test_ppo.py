@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from turnwise.errors import DataError
 from turnwise.methods.base import DataConfig, MethodSetup, datums_of
 from turnwise.methods.lookup import read_method
 from turnwise.methods.ppo import Ppo
-from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import WORLD_LABEL, EndReason, Message, Trajectory, TrajectoryGroup, Turn
 
 
 def _trajectory(rewards: Sequence[float], *, is_trained: bool = True) -> Trajectory:
@@ -86,6 +87,17 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step() -> None
     trained = advantages[mask > 0]
     assert trained.mean() == pytest.approx(0.0, abs=1e-6)
     assert trained.std() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_each_world_of_a_mix_is_whitened_by_itself() -> None:
+    rich, poor = _group([100.0], [104.0]), _group([0.0], [1.0])
+    worlds = [
+        replace(group, trajectories=tuple(replace(one, labels={WORLD_LABEL: name}) for one in group.trajectories))
+        for name, group in (("rich", rich), ("poor", poor))
+    ]
+    lessons = _ppo(is_whitened=True).lessons(worlds, [*_values(rich), *_values(poor)])
+    signs = [float(np.concatenate(lesson.advantages).mean()) for lesson in lessons]
+    assert signs == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-6)
 
 
 def test_attempts_that_went_exactly_as_foreseen_are_no_lessons() -> None:

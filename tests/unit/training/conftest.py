@@ -17,8 +17,9 @@ from turnwise.envs.base import EnvStep, Split, Task, assistant, user
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
-from turnwise.training.assemble import Parts, ShuffledItems, make_eval_rollout, make_method
+from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
+from turnwise.training.deal import TaskDeck
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.record import Recorder
 from turnwise.trajectory import Message
@@ -102,7 +103,7 @@ class Rig:
         return Parts(
             config=config,
             world=self.world,
-            tasks=ShuffledItems(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
+            tasks=TaskDeck(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),

@@ -25,7 +25,8 @@ from turnwise.methods.base import Kept
 from turnwise.rollout.group import DroppedGroup, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
-from turnwise.training.assemble import ShuffledItems, split_evenly
+from turnwise.training.assemble import split_evenly
+from turnwise.training.deal import ShuffledItems
 from turnwise.training.plan import evaluation_steps
 from turnwise.training.progress import NothingToLearnError, Progress
 from turnwise.training.supply import Batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.config.files import config_to_yaml, load_config
+from turnwise.credit.datums import num_trained_tokens
 from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
@@ -216,3 +218,39 @@ def test_a_run_of_an_older_turnwise_gives_only_pairs_that_its_method_left_alone(
     assert len(found) == 1, "the turn that refuel trains is the turn that la_grpo trained"
     with RunReader(run) as reader:
         assert reader.attempts()[0].is_as_played is False
+
+
+MIX = "env.mix={doors: {name: key_door}, guess: {name: guess_number}}"
+
+
+def _mixed_run(directory: Path) -> str:
+    def attempt(task: str, size: int, index: int) -> Row:
+        one = make_attempt([float(index % 2)], attempt=index, sizes=[size], is_success=True)
+        return "train", 1, replace(one, task_id=task, seed=3)
+
+    rows = [attempt("doors/a", 2, 0), attempt("doors/a", 3, 1), attempt("guess/a", 4, 0), attempt("guess/a", 5, 1)]
+    return write_run(directory, rows, MIX)
+
+
+async def test_one_world_of_a_mixed_run_can_be_imitated_alone(
+    renderer: Renderer, tiny_dir: Path, tmp_path: Path
+) -> None:
+    run = _mixed_run(tmp_path / "run")
+    found = await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={run}", "data.world=doors", count=4)
+    assert {num_trained_tokens(datum) for item in found for datum in item.datums} == {2, 3}
+    for options, told in (
+        ([f"data.dialogues={run}"], "env.name=mix of guess_number, key_door"),
+        ([f"data.dialogues={run}", "data.world=guess"], "env.name=guess_number"),
+        ([f"data.dialogues={run}", "data.world=other"], "no member 'other' in this run's mix; there are: doors, guess"),
+        (["data.world=doors"], "set data.dialogues to a run directory too"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            await items_of(renderer, tiny_dir, "method=sft", *options, count=1)
+
+
+def test_pairs_of_one_world_of_a_mixed_run(tmp_path: Path) -> None:
+    run, out = _mixed_run(tmp_path / "run"), tmp_path / "pairs.parquet"
+    assert main(["pairs", run, "--stored", "--out", str(out), "--world", "doors"]) == 0
+    assert [(one.world, one.pair.chosen.task_id) for one in read_pairs(out)] == [("key_door", "doors/a")]
+    assert main(["pairs", run, "--stored", "--out", str(out)]) == 0
+    assert [one.pair.chosen.task_id for one in read_pairs(out)] == ["doors/a", "guess/a"]

@@ -1,0 +1,278 @@
+"""Which task each group of a run gets, by the group's number: from one world, from a mix, or by a curriculum.
+
+    TaskDeck         shuffled passes over the tasks of one world
+    MixedTasks       a deck for each member of a mix; the shares say whose turn it is
+    CurriculumTasks  a deck for each level; how often attempts at a level succeeded says how likely it is
+
+The first two follow from the number and the run's seed alone. The mix gives the next group to the member that is
+furthest behind its share, so after any number of groups each member has its share of them, up to one group.
+
+A curriculum depends on what was played, so it has a state, which every checkpoint holds. The success rate of a level
+counts its last `window` groups; a level that nobody played is taken to be at the target. A level at the target is the
+likeliest; one that always or never succeeds, which teaches nothing, gets only its part of the `explore` share:
+
+    chance(level) = explore / levels + (1 - explore) * closeness(level) / sum of closeness
+    closeness     = 1 - |rate - target| / max(target, 1 - target)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnwise.envs.base import Task
+from turnwise.envs.config import OneWorld
+from turnwise.errors import ConfigError
+from turnwise.rollout.seeds import derive_seed
+
+T = TypeVar("T")
+DealState = dict[str, Any]
+"""Where a deal stands, ready for JSON."""
+PRIOR_ATTEMPTS = 2.0
+"""The weight, in attempts, of the assumption that a level is at the target."""
+
+
+class ShuffledItems(Generic[T]):
+    """An endless sequence of batches of the items, in shuffled passes: each item comes once before any comes again.
+
+    A batch depends on its number and the seed alone, so a resumed run goes on with the very tasks that were next.
+    """
+
+    def __init__(self, items: Sequence[T], batch_size: int, seed: int) -> None:
+        if not items:
+            raise ConfigError("there is nothing to draw from")
+        self._items = list(items)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        """The order of the pass that was asked for last, by its number."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def batch(self, index: int) -> list[T]:
+        """The batch with that number, from 0. A batch may reach over the end of a pass."""
+        first = index * self._batch_size
+        return [self.item(position) for position in range(first, first + self._batch_size)]
+
+    def item(self, position: int) -> T:
+        """The item at that position, from 0, over all batches."""
+        number, offset = divmod(position, len(self._items))
+        if number not in self._orders:
+            rng = np.random.default_rng(derive_seed(self._seed, "pass", number))
+            self._orders = {number: rng.permutation(len(self._items))}
+        return self._items[int(self._orders[number][offset])]
+
+
+class Deal(Protocol):
+    """Gives the groups of a run their tasks."""
+
+    def __len__(self) -> int:
+        """How many different tasks there are."""
+        ...
+
+    def item(self, number: int, /) -> Task:
+        """The task of the group with that number. New numbers are asked for one after the other, from 0."""
+        ...
+
+    def spread(self, position: int) -> Task:
+        """A task for something else than a group of training, such as the critic's pre-training."""
+        ...
+
+    def count(self, number: int, outcomes: Sequence[bool]) -> None:
+        """Say how the judged attempts of a group ended. Saying it twice counts once."""
+        ...
+
+    def chances(self) -> Mapping[str, tuple[float, float]]:
+        """By level: its success rate as the deal sees it, and how likely the next group is to get it; none: no levels.
+
+        The name of a member of a mix and its level are joined by `_`.
+        """
+        ...
+
+    def to_state(self, oldest: int) -> DealState | None:
+        """What cannot be computed again: everything about the groups from number `oldest` on; None: nothing."""
+        ...
+
+    def restore(self, state: DealState) -> None:
+        """Go on from a state."""
+        ...
+
+
+class TaskDeck(ShuffledItems[Task]):
+    """The tasks of one world."""
+
+    def spread(self, position: int) -> Task:
+        return self.item(position)
+
+    def count(self, number: int, outcomes: Sequence[bool]) -> None:
+        pass
+
+    def chances(self) -> Mapping[str, tuple[float, float]]:
+        return {}
+
+    def to_state(self, oldest: int) -> DealState | None:  # noqa: ARG002 - everything follows from the number
+        return None
+
+    def restore(self, state: DealState) -> None:
+        raise AssertionError(f"a deck has no state, and {state} came")
+
+
+class MixedTasks:
+    """The decks of a mix's members, in turns by their shares."""
+
+    def __init__(self, members: Mapping[str, Deal], shares: Mapping[str, float]) -> None:
+        total = sum(shares.values())
+        self._members = dict(members)
+        self._shares = {name: shares[name] / total for name in members}
+        self._turns: list[tuple[str, int]] = []
+        """Whose turn each number is, and which of its own tasks that is."""
+        self._counts = dict.fromkeys(self._members, 0)
+
+    def __len__(self) -> int:
+        return sum(len(member) for member in self._members.values())
+
+    def item(self, number: int) -> Task:
+        name, place = self._turn(number)
+        return self._members[name].item(place)
+
+    def spread(self, position: int) -> Task:
+        name, place = self._turn(position)
+        return self._members[name].spread(place)
+
+    def count(self, number: int, outcomes: Sequence[bool]) -> None:
+        name, place = self._turn(number)
+        self._members[name].count(place, outcomes)
+
+    def chances(self) -> Mapping[str, tuple[float, float]]:
+        return {
+            f"{name}_{level}": chance
+            for name, member in self._members.items()
+            for level, chance in member.chances().items()
+        }
+
+    def to_state(self, oldest: int) -> DealState | None:
+        self._turn(oldest)
+        places = {name: sum(turn[0] == name for turn in self._turns[:oldest]) for name in self._members}
+        states = {name: member.to_state(places[name]) for name, member in self._members.items()}
+        found = {name: state for name, state in states.items() if state is not None}
+        return found or None
+
+    def restore(self, state: DealState) -> None:
+        for name, own in state.items():
+            self._members[name].restore(own)
+
+    def _turn(self, number: int) -> tuple[str, int]:
+        while len(self._turns) <= number:
+            dealt = len(self._turns) + 1
+            behind = {name: share * dealt - self._counts[name] for name, share in self._shares.items()}
+            name = max(behind, key=lambda one: behind[one])
+            self._turns.append((name, self._counts[name]))
+            self._counts[name] += 1
+        return self._turns[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumRules:
+    """How a curriculum chooses."""
+
+    target: float = 0.5
+    window: int = 8
+    explore: float = 0.2
+
+    @classmethod
+    def of(cls, env: OneWorld) -> CurriculumRules:
+        return cls(target=env.curriculum_target, window=env.curriculum_window, explore=env.curriculum_explore)
+
+
+@dataclass(slots=True)
+class _Level:
+    deck: TaskDeck
+    num_dealt: int = 0
+    results: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """By the number of a group: how many of its attempts succeeded, of how many."""
+
+
+class CurriculumTasks:
+    """The decks of a world's levels, chosen by how often attempts at each succeed."""
+
+    def __init__(self, levels: Mapping[str, TaskDeck], rules: CurriculumRules, seed: int) -> None:
+        self._levels = {name: _Level(deck) for name, deck in levels.items()}
+        self._rules = rules
+        self._seed = seed
+        self._num_dealt = 0
+        self._dealt: dict[int, tuple[str, int]] = {}
+        """Which level each number got, and which of its tasks that is."""
+
+    def __len__(self) -> int:
+        return sum(len(level.deck) for level in self._levels.values())
+
+    def item(self, number: int) -> Task:
+        if number not in self._dealt:
+            assert number == self._num_dealt, f"group {number} was asked for, and {self._num_dealt} is next"
+            name = self._choose(number)
+            self._dealt[number] = name, self._levels[name].num_dealt
+            self._levels[name].num_dealt += 1
+            self._num_dealt += 1
+        name, place = self._dealt[number]
+        return self._levels[name].deck.item(place)
+
+    def spread(self, position: int) -> Task:
+        """The levels take turns: nothing is known of them yet."""
+        place, index = divmod(position, len(self._levels))
+        return list(self._levels.values())[index].deck.item(place)
+
+    def count(self, number: int, outcomes: Sequence[bool]) -> None:
+        if not outcomes:
+            return
+        results = self._levels[self._dealt[number][0]].results
+        results[number] = sum(outcomes), len(outcomes)
+        for old in sorted(results)[: -self._rules.window]:
+            del results[old]
+
+    def rates(self) -> dict[str, float]:
+        """The success rate of each level, over its last groups."""
+        found: dict[str, float] = {}
+        for name, level in self._levels.items():
+            good, total = (
+                (sum(counts) for counts in zip(*level.results.values(), strict=True)) if level.results else (0, 0)
+            )
+            found[name] = (good + PRIOR_ATTEMPTS * self._rules.target) / (total + PRIOR_ATTEMPTS)
+        return found
+
+    def chances(self) -> Mapping[str, tuple[float, float]]:
+        rates, target, explore = self.rates(), self._rules.target, self._rules.explore
+        close = {name: 1 - abs(rate - target) / max(target, 1 - target) for name, rate in rates.items()}
+        total, each = sum(close.values()), 1 / len(rates)
+        return {
+            name: (rate, explore * each + (1 - explore) * (close[name] / total if total > 0 else each))
+            for name, rate in rates.items()
+        }
+
+    def to_state(self, oldest: int) -> DealState | None:
+        return {
+            "num_dealt": self._num_dealt,
+            "dealt": [[number, *turn] for number, turn in self._dealt.items() if number >= oldest],
+            "levels": {
+                name: {"num_dealt": level.num_dealt, "results": [[key, *value] for key, value in level.results.items()]}
+                for name, level in self._levels.items()
+            },
+        }
+
+    def restore(self, state: DealState) -> None:
+        self._num_dealt = state["num_dealt"]
+        self._dealt = {number: (name, place) for number, name, place in state["dealt"]}
+        for name, held in state["levels"].items():
+            level = self._levels[name]
+            level.num_dealt = held["num_dealt"]
+            level.results = {number: (good, total) for number, good, total in held["results"]}
+
+    def _choose(self, number: int) -> str:
+        chances = self.chances()
+        weights = np.array([chance for _, chance in chances.values()])
+        rng = np.random.default_rng(derive_seed(self._seed, "level", number))
+        return list(chances)[int(rng.choice(len(weights), p=weights / weights.sum()))]
