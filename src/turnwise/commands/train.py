@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,11 +14,14 @@ from turnwise.config.files import left_out
 from turnwise.envs.config import MIX
 from turnwise.errors import ConfigError
 from turnwise.runtime.exit_codes import ExitCode
+from turnwise.runtime.torchrun import TorchrunWorld, read_world
 from turnwise.training.run import Run
 from turnwise.training.session import ENGINE_PARTIES
 from turnwise.training.setup import Setup, read_config, set_up_new, set_up_resume
 from turnwise.watch.terminal import format_duration, open_view
 from turnwise.watch.watchdog import StalledError
+
+_LEARNERS = "cluster.learners"
 
 
 def run_train(
@@ -26,7 +30,29 @@ def run_train(
     """Run the command. `with_time`: a plan that is printed alone says how long the run takes."""
     if not only_plan and not with_time:
         raise ConfigError("--no-time is read with --plan only: a run measures nothing before it starts; leave it out")
+    world = read_world()
+    if world is not None and world.rank:
+        from turnwise.engine.learners.torchrun import serve_leader
+
+        serve_leader(world)
+        return ExitCode.OK
+    if world is not None:
+        overrides = _with_learners(name, overrides, world, is_new=resume is None)
     setup = _set_up(name, overrides) if resume is None else set_up_resume(Path(resume), overrides, report=say)
+    if world is not None and setup.config.cluster.uses_ray:
+        raise ConfigError(
+            f"cluster.address={setup.config.cluster.address} under torchrun: torchrun has started the learners, and a "
+            "Ray cluster would start others; leave one of them out"
+        )
+    code = _plan_and_run(setup, only_plan=only_plan, with_time=with_time)
+    if world is not None:
+        from turnwise.engine.learners.torchrun import release_others
+
+        release_others(world)
+    return code
+
+
+def _plan_and_run(setup: Setup, *, only_plan: bool, with_time: bool) -> ExitCode:
     print("\n".join(setup.plan_lines()), flush=True)
     if only_plan and with_time:
         from turnwise.training.plan_time import time_lines
@@ -57,6 +83,21 @@ def _set_up(name: str | None, overrides: Sequence[str]) -> Setup:
     if name is None:
         raise ConfigError("nothing to train; expected turnwise train NAME|FILE, env=WORLD, or --resume RUN")
     return set_up_new(read_config(name, overrides), notes=left_out(name, overrides), report=say)
+
+
+def _with_learners(name: str | None, overrides: Sequence[str], world: TorchrunWorld, *, is_new: bool) -> Sequence[str]:
+    """The options with as many learners as torchrun has started; another number is refused."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith(f"{_LEARNERS}=")]
+    if not given and is_new:
+        with contextlib.suppress(ConfigError):  # what is wrong without the options may be right with them
+            count = read_config(name or _named_world(overrides) or "", []).cluster.learners
+            given = [str(count)] if count > 1 else []
+    if given and given[-1] != str(world.size):
+        raise ConfigError(
+            f"{_LEARNERS}={given[-1]}, and torchrun has started {world.size} processes; leave the option out, or start "
+            "torchrun with as many"
+        )
+    return [*overrides, f"{_LEARNERS}={world.size}"]
 
 
 def _named_world(overrides: Sequence[str]) -> str | None:

@@ -207,9 +207,8 @@ def _end_with_leader() -> None:
     os._exit(0)
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, setup: LearnerSetup) -> None:
     """Answer calls until rank 0 hangs up; an error is an answer too."""
-    setup: LearnerSetup = connection.recv()
     try:
         process = LearnerProcess(setup)
         connection.send(("ready", process.num_base_bytes))
@@ -240,7 +239,7 @@ def portable(error: Exception) -> Exception:
 def main() -> None:
     threading.Thread(target=_end_with_leader, daemon=True).start()
     with Connection(int(sys.argv[1])) as connection:
-        serve(connection)
+        serve(connection, connection.recv())
 
 
 if __name__ == "__main__":

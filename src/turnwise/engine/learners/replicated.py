@@ -53,6 +53,7 @@ from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import FinishedJob
 from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
 from turnwise.losses.outside import LossFunction
+from turnwise.runtime.torchrun import read_world
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 _log = logging.getLogger(__name__)
@@ -338,7 +339,12 @@ class ReplicatedEngine(Engine):
         return self._group, self._collective
 
     def _place(self, size: int) -> LearnerPlace:
-        """Where the other learners run: on this machine, or where Ray puts them."""
+        """Where the other learners run: on this machine, where torchrun has started them, or where Ray puts them."""
+        world = read_world()
+        if world is not None and world.size == size and not self._cluster.uses_ray:
+            from turnwise.engine.learners.torchrun import place_under_torchrun
+
+            return place_under_torchrun(world)
         if not self._cluster.uses_ray:
             return LearnerPlace("127.0.0.1", lambda rank: start_process(rank, self._environment))
         from turnwise.engine.learners.ray_peers import place_on_ray  # ray
@@ -359,7 +365,9 @@ class ReplicatedEngine(Engine):
     def _start_learners(self) -> None:
         size, deadline_s = self._size, self._cluster.deadline_s
         place = self._place(size)
-        backend = choose_backend(self.device, size, is_on_one_machine=not self._cluster.uses_ray)
+        world = read_world()
+        is_near = not self._cluster.uses_ray and (world is None or world.is_on_one_machine)
+        backend = choose_backend(self.device, size, is_on_one_machine=is_near)
         store = lead_store(place.host, size, deadline_s=deadline_s)
 
         def make_setup(rank: int) -> LearnerSetup:

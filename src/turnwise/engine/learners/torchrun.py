@@ -1,0 +1,148 @@
+"""Learners that torchrun has started: rank 0 leads the run, the other ranks answer it over TCP.
+
+Every rank finds the same store at the address that torchrun gives. Each of the others listens on a free port, writes
+its address there, and serves as a learner from when rank 0 connects until it hangs up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+import torch.distributed
+
+from turnwise.engine.device_info import find_device, num_gpus
+from turnwise.engine.learners.calls import LearnerSetup
+from turnwise.engine.learners.collective import START_DEADLINE_S
+from turnwise.engine.learners.group import LearnerPeer, LearnerPlace
+from turnwise.engine.learners.process import serve
+from turnwise.errors import ConfigError, LearnerError
+from turnwise.runtime.torchrun import TorchrunWorld
+
+dist: Any = torch.distributed  # stores have no type stubs
+
+_taken: set[int] = set()
+"""Ranks that serve this process, or did."""
+
+
+class TorchrunPeer:
+    """A rank that torchrun has started. Only torchrun can end it or start it again."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self._connection = connection
+        self._is_gone = False
+
+    @property
+    def name(self) -> str:
+        return f"torchrun's rank {self.rank}"
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone
+
+    def send(self, message: object) -> None:
+        self._connection.send(message)
+
+    def has_answer(self) -> bool:
+        return self._connection.poll(0)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            return self._connection.recv()
+        except (OSError, EOFError):
+            self._is_gone = True
+            raise
+
+    def why(self) -> str:
+        return "ended" if self._is_gone else "does not answer"
+
+    def hang_up(self) -> None:
+        self._connection.close()
+
+    def kill(self) -> None:
+        self._connection.close()  # it ends by itself then
+
+    def end(self) -> None:
+        """torchrun waits for it."""
+
+
+def place_under_torchrun(world: TorchrunWorld) -> LearnerPlace:
+    """The ranks that torchrun has started, as learners of this process."""
+
+    def find_peer(rank: int) -> LearnerPeer:
+        if rank in _taken:
+            raise LearnerError(
+                f"torchrun's rank {rank} has served this process before; only torchrun can start it again: use "
+                "torchrun --max-restarts, and --resume"
+            )
+        _taken.add(rank)
+        return TorchrunPeer(rank, _connect(world, rank))
+
+    return LearnerPlace(_own_host(world), find_peer)
+
+
+def serve_leader(world: TorchrunWorld) -> None:
+    """Be a learner of rank 0 until it hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
+    key = secrets.token_hex(16)
+    with Listener((_own_host(world), 0), authkey=key.encode()) as listener:
+        host, port = listener.address
+        _store(world).set(f"rank {world.rank}", f"{host} {port} {key}")
+        with listener.accept() as connection:
+            try:
+                setup = connection.recv()
+            except EOFError:  # rank 0 has no work for it
+                return
+            serve(connection, _on_own_device(setup, world))
+
+
+def release_others(world: TorchrunWorld) -> None:
+    """Let the ranks end that rank 0 never needed."""
+    for rank in range(1, world.size):
+        if rank not in _taken:
+            with contextlib.suppress(OSError, LearnerError):
+                _connect(world, rank).close()
+
+
+def _connect(world: TorchrunWorld, rank: int) -> Connection:
+    store = _store(world)
+    try:
+        store.wait([f"rank {rank}"], timedelta(seconds=START_DEADLINE_S))
+    except RuntimeError as cause:
+        raise LearnerError(f"torchrun's rank {rank} did not come within {START_DEADLINE_S:g} s: {cause}") from cause
+    host, port, key = store.get(f"rank {rank}").decode().split()
+    return Client((host, int(port)), authkey=key.encode())
+
+
+@functools.cache
+def _store(world: TorchrunWorld) -> Any:
+    """The store of all ranks; torchrun's own process holds it, or rank 0."""
+    is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not port:
+        raise ConfigError("torchrun --master-port 0 gives its processes no port to meet at; use torchrun --standalone")
+    wait = timedelta(seconds=START_DEADLINE_S)
+    is_master = world.rank == 0 and not is_held
+    store = dist.TCPStore(host, port, world.size, is_master=is_master, timeout=wait, wait_for_workers=False)
+    return dist.PrefixStore(f"turnwise {world.num_restarts}", store)
+
+
+def _own_host(world: TorchrunWorld) -> str:
+    return "127.0.0.1" if world.is_on_one_machine else socket.gethostbyname(socket.gethostname())
+
+
+def _on_own_device(setup: LearnerSetup, world: TorchrunWorld) -> LearnerSetup:
+    """On another machine than rank 0's, a learner takes the GPU of its own number there."""
+    if world.is_on_one_machine or num_gpus(find_device(setup.engine).kind) <= world.local_rank:
+        return setup
+    return replace(setup, engine=setup.engine.model_copy(update={"device": f"cuda:{world.local_rank}"}))

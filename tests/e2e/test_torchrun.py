@@ -1,0 +1,50 @@
+"""`torchrun -m turnwise.cli train`: its processes are the run's learners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from command_line import run_here, run_module
+from turnwise.client.checkpoints import CheckpointStore
+from turnwise.runlog.reader import RunReader
+
+ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
+SMALL = (
+    *(ECHO, "model=tiny", "train.tasks_per_step=2", "rollout.group_size=4", "train.learning_rate=1e-3"),
+    *("train.steps=2", "eval.tasks=0", "run.dialogues=0", "rollout.deterministic=true"),
+)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "turnwise.cli", "train")
+
+
+def _saved(directory: Path) -> dict[str, np.ndarray]:
+    with RunReader(directory) as run:
+        place = CheckpointStore(directory).directory(run.checkpoints()[-1].path)
+    return load_file(place / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_dir")
+def test_two_ranks_of_torchrun_train_what_one_process_trains(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    run_here("train", *SMALL, f"run.dir={alone}")
+    said = run_module(*TORCHRUN, *SMALL, "cluster.shard=true", f"run.dir={together}")
+    assert said.count("done in") == 1, "rank 0 alone leads a run"
+    assert "2 processes on this machine, each with 1/2 of the weights" in said
+    expected = _saved(alone)
+    for name, values in _saved(together).items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_another_number_of_learners_than_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    said = run_here("train", *SMALL, "cluster.learners=3", code=2)
+    assert "cluster.learners=3, and torchrun has started 2 processes" in said
+    said = run_here("train", *SMALL, "cluster.env_workers=2", "cluster.address=auto", code=2)
+    assert "cluster.address=auto under torchrun" in said
