@@ -22,6 +22,10 @@ def missing_part() -> str:
         return "the package psycopg is not installed: pip install 'turnwise[postgres]'"
     if not _find("initdb") or not _find("pg_ctl"):
         return "PostgreSQL's initdb and pg_ctl are not installed: apt-get install postgresql"
+    try:
+        subprocess.run(["true"], user=_server_user(), check=True)
+    except OSError as error:
+        return f"a server does not run as root, and no process can be started as another user: {error}"
     return ""
 
 
@@ -29,7 +33,7 @@ def missing_part() -> str:
 def postgres_server(script: str) -> Iterator[str]:
     """Start a server, run a script as its superuser, and yield the address without a user: `...//USER@...` is yours."""
     folder = Path(tempfile.mkdtemp(prefix="turnwise-pg-"))
-    user = pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None  # a server refuses to run as root
+    user = _server_user()
     if user is not None:
         os.chown(folder, user, -1)
     data = folder / "data"
@@ -48,16 +52,22 @@ def postgres_server(script: str) -> Iterator[str]:
     try:
         call(_find("initdb"), "-D", str(data), "-U", "admin", "-A", "trust", "--no-sync", "--locale=C", "-E", "UTF8")
         settings = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off -c max_connections=20"
-        call(_find("pg_ctl"), "-D", str(data), "-o", settings, "-l", str(folder / "log"), "-w", "start")
+        wait = ("-w", "-t", str(int(START_S)))
+        call(_find("pg_ctl"), "-D", str(data), "-o", settings, "-l", str(folder / "log"), *wait, "start")
         try:
             psycopg = importlib.import_module("psycopg")
             with psycopg.connect(f"postgresql://admin@/postgres?host={folder}", autocommit=True) as connection:
                 connection.execute(script)
             yield f"postgresql://USER@/postgres?host={folder}"
         finally:
-            call(_find("pg_ctl"), "-D", str(data), "-m", "immediate", "-w", "stop")
+            call(_find("pg_ctl"), "-D", str(data), "-m", "immediate", *wait, "stop")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _server_user() -> int | None:
+    """Who runs the server: this user, or nobody where this user is root, because a server refuses to run as root."""
+    return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
 
 
 def _find(program: str) -> str:

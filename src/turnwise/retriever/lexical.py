@@ -38,7 +38,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path) -> Bm25Index:
-        return cls(_bm25s().BM25.load(str(folder), load_corpus=False, show_progress=False))
+        return cls(_bm25s().BM25.load(str(folder), load_corpus=False, mmap=True, show_progress=False))
 
     def save(self, folder: Path) -> None:
         self._model.save(str(folder), show_progress=False)

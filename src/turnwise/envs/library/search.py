@@ -34,14 +34,16 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.search_answers import exact_match, f1, normalise
+from turnwise.envs.library.search_bridges import make_corpus_questions
 from turnwise.envs.library.search_questions import QuestionKind, load_questions, make_questions, question_to_task
 from turnwise.envs.scripted import play_demonstrations
 from turnwise.envs.splits import draw, random_for
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.retriever.client import RetrieverClient
 from turnwise.retriever.corpus import Corpus, Hit, read_corpus
+from turnwise.retriever.dense import VectorKind
 from turnwise.retriever.fiction import Fiction, draw_fiction
-from turnwise.retriever.index import CorpusIndex, IndexKind, open_index
+from turnwise.retriever.index import CorpusIndex, IndexKind, make_embedder, open_index
 from turnwise.trajectory import Message
 
 RULES = (
@@ -139,9 +141,13 @@ class Search:
     path: Path | None = None
     """Questions of a data set, instead of generated ones."""
     corpus: Path | None = None
-    """Passages for `path`: JSON lines with id and contents. Not needed with `retriever_url`."""
+    """Passages: JSON lines with id and contents. Without `path` the questions are made from them."""
     index: IndexKind = "bm25"
     """Kind of the index in this process."""
+    encoder: str = "static"
+    """What makes the vectors of a dense index: `static`, `minilm`, or a folder with a sentence encoder."""
+    vectors: VectorKind = "auto"
+    """How a dense index is searched: `flat`, `hnsw`, `ivf`, or by the number of passages."""
     index_cache: Path | None = None
     """A folder to store that index in."""
     retriever_url: str = ""
@@ -164,14 +170,18 @@ class Search:
             )
         if self.deadline_s <= 0:
             raise ConfigError(f"deadline_s={self.deadline_s:g}; expected more than 0 seconds")
-        if self.path is None and self.corpus is not None:
-            raise ConfigError("corpus is not read without path: the generated questions have a corpus of their own")
+        if self.index == "bm25" and (self.encoder != "static" or self.vectors != "auto"):
+            raise ConfigError("encoder and vectors are not read with index=bm25; choose dense or hybrid")
+        if self.corpus is not None and self.path is None and self.corpus_seed:
+            raise ConfigError("corpus_seed is not read with corpus; it draws the invented corpus")
         if self.path is not None and self.corpus is None and not self.retriever_url:
             raise ConfigError(f"path={self.path} needs passages to search: set corpus or retriever_url")
-        if self.retriever_url and (self.corpus is not None or self.index != "bm25" or self.index_cache is not None):
+        is_indexed_here = self.index != "bm25" or self.index_cache is not None
+        if self.retriever_url and (is_indexed_here or (self.corpus is not None and self.path is not None)):
             raise ConfigError("corpus, index and index_cache are not read with retriever_url; the server has its own")
-        object.__setattr__(self, "_tasks", self._make_tasks())
-        object.__setattr__(self, "_retriever", self._make_retriever())
+        corpus = read_corpus(self.corpus) if self.corpus is not None else None
+        object.__setattr__(self, "_tasks", self._make_tasks(corpus))
+        object.__setattr__(self, "_retriever", self._make_retriever(corpus))
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
@@ -185,20 +195,22 @@ class Search:
             return []
         return play_demonstrations(self, _script, count, seed)
 
-    def _make_tasks(self) -> Mapping[Split, Sequence[Task]]:
+    def _make_tasks(self, corpus: Corpus | None) -> Mapping[Split, Sequence[Task]]:
         if self.path is not None:
             return load_questions(self.path)
-        questions = make_questions(_fiction(self.corpus_seed), self.kind)
+        if corpus is not None:
+            questions = make_corpus_questions(corpus.documents, self.kind)
+        else:
+            questions = make_questions(_fiction(self.corpus_seed), self.kind)
         splits: tuple[Split, Split] = ("train", "test")
         return {split: [question_to_task(one) for one in questions if one.split == split] for split in splits}
 
-    def _make_retriever(self) -> Retriever:
+    def _make_retriever(self, corpus: Corpus | None) -> Retriever:
         if self.retriever_url:
             return RetrieverClient(url=self.retriever_url, deadline_s=self.deadline_s)
-        corpus = (
-            read_corpus(self.corpus) if self.corpus is not None else Corpus.of(_fiction(self.corpus_seed).documents)
-        )
-        index, _ = open_index(corpus, self.index, cache=self.index_cache)
+        corpus = corpus or Corpus.of(_fiction(self.corpus_seed).documents)
+        embedder = None if self.index == "bm25" else make_embedder(self.encoder)
+        index, _ = open_index(corpus, self.index, cache=self.index_cache, embedder=embedder, vectors=self.vectors)
         return LocalRetriever(index, self.deadline_s)
 
 
