@@ -37,6 +37,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
 }
 
 ADAPTERS: Mapping[str, str] = {
+    "agentdojo": "turnwise.envs.adapters.agentdojo:AgentDojoWorld",
     "bfcl": "turnwise.envs.adapters.bfcl:BfclWorld",
     "chat": "turnwise.envs.adapters.chat:ChatWorld",
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",

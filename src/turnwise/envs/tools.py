@@ -140,6 +140,12 @@ def parse_tool_calls(text: str) -> ParsedReply:
     return ParsedReply(content, (), problem) if problem else ParsedReply(content, tuple(calls), None)
 
 
+def read_calls(reply: Message) -> ParsedReply:
+    """Read the calls in a reply's text; if there are none, take the reply's `tool_calls`."""
+    parsed = parse_tool_calls(reply.content)
+    return parsed if parsed.calls or parsed.problem else ParsedReply(parsed.content, reply.tool_calls, None)
+
+
 def _read_call(block: str) -> ToolCall | str:
     """Return the call in one block, or a text that says what is wrong with it."""
     call = _read_object(block)
@@ -206,9 +212,8 @@ class Toolbox:
         return "\n".join(["Tools:", *lines, "Call a tool like this:", CALL_FORMAT])
 
     def read(self, reply: Message) -> ParsedReply:
-        """Read the calls in a reply's text; if there are none, take the reply's `tool_calls`."""
-        parsed = parse_tool_calls(reply.content)
-        return parsed if parsed.calls or parsed.problem else ParsedReply(parsed.content, reply.tool_calls, None)
+        """Read the calls of a reply, as `read_calls` does."""
+        return read_calls(reply)
 
     async def call(self, call: ToolCall) -> Message:
         """Run one call. The answer is a tool message, also when the policy made a mistake."""

@@ -34,7 +34,7 @@ from turnwise.envs.difficulty import Levels
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.envs.sync import as_env
-from turnwise.envs.tools import CALL_FORMAT, format_tool_call, parse_tool_calls
+from turnwise.envs.tools import CALL_FORMAT, format_tool_call, read_calls
 from turnwise.errors import ConfigError
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message, ToolCall
@@ -191,10 +191,9 @@ class BfclEnv:
 
     def step(self, reply: Message) -> EnvStep:
         self._turn += 1
-        parsed = parse_tool_calls(reply.content)
-        calls = parsed.calls or (() if parsed.problem else reply.tool_calls)
-        if parsed.problem or (not calls and not parsed.content):
-            return self._go_on([user(parsed.problem or _NOTHING)], is_unparsable=True)
+        said, calls, problem = read_calls(reply)
+        if problem or (not calls and not said):
+            return self._go_on([user(problem or _NOTHING)], is_unparsable=True)
         if calls:
             return self._go_on([self._call(call) for call in calls])
         if not self._is_request_done():
