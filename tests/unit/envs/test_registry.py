@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.envs import library
+from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import SHIPPED_WORLDS, get_world, load_target, world_names, world_options
 from turnwise.envs.worlds import is_world
 from turnwise.errors import ConfigError
@@ -156,3 +157,8 @@ def test_an_error_inside_your_module_stays_what_it_is(module: Path) -> None:
         get_world("my_worlds:Tiny")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
         get_world("my_worlds.py:Tiny")
+
+
+def test_a_world_of_another_library_hands_on_its_levels_if_it_has_any() -> None:
+    assert levels_of(load_target("textworld:custom"))[1] == {"level": 1}
+    assert levels_of(load_target("textarena:Nim-v0")) == ()

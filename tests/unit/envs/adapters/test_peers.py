@@ -15,6 +15,11 @@ def test_a_missing_library_comes_with_the_command_that_installs_it() -> None:
         import_peer("no_such_gym.inner", extra="no-such")
 
 
+def test_a_library_that_would_replace_ours_is_installed_by_a_second_command() -> None:
+    with pytest.raises(ConfigError, match=r"turnwise\[no-such\]' && pip install --no-deps no-such$"):
+        import_peer("no_such_gym", extra="no-such", then="pip install --no-deps no-such")
+
+
 def test_an_error_inside_a_library_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_a_gym.py").write_text("import no_such_package_at_all\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
