@@ -78,7 +78,10 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         world = wrap_leaves(world, lambda inner: OutcomeWorld(inner=inner, model=model))
     for name, leaf in leaves(world).items() if config.warmup.steps else ():
         if not leaf.demonstrations(1, 0):
-            raise ConfigError(f"{name or leaf.name} has no scripted dialogues to warm up with; set warmup.steps=0")
+            raise ConfigError(
+                f"{name or leaf.name} has no scripted dialogues to warm up with; give the env class a method "
+                "demonstrate() (docs/tutorials/demonstrations.md), or set warmup.steps=0"
+            )
     if config.method.needs_critic and config.critic.pretrain_steps:
         check_pretraining(config.critic, world)
     rollout = bounded_by_workers(config.rollout.for_world(world, facts.context_length), world)
