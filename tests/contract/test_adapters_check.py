@@ -32,7 +32,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_an_env_of_another_library_keeps_the_rules(name: str) -> None:
     pytest.importorskip(NAMES[name])
-    report = check_env(get_world(name), num_tasks=2)
+    report = check_env(get_world(name), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 
@@ -46,7 +46,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
 
 
 def test_the_env_that_openenv_itself_makes_keeps_the_rules(echo: str) -> None:
-    report = check_env(get_world(echo), num_tasks=2)
+    report = check_env(get_world(echo), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 
@@ -65,5 +65,5 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_taskset_that_comes_with_verifiers_keeps_the_rules() -> None:
     pytest.importorskip("verifiers", reason="in the extra adapters, too large for dev")
     world = get_world("verifiers:textarena", taskset={"game": "Hangman-v0"}, num_tasks=20, max_turns=16)
-    report = check_env(world, num_tasks=2)
+    report = check_env(world, num_tasks=2, deadline_s=120)
     assert report.is_ok, report

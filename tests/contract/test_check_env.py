@@ -36,7 +36,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
 def test_every_shipped_world_keeps_the_rules(name: str, options: dict[str, Any]) -> None:
-    report = check_env(get_world(name, **options))
+    report = check_env(get_world(name, **options), deadline_s=120)
     assert report.is_ok, report
 
 

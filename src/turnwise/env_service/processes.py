@@ -64,18 +64,42 @@ class _Process:
         return said[-1] if said else "it said nothing"
 
 
-class LocalEnvWorkers(EnvWorkers):
+class WatchedEnvWorkers(EnvWorkers):
+    """Workers that a thread of this process watches, so that one that dies is replaced."""
+
+    def __init__(self, workers: Sequence[EnvWorker], key: str = "") -> None:
+        super().__init__(workers, key)
+        self.num_restarts = 0
+        self.on_restart: Callable[[str], None] = lambda _: None
+        """Told about every worker that died, in the thread that watches."""
+        self._ending = threading.Event()
+        self._watch: threading.Thread | None = None
+
+    def _begin_watch(self, look: Callable[[], None], every_s: float) -> None:
+        """Call `look` again and again until `_end_watch`."""
+
+        def watch() -> None:
+            while not self._ending.wait(every_s):
+                look()
+
+        self._ending.clear()
+        self._watch = threading.Thread(target=watch, name="turnwise-env-workers", daemon=True)
+        self._watch.start()
+
+    def _end_watch(self) -> None:
+        self._ending.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
+
+
+class LocalEnvWorkers(WatchedEnvWorkers):
     """Workers that this process starts. Addresses are known before they start."""
 
     def __init__(self, spec: WorkerSpec, count: int) -> None:
         self._spec = spec
         self._count = count
         self._processes: list[_Process] = []
-        self._ending = threading.Event()
-        self._watch: threading.Thread | None = None
-        self.num_restarts = 0
-        self.on_restart: Callable[[str], None] = lambda _: None
-        """Told about every worker that died, in the thread that watches."""
         super().__init__([EnvWorker("", spec.max_envs) for _ in range(count)])
 
     @property
@@ -95,16 +119,11 @@ class LocalEnvWorkers(EnvWorkers):
         except BaseException:
             self.close()
             raise
-        self._ending.clear()
-        self._watch = threading.Thread(target=self._watch_all, name="turnwise-env-workers", daemon=True)
-        self._watch.start()
+        self._begin_watch(self._restart_dead, LOOK_S)
 
     def close(self) -> None:
         """End the workers: ask first, then kill."""
-        self._ending.set()
-        if self._watch is not None:
-            self._watch.join()
-            self._watch = None
+        self._end_watch()
         for process in self._processes:
             process.listener.close()
             _hang_up(process.popen)
@@ -132,12 +151,11 @@ class LocalEnvWorkers(EnvWorkers):
                 )
         raise ConfigError(f"env worker {process.number} did not serve {self._spec.env} within {START_S:g} s")
 
-    def _watch_all(self) -> None:
-        while not self._ending.wait(LOOK_S):
-            for process in self._processes:
-                code = process.popen.poll()
-                if code is not None and not process.worker.is_given_up:
-                    self._restart(process, code)
+    def _restart_dead(self) -> None:
+        for process in self._processes:
+            code = process.popen.poll()
+            if code is not None and not process.worker.is_given_up:
+                self._restart(process, code)
 
     def _restart(self, process: _Process, code: int) -> None:
         is_quick = time.monotonic() - process.started_s < QUICK_S

@@ -9,11 +9,11 @@ import importlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from turnwise.env_service.processes import MAX_QUICK_DEATHS, QUICK_S, START_S, WorkerSpec
-from turnwise.envs.remote.workers import EnvWorker, EnvWorkers
+from turnwise.env_service.processes import MAX_QUICK_DEATHS, QUICK_S, START_S, WatchedEnvWorkers, WorkerSpec
+from turnwise.envs.remote.workers import EnvWorker
 from turnwise.errors import ConfigError
 from turnwise.runtime.network import open_port
 from turnwise.runtime.ray_cluster import RayActor, connect_ray
@@ -41,7 +41,7 @@ class EnvWorkerActor:
         threading.Event().wait()
 
 
-class RayEnvWorkers(EnvWorkers):
+class RayEnvWorkers(WatchedEnvWorkers):
     """Workers that this process places on a Ray cluster."""
 
     def __init__(self, spec: WorkerSpec, count: int, address: str) -> None:
@@ -55,11 +55,9 @@ class RayEnvWorkers(EnvWorkers):
             "key": self._key,
         }
         self._actors: list[RayActor] = []
-        self._ending = threading.Event()
-        self._watch: threading.Thread | None = None
-        self.num_restarts = 0
-        self.on_restart: Callable[[str], None] = lambda _: None
-        """Told about every worker that died, in the thread that watches."""
+        self._deaths = [0] * count
+        """Deaths in a row, each soon after the one before."""
+        self._born_s = [0.0] * count
         super().__init__([EnvWorker("", spec.max_envs) for _ in range(count)], self._key)
 
     def start(self) -> None:
@@ -74,15 +72,11 @@ class RayEnvWorkers(EnvWorkers):
         except BaseException:
             self.close()
             raise
-        self._ending.clear()
-        self._watch = threading.Thread(target=self._watch_all, args=(ray,), name="turnwise-ray-workers", daemon=True)
-        self._watch.start()
+        self._deaths, self._born_s = [0] * len(self._actors), [time.monotonic()] * len(self._actors)
+        self._begin_watch(lambda: self._replace_dead(ray), LOOK_S)
 
     def close(self) -> None:
-        self._ending.set()
-        if self._watch is not None:
-            self._watch.join()
-            self._watch = None
+        self._end_watch()
         for actor in self._actors:
             actor.kill()
         self._actors = []
@@ -92,16 +86,14 @@ class RayEnvWorkers(EnvWorkers):
         worker.address = actor.get(actor.handle.serve.remote(self._fields), deadline_s=START_S)
         return actor
 
-    def _watch_all(self, ray: Any) -> None:
-        deaths = [0] * len(self._actors)
-        born_s = [time.monotonic()] * len(self._actors)
-        while not self._ending.wait(LOOK_S):
-            for number, actor in enumerate(self._actors):
-                if deaths[number] >= MAX_QUICK_DEATHS or not actor.is_gone:
-                    continue
-                deaths[number] = deaths[number] + 1 if time.monotonic() - born_s[number] < QUICK_S else 1
-                born_s[number] = time.monotonic()
-                self._replace(ray, number, is_last=deaths[number] >= MAX_QUICK_DEATHS)
+    def _replace_dead(self, ray: Any) -> None:
+        for number, actor in enumerate(self._actors):
+            if self.workers[number].is_given_up or not actor.is_gone:
+                continue
+            is_quick = time.monotonic() - self._born_s[number] < QUICK_S
+            self._deaths[number] = self._deaths[number] + 1 if is_quick else 1
+            self._born_s[number] = time.monotonic()
+            self._replace(ray, number, is_last=self._deaths[number] >= MAX_QUICK_DEATHS)
 
     def _replace(self, ray: Any, number: int, *, is_last: bool) -> None:
         worker = self.workers[number]

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, cast
 
 from turnwise.envs.base import Env, Split, Task, assistant
 from turnwise.envs.sync import as_env
 from turnwise.errors import DataError
+from turnwise.runtime.blocking import run_to_end
 from turnwise.trajectory import Message
-
-T = TypeVar("T")
 
 ScriptedPlayer = Callable[[Sequence[Message]], str]
 """Takes the conversation so far and returns the next reply."""
@@ -99,19 +96,4 @@ def play_demonstrations(
 
         return await asyncio.gather(*(play_one(task) for task in world.tasks("train", count, seed)))
 
-    return run_coroutine(play_all())
-
-
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from plain code. If an event loop is running in this thread, it is blocked meanwhile."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 - `outcome.result()` raises it again
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="turnwise-script", daemon=True)
-    thread.start()
-    return outcome.result()
+    return run_to_end(play_all())

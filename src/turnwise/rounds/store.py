@@ -14,8 +14,8 @@ import json
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from turnwise.envs.listed import ListedTask
 from turnwise.errors import ConfigError
 from turnwise.rounds.tables import DATABASE, TABLES, VERSION
 from turnwise.runtime.closing import ClosedOnExit
+from turnwise.runtime.transaction import transaction
 from turnwise.trajectory import Trajectory, TrajectoryGroup, trajectory_from_json, trajectory_to_json
 
 Row = Mapping[str, Any]
@@ -113,16 +114,9 @@ class PoolStore(ClosedOnExit):
     def close(self) -> None:
         self._db.close()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """All that is written inside is there afterwards, or nothing is."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        return transaction(self._db)
 
     def query(self, sql: str, *values: Any) -> list[Row]:
         try:

@@ -67,7 +67,7 @@ async def test_a_served_world_plays_exactly_as_it_does_here(world: RemoteWorld) 
 def test_a_served_world_keeps_every_rule_of_an_env() -> None:
     inner = get_world("guess_number", high=8)
     with serving(make_env_app(inner, EnvServerOptions(env="guess_number"))) as address:
-        report = check_env(RemoteWorld(address), num_tasks=1)
+        report = check_env(RemoteWorld(address), num_tasks=1, deadline_s=120)
     assert report.is_ok, str(report)
     assert "demonstrations" in {result.name for result in report.results if result.state == "passed"}
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from turnwise.envs.base import EnvStep, Split, Task, assistant, user
-from turnwise.envs.scripted import play_demonstrations, play_script, run_coroutine
+from turnwise.envs.scripted import play_demonstrations, play_script
 from turnwise.trajectory import Message
 
 
@@ -67,15 +65,3 @@ def test_demonstrations_play_the_train_tasks_in_order() -> None:
         seed=0,
     )
     assert [[m.content for m in d if m.role == "assistant"] for d in dialogues] == [["a", "end"], ["end"]]
-
-
-async def test_a_coroutine_can_be_run_from_plain_code_inside_a_loop() -> None:
-    assert run_coroutine(asyncio.sleep(0, result=7)) == 7
-
-
-def test_its_exceptions_come_back() -> None:
-    async def fail() -> None:
-        raise LookupError("nope")
-
-    with pytest.raises(LookupError, match="nope"):
-        run_coroutine(fail())

@@ -109,10 +109,10 @@ async def test_the_reference_is_shown_and_a_wrong_key_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["guess_number", "search", "calculator"])
 def test_a_judged_world_keeps_the_rules_of_worlds(name: str) -> None:
-    report = check_env(judged(get_world(name), Judge(Opinion(), RUBRIC)), num_tasks=2)
+    report = check_env(judged(get_world(name), Judge(Opinion(), RUBRIC)), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
     states = {result.name: result.state for result in report.results}
-    inner = {result.name: result.state for result in check_env(get_world(name), num_tasks=2).results}
+    inner = {result.name: result.state for result in check_env(get_world(name), num_tasks=2, deadline_s=120).results}
     assert states == inner  # state_key and fork are there exactly when the world has them
 
 

@@ -57,10 +57,11 @@ from turnwise.envs.library.negotiate_players import (
 )
 from turnwise.envs.library.negotiate_text import read_reply, write_offer
 from turnwise.envs.schema import check_fractions
-from turnwise.envs.scripted import play_script, run_coroutine
+from turnwise.envs.scripted import play_script
 from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import ConfigError
+from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
@@ -280,7 +281,7 @@ class Negotiate:
             played = [await self._demonstrate(task, seed) for task in self.tasks("train", count, seed)]
             return [dialogue for dialogue in played if dialogue]
 
-        return run_coroutine(play_all())
+        return run_to_end(play_all())
 
     async def _demonstrate(self, task: Task, seed: int) -> list[Message]:
         """The dialogue of the first player that succeeds, or of one that plays at random; empty if nobody succeeds."""

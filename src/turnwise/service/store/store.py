@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from turnwise.client.checkpoints import CheckpointPath, Kind
 from turnwise.errors import ConfigError
+from turnwise.runtime.transaction import transaction
 from turnwise.types import LoraConfig
 
 FILE_NAME = "service.sqlite3"
@@ -197,15 +198,8 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+    def transaction(self) -> AbstractContextManager[None]:
+        return transaction(self._db)
 
     @property
     def secret(self) -> bytes:

@@ -109,7 +109,7 @@ def test_demonstrations_meet_both_moods() -> None:
 
 @pytest.mark.parametrize("options", [{"num_goods": 2}, {"num_goods": 5, "glad_share": 0.2}])
 def test_other_sizes_keep_the_rules(options: dict[str, Any]) -> None:
-    report = check_env(Bargain(**options), num_tasks=2)
+    report = check_env(Bargain(**options), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 

@@ -18,10 +18,11 @@ from turnwise.envs.difficulty import level_options
 from turnwise.envs.library.customer_service import LEVELS, CustomerService
 from turnwise.envs.library.customer_service_rules import ShopPolicy, decide
 from turnwise.envs.library.customer_service_shop import Customer, Request, ShopData, ShopOrder
-from turnwise.envs.scripted import ScriptedPlayer, run_coroutine
+from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.envs.tools import format_tool_call
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.runtime.blocking import run_to_end
 from turnwise.trajectory import Message
 
 ALL_LEVELS = range(len(LEVELS))
@@ -61,7 +62,7 @@ def last_step(task: Task, replies: Sequence[str], world: CustomerService = WORLD
         assert [step.is_over for step in steps] == [False] * (len(steps) - 1) + [True]
         return steps[-1]
 
-    return run_coroutine(go())
+    return run_to_end(go())
 
 
 def played(world: CustomerService, task: Task, player: ScriptedPlayer) -> EnvStep:
@@ -72,7 +73,7 @@ def played(world: CustomerService, task: Task, player: ScriptedPlayer) -> EnvSte
             pass
         return step
 
-    return run_coroutine(go())
+    return run_to_end(go())
 
 
 @for_each("level", ALL_LEVELS)
@@ -221,14 +222,14 @@ def test_the_seed_chooses_the_words_and_nothing_else() -> None:
         assert step.is_success
         return heard
 
-    found = [run_coroutine(dialogue(seed)) for seed in range(6)]
-    assert run_coroutine(dialogue(0)) == found[0]
+    found = [run_to_end(dialogue(seed)) for seed in range(6)]
+    assert run_to_end(dialogue(0)) == found[0]
     assert any(other != found[0] for other in found)
 
 
 def test_it_keeps_the_rules_of_a_world_and_its_splits_share_no_task() -> None:
     for world in (CustomerService(level=0), CustomerService(level=5, protocol="line")):
-        report = check_env(world, num_tasks=2)
+        report = check_env(world, num_tasks=2, deadline_s=120)
         assert report.is_ok, report
         train, test = ({str(task.data) for task in world.tasks(split, 300, 0)} for split in ("train", "test"))
         assert not train & test

@@ -137,7 +137,7 @@ def test_the_world_keeps_the_rules_at_every_difficulty() -> None:
         Negotiate(num_issues=4, num_options=4, opponent="tough", partial="overlap"),
         Negotiate(num_issues=1, num_options=2, max_turns=1, games="loan,merger", opponent="conceder"),
     ):
-        report = check_env(world, num_tasks=2)
+        report = check_env(world, num_tasks=2, deadline_s=120)
         assert report.is_ok, report
 
 

@@ -13,8 +13,9 @@ from turnwise.envs.base import EnvStep, Task, assistant
 from turnwise.envs.check import check_env
 from turnwise.envs.library.phone import Phone, PhoneEnv
 from turnwise.envs.library.phone_goals import GOAL_KINDS, Goal, draw_phone
-from turnwise.envs.scripted import ScriptedPlayer, play_script, run_coroutine
+from turnwise.envs.scripted import ScriptedPlayer, play_script
 from turnwise.errors import ConfigError
+from turnwise.runtime.blocking import run_to_end
 
 
 def task_of(*goals: Goal, seed: int = 0, num_contacts: int = 12) -> Task:
@@ -40,7 +41,7 @@ def played(world: Phone, task: Task, player: ScriptedPlayer) -> EnvStep:
                 return step
             dialogue += step.messages
 
-    return run_coroutine(go())
+    return run_to_end(go())
 
 
 @for_each("actions", [2, 3, 7, 25, 120])
@@ -101,7 +102,7 @@ async def test_what_was_typed_and_not_sent_is_lost_when_the_screen_is_left() -> 
 )
 def test_what_the_phone_cannot_do_it_says_and_shows_the_screen(reply: str, answer: str) -> None:
     env = Phone().make_env(task_of(Goal(kind="open", name="Notes")), 0)
-    (step,) = run_coroutine(play(env, [reply]))
+    (step,) = run_to_end(play(env, [reply]))
     assert step.messages[0].content.startswith(f"{answer}\n\nHome\n[1] button")
     assert not step.is_unparsable
 
@@ -129,7 +130,7 @@ def test_a_fork_in_the_middle_of_a_long_task_goes_its_own_way() -> None:
             await again.step(assistant(r)) for r in replies[30:]
         ]
 
-    ours, theirs = run_coroutine(go())
+    ours, theirs = run_to_end(go())
     assert ours == theirs
     assert ours[-1].is_success
 
@@ -142,7 +143,7 @@ def test_random_play_does_not_solve_it() -> None:
 
 def test_it_keeps_the_rules_with_tools_and_with_long_tasks() -> None:
     for world in (Phone(protocol="tool_call"), Phone(actions=20), Phone(partial_credit=0.0)):
-        report = check_env(world, num_tasks=2)
+        report = check_env(world, num_tasks=2, deadline_s=120)
         assert report.is_ok, report
 
 
@@ -150,7 +151,7 @@ def test_a_demonstration_with_slips_still_matches_what_the_env_says() -> None:
     world = Phone(actions=6, demonstration_skill=0.5)
     for task, dialogue in zip(world.tasks("train", 8, 0), world.demonstrations(8, 0), strict=True):
         replies = iter([message.content for message in dialogue if message.role == "assistant"])
-        again = run_coroutine(play_script(world.make_env(task, 0), lambda _, said=replies: next(said), world.max_turns))
+        again = run_to_end(play_script(world.make_env(task, 0), lambda _, said=replies: next(said), world.max_turns))
         assert again == dialogue
 
 

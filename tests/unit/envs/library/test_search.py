@@ -147,7 +147,7 @@ async def test_f1_pays_for_overlap_and_success_stays_exact() -> None:
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop", "comparison", "mixed"])
 def test_every_kind_keeps_the_rules_and_can_be_demonstrated(kind: str) -> None:
     world = get_world("search", kind=kind)
-    report = check_env(world, num_tasks=2)
+    report = check_env(world, num_tasks=2, deadline_s=120)
     assert report.is_ok, report
     for dialogue in world.demonstrations(10, 1):
         assert dialogue[-1].content.startswith("<answer>")

@@ -106,7 +106,7 @@ async def test_order_and_duplicates_count_in_a_data_set(spider: Path) -> None:
 
 
 def test_a_data_set_keeps_the_rules_of_worlds(spider: Path) -> None:
-    report = check_env(TextToSql(path=spider), num_tasks=1)
+    report = check_env(TextToSql(path=spider), num_tasks=1, deadline_s=120)
     assert report.is_ok, report
 
 

@@ -200,7 +200,7 @@ def test_unskilled_demonstrations_show_the_form_and_not_the_answer() -> None:
     ],
 )
 def test_every_variant_keeps_the_rules(options: dict[str, Any]) -> None:
-    report = check_env(TextToSql(**options), num_tasks=2)
+    report = check_env(TextToSql(**options), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 

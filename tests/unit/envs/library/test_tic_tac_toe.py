@@ -169,7 +169,7 @@ async def test_a_fork_goes_its_own_way() -> None:
 
 @pytest.mark.parametrize("options", [{"opponent": "minimax", "epsilon": 0.2}, {"max_illegal": 0}])
 def test_every_variant_keeps_the_rules(options: dict[str, Any]) -> None:
-    report = check_env(TicTacToe(**options), num_tasks=2)
+    report = check_env(TicTacToe(**options), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 

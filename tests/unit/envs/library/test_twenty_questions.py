@@ -114,7 +114,7 @@ def test_unskilled_demonstrations_often_fail() -> None:
 
 
 def test_another_size_keeps_the_rules() -> None:
-    report = check_env(TwentyQuestions(num_things=2, max_turns=2), num_tasks=2)
+    report = check_env(TwentyQuestions(num_things=2, max_turns=2), num_tasks=2, deadline_s=120)
     assert report.is_ok, report
 
 

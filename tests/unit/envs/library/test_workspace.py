@@ -12,8 +12,9 @@ from turnwise.envs.base import EnvStep, assistant
 from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
 from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork
 from turnwise.envs.sandbox import Sandbox
-from turnwise.envs.scripted import play_script, run_coroutine
+from turnwise.envs.scripted import play_script
 from turnwise.errors import ConfigError
+from turnwise.runtime.blocking import run_to_end
 
 ORDERS = [(100, "Ann", 17), (101, "Ben", 5), (102, "Ann", 28)]
 
@@ -95,7 +96,7 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
     ],
 )
 def test_half_done_or_done_with_damage_is_no_success(chore: OfficeChore, replies: list[str]) -> None:
-    last = run_coroutine(play(office("shell", chore), [*replies, "done"]))[-1]
+    last = run_to_end(play(office("shell", chore), [*replies, "done"]))[-1]
     assert last.is_success is False
     assert sum(last.reward_parts.values()) <= 0.5
 
@@ -108,7 +109,7 @@ def test_every_interface_has_the_same_tasks_and_the_expert_does_them_in_fewer_ac
     turns = {each: [0.0] for each in interfaces}
     for each, world in worlds.items():
         for task in tasks[each]:
-            dialogue = run_coroutine(play_script(world.make_env(task, 0), world.expert(task, 0), world.max_turns))
+            dialogue = run_to_end(play_script(world.make_env(task, 0), world.expert(task, 0), world.max_turns))
             turns[each].append(sum(message.role == "assistant" for message in dialogue))
     assert sum(turns["shell"]) < sum(turns["both"]) < sum(turns["screen"])
 
@@ -133,16 +134,16 @@ def test_a_fork_has_its_own_screens_shell_and_database() -> None:
             await env.close()
             await fork.close()
 
-    assert run_coroutine(go())[-1].is_success
+    assert run_to_end(go())[-1].is_success
 
 
 def test_a_replayed_attempt_hears_the_same() -> None:
     world = Workspace(chores=3)
     (task,) = world.tasks("test", 1, seed=9)
     player = world.expert(task, 0)
-    first = run_coroutine(play_script(world.make_env(task, 0), player, world.max_turns))
+    first = run_to_end(play_script(world.make_env(task, 0), player, world.max_turns))
     replies = iter([message.content for message in first if message.role == "assistant"])
-    assert run_coroutine(play_script(world.make_env(task, 1), lambda _: next(replies), world.max_turns)) == first
+    assert run_to_end(play_script(world.make_env(task, 1), lambda _: next(replies), world.max_turns)) == first
 
 
 def test_random_play_does_not_solve_it() -> None:
@@ -159,7 +160,7 @@ def test_random_play_does_not_solve_it() -> None:
                 await env.close()
                 return bool(step.is_success)
 
-    assert not any(run_coroutine(is_solved(number)) for number in range(4))
+    assert not any(run_to_end(is_solved(number)) for number in range(4))
 
 
 @for_each(
