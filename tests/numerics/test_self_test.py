@@ -185,7 +185,7 @@ def test_it_can_be_turned_off_by_name(qwen3_dir: Path, monkeypatch: Patch) -> No
 
 
 def test_the_reference_is_not_kept(qwen3_dir: Path) -> None:
-    assert load(qwen3_dir).model.reference is None
+    assert load(qwen3_dir).model.references == ()
 
 
 def test_what_the_test_leaves_in_the_cache_is_not_used(qwen3_dir: Path) -> None:

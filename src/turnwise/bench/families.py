@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.model.load import without_progress_bars
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, ModelError
-from turnwise.models.families import FAMILIES
+from turnwise.models.families import FAMILIES, has_stretched_angles
 from turnwise.models.linears import linear_kind
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput, SampleRequest, SampleResponse, SamplingParams
 
@@ -113,9 +113,8 @@ def compare(sample: FamilySample, settings: EngineConfig) -> FamilyRow:
     """Write the model, run it in both worlds, and compare."""
     with tempfile.TemporaryDirectory() as place:
         write_model(sample.config(), Path(place) / MODEL)
-        engine = Engine(
-            Path(place) / MODEL, settings.model_copy(update={"kv_cache_gib": 0.01, "seed": 3}), name=sample.name
-        )
+        own = {"kv_cache_gib": 0.01, "seed": 3, "context_length": sample.context_length}
+        engine = Engine(Path(place) / MODEL, settings.model_copy(update=own), name=sample.name)
         try:
             pair = _Pair(engine, Path(place))
             differences = Differences(
@@ -142,6 +141,9 @@ class _Pair:
     def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
         self.plain = self._load_plain()
+        config = self.plain.config.to_dict()
+        is_stretched = has_stretched_angles(config, engine.max_context_length)
+        self.angles = Angles(engine.model.angle_switch, engine.max_context_length if is_stretched else None)
         kinds = {linear_kind(name) for name in engine.model.shapes}
         self.lora = LoraConfig(rank=RANK, seed=1, train_mlp="mlp" in kinds, train_router="router" in kinds)
         self.adapter = engine.create_adapter(self.lora)
@@ -163,23 +165,26 @@ class _Pair:
         ).eval()
         return plain.to(self.engine.device)
 
+    def _plain(self, model: Any, ids: Ids) -> Tensor:
+        return plain_logprobs(model, ids, self.angles)
+
     def forward(self) -> float:
         ours = self._ours(self.engine.create_adapter(self.lora))  # a new adapter changes nothing
         alone = self._ours(self.engine.create_adapter(self.lora), self.sequences[2:3])
-        theirs = [plain_logprobs(self.plain, ids) for ids in self.sequences]
+        theirs = [self._plain(self.plain, ids) for ids in self.sequences]
         return max(_largest(ours, theirs), _largest(alone, theirs[2:3]))
 
     def prefill(self) -> float:
         replies = self._sample(max_tokens=1, scores=True)
         ours = [torch.tensor(reply.prompt_logprobs[1:]) for reply in replies if reply.prompt_logprobs is not None]
-        return _largest(ours, [plain_logprobs(self.plain, ids) for ids in self.sequences])
+        return _largest(ours, [self._plain(self.plain, ids) for ids in self.sequences])
 
     def decode(self) -> float:
         ours, theirs = [], []
         for prompt, reply in zip(self.sequences, self._sample(max_tokens=12, scores=False), strict=True):
             (drawn,) = reply.sequences
             ours.append(torch.tensor(drawn.logprobs))
-            theirs.append(plain_logprobs(self.plain, [*prompt, *drawn.tokens])[len(prompt) - 1 :])
+            theirs.append(self._plain(self.plain, [*prompt, *drawn.tokens])[len(prompt) - 1 :])
         return _largest(ours, theirs)
 
     def training(self) -> float:
@@ -197,19 +202,19 @@ class _Pair:
             self.engine.optim_step(self.adapter, ADAM)
             optimizer.zero_grad()
             for ids in self.sequences:
-                (-plain_logprobs(theirs, ids).sum()).backward()
+                (-self._plain(theirs, ids).sum()).backward()
             optimizer.step()
         after = self._ours(self.adapter)
         self.moved = _largest(before, after)
         with torch.no_grad():
-            return _largest(after, [plain_logprobs(theirs, ids) for ids in self.sequences])
+            return _largest(after, [self._plain(theirs, ids) for ids in self.sequences])
 
     def files(self) -> float:
         ours = self._ours(self.adapter)
         self.engine.save_adapter(self.adapter, self.place / "ours", with_optimizer=False)
         theirs = self._load_peft(self.place / "ours")
         with torch.no_grad():
-            read = _largest([plain_logprobs(theirs, ids) for ids in self.sequences], ours)
+            read = _largest([self._plain(theirs, ids) for ids in self.sequences], ours)
         with _without_remarks():
             theirs.save_pretrained(str(self.place / "theirs"))
         back = self.engine.create_adapter(self.lora)
@@ -274,10 +279,33 @@ def draw_ids(count: int, seed: int) -> Ids:
     return np.random.default_rng(seed).integers(3, VOCAB, count).tolist()
 
 
-def plain_logprobs(model: Any, ids: Ids) -> Tensor:
-    """[len(ids) - 1] of every token after the first, by a model of transformers that sees this sequence alone."""
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """What the angles of a sequence depend on."""
+
+    switch: int | None = None
+    """LongRoPE: a token behind this many is predicted with other angles."""
+    context: int | None = None
+    """Dynamic NTK: all sequences have the angles of one of this length."""
+
+
+ONE_SET = Angles()
+
+
+def plain_logprobs(model: Any, ids: Ids, angles: Angles = ONE_SET) -> Tensor:
+    """[len(ids) - 1] of every token after the first, by a model of transformers that sees this sequence alone.
+
+    With `angles.switch`, transformers runs the tokens up to it by themselves: it chooses by the length of what it runs.
+    With `angles.context`, the sequence stands at the end of the context; rotations depend on distances alone.
+    """
     tokens = torch.tensor([ids], device=model.device)
-    logits = model(tokens, use_cache=False).logits[0, :-1]
+    read = tokens[:, :-1]
+    first = 0 if angles.context is None else angles.context - read.shape[1]
+    placed = {"position_ids": torch.arange(first, first + read.shape[1], device=model.device)[None]} if first else {}
+    logits = model(read, use_cache=False, **placed).logits[0]
+    if angles.switch is not None and read.shape[1] > angles.switch:
+        start = model(read[:, : angles.switch], use_cache=False).logits[0]
+        logits = torch.cat([start, logits[angles.switch :]])
     return torch.log_softmax(logits.float(), -1).gather(1, tokens[0, 1:, None])[:, 0]
 
 

@@ -76,11 +76,27 @@ class FamilySample:
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Besides those of its family."""
+    context_length: int = 0
+    """`engine.context_length`"""
 
     def config(self) -> PretrainedConfig:
         left_out = ("num_key_value_heads",) if self.model_type in WITHOUT_GROUPS else ()
         shape = {key: value for key, value in SHAPE.items() if key not in left_out}
         return CONFIG_MAPPING[self.model_type](**{**shape, **EXPERTS, **OWN.get(self.model_type, {}), **self.settings})
+
+
+def _long_rope(original: int) -> dict[str, Any]:
+    """Other factors for sequences of more than `original` tokens."""
+    return {
+        "max_position_embeddings": 1024,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "rope_theta": 1e4,
+        },
+    }
 
 
 VARIANTS: Sequence[FamilySample] = (
@@ -103,18 +119,21 @@ VARIANTS: Sequence[FamilySample] = (
         settings={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
     FamilySample(
-        name="phi3, LongRoPE",
-        model_type="phi3",
+        name="llama, dynamic NTK, long",
+        model_type="llama",
         settings={
-            "max_position_embeddings": 1024,
-            "original_max_position_embeddings": 192,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "rope_theta": 1e4,
-            },
+            "max_position_embeddings": 100,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
+        context_length=180,
+    ),
+    FamilySample(name="phi3, LongRoPE", model_type="phi3", settings=_long_rope(192)),
+    FamilySample(name="phi3, LongRoPE, long", model_type="phi3", settings=_long_rope(30), context_length=256),
+    FamilySample(
+        name="phi3, LongRoPE, long, window",
+        model_type="phi3",
+        settings={**_long_rope(30), "sliding_window": 21},
+        context_length=256,
     ),
     FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
     FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),

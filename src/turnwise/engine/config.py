@@ -130,6 +130,12 @@ class EngineConfig(Section):
         le=1,
         description="Share of a GPU's memory for weights, KV cache and training; not used on a CPU.",
     )
+    context_length: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of the longest sequence; 0: what the model reads with one set of angles. A model with "
+        "LongRoPE or dynamic NTK reads more if you say how many (docs/models.md).",
+    )
     kv_cache_gib: float = Field(
         default=0.0,
         ge=0,

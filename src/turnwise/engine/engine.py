@@ -59,10 +59,15 @@ class Engine:
         for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
-        self._test = SelfTest(self.model_dir, self.device, self.dtype, is_wanted=config.self_test)
+        self._test = SelfTest(self.model_dir, self.device, self.dtype, config)
         self.exchange = exchange
         self.model = CausalModel(
-            self.model_dir, self.device, self.dtype, is_tested=self._test.is_due, exchange=exchange
+            self.model_dir,
+            self.device,
+            self.dtype,
+            is_tested=self._test.is_due,
+            wanted_context=config.context_length,
+            exchange=exchange,
         )
         self.arch = self.model.arch
         self.vocab_size = self.model.vocab_size

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine.config import EngineConfig
 from turnwise.engine.model.lora import Route
 from turnwise.engine.model.reference import PlainRun, Reference
 from turnwise.engine.model.trace import LAST_NORM, Trace, traced
@@ -70,18 +71,19 @@ class OurRun:
 class SelfTest:
     """The test of one model; it is due unless it is turned off, or took long and was passed before."""
 
-    def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, *, is_wanted: bool) -> None:
-        self._passed = PassedTests(model_dir, device, dtype) if is_wanted else None
+    def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, config: EngineConfig) -> None:
+        self._passed = PassedTests(model_dir, device, dtype, config.context_length) if config.self_test else None
         self.is_due = self._passed is not None and not self._passed.has_record()
 
     def check(self, engine: Engine) -> None:
         """Run the test if transformers' side of it was computed at load, and forget that side."""
-        reference, engine.model.reference = engine.model.reference, None
-        if reference is None:
+        references, engine.model.references = engine.model.references, ()
+        if not references:
             return
         start = time.perf_counter()
-        check_model(engine, reference)
-        seconds = reference.seconds + time.perf_counter() - start
+        for reference in references:
+            check_model(engine, reference)
+        seconds = sum(one.seconds for one in references) + time.perf_counter() - start
         log.info("self-test of %s: as transformers, %.2f s", engine.name, seconds)
         if self._passed is not None:
             self._passed.record(seconds)
@@ -173,7 +175,8 @@ def _train(engine: Engine, reference: Reference) -> OurRun:
         next_ids.append(np.array(sequences[member][1:], dtype=np.int64))
     numbers = np.concatenate(tokens), np.ones(sum(map(len, tokens))), np.concatenate(next_ids)
     entries = make_entries(*numbers, np.arange(len(numbers[0])), device=model.device)
-    input_ids, position_ids = model.ops.transfer.upload_all([batch.input_ids, batch.position_ids])
+    positions = batch.position_ids + reference.place.table_row
+    input_ids, position_ids = model.ops.transfer.upload_all([batch.input_ids, positions])
     trace = Trace()
     with _watched(engine, trace):
         hidden = model.hidden(input_ids, position_ids, batch.plan, Route())
@@ -197,7 +200,8 @@ class _SamplerSteps:
             blocks = array("i", range(i * num_blocks, (i + 1) * num_blocks))  # nobody else uses the cache yet
             prompt = array("i", ids[:-NUM_DECODED])
             tables = [BlockTable(blocks) for _ in engine.sampler.pools]  # it writes to none of them
-            self.rows.append(Row(cast(Any, None), 0, prompt, tables=tables, lane=i))
+            row = Row(cast(Any, None), 0, prompt, tables=tables, lane=i, first_angle=reference.place.table_row)
+            self.rows.append(row)
         self.last_tokens = torch.zeros(len(self.rows), dtype=torch.int64, device=engine.device)
 
     def run(self) -> Iterator[OurRun]:

@@ -15,10 +15,13 @@ from turnwise.models.blocks import PLAIN_LOGITS, BlockSpec, LogitRule
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.families import (
     ModelJson,
+    angle_note,
+    angle_switch,
     check_supported,
     context_length,
     describe_block,
     describe_experts,
+    has_stretched_angles,
     layer_windows,
     logit_rule,
 )
@@ -106,6 +109,10 @@ class ModelFacts(ModelSizes):
     linears: dict[str, Shape]
     frozen: dict[str, int]
     """Parameters in matrices that cannot get an adapter, by what they are."""
+    angle_note: str = ""
+    """What there is to say about angles that depend on the length of a sequence."""
+    has_other_angles: bool = False
+    """Whether `engine.context_length` goes beyond what the model reads with its first angles."""
 
     def num_adapter_parameters(self, model: LoraTargets) -> int:
         return sum(shape.num_adapter_values(model) for shape in self.adapted(model).values())
@@ -138,8 +145,12 @@ class ModelFacts(ModelSizes):
             raise ConfigError(f"model.routing_replay=true, but {why}; leave it out")
 
 
-def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
-    """Read the model in `directory`. With `runs_here`, refuse a model that our own engine cannot run."""
+def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int = 0) -> ModelFacts:
+    """Read the model in `directory`. With `runs_here`, refuse a model that our own engine cannot run.
+
+    Args:
+        wanted_context: tokens of the longest sequence (`engine.context_length`); 0: the model's own.
+    """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in _shapes(file).items()}
@@ -153,14 +164,17 @@ def read_facts(directory: Path, *, runs_here: bool = True) -> ModelFacts:
     head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
     if head is not None:
         linears["lm_head"] = Shape(shapes[head][0], shapes[head][1])
+    context = context_length(config, wanted_context)
     return ModelFacts.read(
         config,
         shapes[head][0] if head is not None else 0,
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
-        context_length=context_length(config),
+        context_length=context,
         linears=linears,
         frozen={what: count for what, count in frozen.items() if count},
+        angle_note=angle_note(config, context),
+        has_other_angles=angle_switch(config, context) is not None or has_stretched_angles(config, context),
     )
 
 

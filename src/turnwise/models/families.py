@@ -287,20 +287,51 @@ def has_fixed_angles(config: ModelJson) -> bool:
     return has_rope(config, LENGTH_ROPES) or (family is not None and family.rotates_on_host)
 
 
-def context_length(config: ModelJson) -> int:
-    """The longest sequence that a model reads here.
+def context_length(config: ModelJson, wanted: int = 0) -> int:
+    """The longest sequence that a model reads here: `wanted` (`engine.context_length`), or what it reads by itself.
 
-    A model with LongRoPE has other angles for sequences beyond its original length. A dialogue that grows beyond it
-    would change under its own sampled tokens, so the context ends there.
+    By itself, a model reads what it reads with one set of angles: with LongRoPE, that ends at its original length.
     """
     longest = int(config.get("max_position_embeddings") or DEFAULT_CONTEXT)
+    own, most = longest, longest
+    if has_rope(config, LONG_ROPES):
+        own = int(min([longest, *_rope_numbers(config, "original_max_position_embeddings")]))
+    elif has_rope(config, ("dynamic",)):
+        most = int(longest * max([1.0, *_rope_numbers(config, "factor")]))
+    if wanted > most:
+        raise ConfigError(f"engine.context_length={wanted}, and this model reads at most {most} tokens; lower it")
+    return wanted or own
+
+
+def angle_switch(config: ModelJson, context: int) -> int | None:
+    """The longest sequence with the first angles of LongRoPE, in a context that goes beyond it; None: no switch."""
     if not has_rope(config, LONG_ROPES):
-        return longest
-    named = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
-    original = [
-        int(part["original_max_position_embeddings"]) for part in named if part.get("original_max_position_embeddings")
-    ]
-    return min([longest, *original])
+        return None
+    first = context_length(config)
+    return first if first < context else None
+
+
+def has_stretched_angles(config: ModelJson, context: int) -> bool:
+    """Whether dynamic NTK has the angles of a sequence of `context` tokens, which is longer than the model's own."""
+    return has_rope(config, ("dynamic",)) and context > context_length(config)
+
+
+def angle_note(config: ModelJson, context: int) -> str:
+    """What a plan says about angles that depend on the length; nothing where they do not."""
+    own = context_length(config)
+    if has_stretched_angles(config, context):
+        return f"all sequences have the angles of one of {context:,} tokens (dynamic NTK beyond {own:,})"
+    if angle_switch(config, context) is not None:
+        return f"a token behind more than {own:,} is predicted with other angles (LongRoPE); the dialogue is read again"
+    if has_rope(config, LENGTH_ROPES) and context == own:
+        return f"the context ends at {own:,} tokens, beyond which angles change; engine.context_length goes beyond"
+    return ""
+
+
+def _rope_numbers(config: ModelJson, name: str) -> list[float]:
+    """The values of a setting, wherever a config keeps it."""
+    parts = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    return [float(part[name]) for part in parts if part.get(name)]
 
 
 def rope_types(config: ModelJson) -> set[str]:

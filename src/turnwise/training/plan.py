@@ -161,6 +161,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         **_members(config.env),
         "attempts": f"up to {plan.max_turns} turns of {limits.max_tokens_per_turn} tokens, "
         f"{limits.max_trajectory_tokens} tokens in {'any prompt and its reply' if config.memory.window else 'all'}",
+        **({"angles": facts.angle_note} if facts.angle_note and not model.base_url else {}),
         **_agent_memory(config.memory),
         "training": _training(config, plan),
         "evaluation": f"{plan.num_evaluations} times, {plan.num_eval_attempts:,} attempts in all, "

@@ -188,6 +188,12 @@ def _set_up(
     publisher.check_options(config.rollout)
     check_loggers(config.run.loggers)
     facts = find_facts(config, report)
+    if facts.has_other_angles and config.is_sampled_elsewhere:
+        raise ConfigError(
+            f"engine.context_length={config.engine.context_length} goes beyond the first angles of this model, and "
+            f"the server of rollout.backend={config.rollout.backend} chooses angles by a rule of its own: its logprobs "
+            "would be those of another model. Leave the option out, or use rollout.backend=local"
+        )
     parts = assemble(config, facts, objects)
     check_opponents(config, parts.world)
     check_stored_data(parts)
@@ -289,7 +295,9 @@ def find_model(config: Config, report: Report = report_nothing) -> Path:
 
 def find_facts(config: Config, report: Report = report_nothing) -> ModelFacts:
     """The model's sizes. A model that our engine cannot run is refused, unless a service elsewhere runs it."""
-    return read_facts(find_model(config, report), runs_here=not config.model.base_url)
+    runs_here = not config.model.base_url
+    wanted = config.engine.context_length if runs_here else 0
+    return read_facts(find_model(config, report), runs_here=runs_here, wanted_context=wanted)
 
 
 def make_service(config: Config, data_dir: Path | None) -> AnyService:

@@ -197,6 +197,6 @@ class ShardedEngine(ReplicatedEngine):
         super()._start_learners()
         assert self._collective is not None, "started above"
         self._rounds.connect(self._collective)
-        if self.model.reference is not None:
+        if self.model.references:
             with self._served():
                 self.check_itself()

@@ -38,6 +38,7 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
+from turnwise.engine.model.rotation import num_table_rows
 from turnwise.engine.model.routed_mlp import RoutedMlp
 from turnwise.engine.model.trace import EMBEDDING, Trace, layer_part
 from turnwise.engine.model.weight_gradients import (
@@ -162,7 +163,7 @@ class FusedBody:
         self._block_names = [block.names for block in blocks]
         self.ops = for_device(device)
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
-        self._angles = self._read_angles(int(self._model.config.max_position_embeddings), device)
+        self._angles = self._read_angles(device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.trace: Trace | None = None
         """What the self-test fills with the outputs of the parts."""
@@ -183,10 +184,11 @@ class FusedBody:
             return False
         return all(getattr(block, part) in kinds for part, kinds in SUPPORTED.items())
 
-    def _read_angles(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _read_angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [P, D / 2] of every position, computed by the model's own code."""
         like = torch.empty(0, dtype=torch.float32, device=device)
         rotation = self._model.get_submodule(self.spec.names.rotation)
+        num_positions = num_table_rows(rotation) or int(self._model.config.max_position_embeddings)
         cos, sin = rotation(like, torch.arange(num_positions, device=device)[None])
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -18,7 +18,7 @@ from turnwise.engine.model.expert_layers import EXPERTS_NAME, ExpertLayer, wrap_
 from turnwise.engine.model.full import WeightLayout
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
-from turnwise.engine.model.reference import run_plainly
+from turnwise.engine.model.reference import END_LENGTH, Place, Reference, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
@@ -27,7 +27,14 @@ from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import ModelSizes
-from turnwise.models.families import check_supported, context_length, describe_experts, has_fixed_angles
+from turnwise.models.families import (
+    angle_switch,
+    check_supported,
+    context_length,
+    describe_experts,
+    has_fixed_angles,
+    has_stretched_angles,
+)
 from turnwise.models.linears import Shape
 
 RANDOM_FILE = "random_weights"
@@ -44,12 +51,14 @@ class CausalModel:
         dtype: torch.dtype,
         *,
         is_tested: bool = False,
+        wanted_context: int = 0,
         exchange: ShardExchange | None = None,
     ) -> None:
         """Load the model.
 
         Args:
             is_tested: transformers runs a few tokens before anything is replaced, for the self-test.
+            wanted_context: tokens of the longest sequence (`engine.context_length`); 0: the model's own.
             exchange: keeps a part of the weights only; the others are gathered over it.
         """
         config = _read_config(directory)
@@ -62,12 +71,16 @@ class CausalModel:
         self.ops = for_device(device)
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), host)
-        self.reference = run_plainly(model) if is_tested else None
-        self.max_context_length = context_length(config.to_dict())
+        self.max_context_length = context_length(config.to_dict(), wanted_context)
+        self.angle_switch = angle_switch(config.to_dict(), self.max_context_length)
+        """Longer sequences have other angles (`rotation.py`); None: all sequences have the same."""
+        self.references = self._run_plainly(model) if is_tested else ()
+        """What the self-test compares with; empty once it has run."""
         if exchange is not None:
             _move_buffers(model, device)
         if has_fixed_angles(config.to_dict()):
-            fix_rotation(model.base_model, self.max_context_length, device)
+            lengths = [length for length in (self.angle_switch, self.max_context_length) if length is not None]
+            fix_rotation(model.base_model, lengths, device)
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
         self.shapes = _adaptable_shapes(self.linears, self.experts)
@@ -119,6 +132,14 @@ class CausalModel:
         self.num_base_bytes = local.nbytes
         return shards
 
+    def _run_plainly(self, model: PreTrainedModel) -> Sequence[Reference]:
+        """transformers' side of the self-test, with each set of angles that a sequence may have here."""
+        context, config = self.max_context_length, model.config.to_dict()
+        at_end = Place(context - END_LENGTH, context - END_LENGTH + (self.angle_switch or 0))
+        if has_stretched_angles(config, context):
+            return (run_plainly(model, at_end),)
+        return (run_plainly(model), *([] if self.angle_switch is None else [run_plainly(model, at_end)]))
+
     @property
     def num_choices(self) -> tuple[int, int]:
         """Layers whose choice of experts can be recorded and replayed, and experts of a token."""
@@ -129,6 +150,11 @@ class CausalModel:
             raise ConfigError(
                 f"routing_replay=True: {self.arch} has sliding windows, whose blocks are given back before a dialogue "
                 "ends, and the choice of experts is kept beside them; leave it out"
+            )
+        if self.angle_switch is not None:
+            raise ConfigError(
+                f"routing_replay=True: {self.arch} reads a sequence again with other angles beyond {self.angle_switch} "
+                "tokens, and then chooses other experts; leave it out, or engine.context_length"
             )
         return len(self.experts), spec.num_chosen
 

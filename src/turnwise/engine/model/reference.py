@@ -25,6 +25,20 @@ NUM_SHARED = 5
 """The second sequence begins with this many tokens of the first."""
 
 
+END_LENGTH = 11
+"""Tokens of each sequence that stands at the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the sequences of a run begin."""
+
+    position: int = 0
+    """The position of their first token, which tells transformers how long they are."""
+    table_row: int = 0
+    """The row of our table of angles for that position."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlainRun:
     """The outputs of all sequences, one after the other, each run alone."""
@@ -45,28 +59,34 @@ class Reference:
     """In the model's own dtype; None if that is float32."""
     seconds: float
     """How long transformers took."""
+    place: Place = Place()
 
 
-def make_sequences(vocab_size: int) -> list[list[int]]:
-    """32 tokens in three sequences of different lengths; two share their beginning."""
+def make_sequences(vocab_size: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """About 32 tokens in three sequences; two share their beginning."""
     rng = np.random.default_rng(0)
-    first, second, third = (rng.integers(0, vocab_size, length).tolist() for length in LENGTHS)
+    first, second, third = (rng.integers(0, vocab_size, length).tolist() for length in lengths)
     return [first, [*first[:NUM_SHARED], *second[NUM_SHARED:]], third]
 
 
-def run_plainly(model: PreTrainedModel) -> Reference:
-    """Run the sequences through transformers' own modelling code; the model is then as it was."""
+def run_plainly(model: PreTrainedModel, place: Place | None = None) -> Reference:
+    """Run the sequences through transformers' own modelling code; the model is then as it was.
+
+    With `place`, they stand at the end of the context, so that transformers takes the angles of long sequences.
+    """
     start = time.perf_counter()
-    sequences = make_sequences(int(model.config.vocab_size))
+    lengths = LENGTHS if place is None else (END_LENGTH,) * 3
+    place = place or Place()
+    sequences = make_sequences(int(model.config.vocab_size), lengths)
     rounded = None
     with torch.no_grad(), _own_code(model):
         if model.dtype is torch.float32:
-            exact = _run(model, sequences)
+            exact = _run(model, sequences, place.position)
         else:
-            rounded = _run(model, sequences)
+            rounded = _run(model, sequences, place.position)
             with _in_float32(model):
-                exact = _run(model, sequences)
-    return Reference(sequences, exact, rounded, time.perf_counter() - start)
+                exact = _run(model, sequences, place.position)
+    return Reference(sequences, exact, rounded, time.perf_counter() - start, place)
 
 
 @contextmanager
@@ -84,7 +104,7 @@ def _own_code(model: PreTrainedModel) -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def _run(model: Any, sequences: Sequence[Sequence[int]]) -> PlainRun:
+def _run(model: Any, sequences: Sequence[Sequence[int]], first: int) -> PlainRun:
     trace, logits = Trace(), []
     with traced(model.base_model, model.config.num_hidden_layers, trace):
         handle = model.base_model.register_forward_hook(
@@ -93,7 +113,9 @@ def _run(model: Any, sequences: Sequence[Sequence[int]]) -> PlainRun:
         try:
             for ids in sequences:
                 tokens = torch.tensor([ids], device=model.device)
-                logits.append(model(tokens, use_cache=False, return_dict=True).logits[0].float())
+                placed = {"position_ids": torch.arange(first, first + len(ids), device=model.device)[None]}
+                out = model(tokens, use_cache=False, return_dict=True, **(placed if first else {}))
+                logits.append(out.logits[0].float())
         finally:
             handle.remove()
     return PlainRun(trace, torch.cat(logits))

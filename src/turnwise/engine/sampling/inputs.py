@@ -25,7 +25,7 @@ ALTERNATIVES = np.uint64(1 << 32)
 
 
 def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan | GroupedPlan]:
-    """Token ids and positions of the packed pass, and its attention; decode rows read their tokens from their lanes."""
+    """Token ids, rows of the table of angles, and attention of a packed pass; decode rows read tokens from lanes."""
     rows = [*step.decode, *(piece.row for piece in step.prefill)]
     groups = range(len(cache.windows))
     num_decode = len(step.decode)
@@ -63,7 +63,11 @@ def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor
     ]
     if num_decode:
         input_ids = torch.cat([last_tokens[lanes], input_ids])
-    return input_ids, placed[0][0], join_plans(plans, cache.group_of)
+    positions = placed[0][0]
+    if any(row.first_angle for row in rows):
+        shifts = np.repeat(np.array([row.first_angle for row in rows], dtype=np.int64), lengths)
+        positions = positions + for_device(last_tokens.device).transfer.upload(shifts)
+    return input_ids, positions, join_plans(plans, cache.group_of)
 
 
 def _thirds(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:

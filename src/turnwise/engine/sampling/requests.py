@@ -23,6 +23,9 @@ OnToken = Callable[[int, int, float], None]
 STOP_SLACK_TOKENS = 8
 """Tokens to decode in addition to a stop's length in characters, because a character may span several tokens."""
 
+OTHER_ANGLES = 1 << 40
+"""Added to the version of a policy, it names the same weights with the angles of long sequences."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class OpenRequest:
@@ -120,6 +123,16 @@ class Row:
     """Its index among the running rows, or -1; the device keeps the row's last token there."""
     num_pending: int = 0
     """Tokens that the launched step samples for it; the host has not read them yet."""
+    first_angle: int = 0
+    """The row of the model's table of angles for its first position (`model/rotation.py`)."""
+    is_start_scored: bool = False
+    """Whether the prompt's tokens that are predicted with the first angles have their logprobs."""
+
+    @property
+    def root(self) -> int:
+        """Names what its keys and values depend on besides its tokens: the weights and the angles."""
+        version = self.request.policy.version
+        return version + OTHER_ANGLES if self.first_angle else version
 
     @property
     def blocks(self) -> array[int]:

@@ -109,6 +109,7 @@ class Sampler:
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens or self.ops.facts.prefill_tokens,
             prefix_cache=config.prefix_cache,
+            angle_switch=model.angle_switch,
         )
         self.scheduler.settle = self._settle
         self.stops = StopFinder(tokenizer_dir)
@@ -237,8 +238,8 @@ class Sampler:
             self.decode_graphs.forget_rows()
             return False
         route = self.weights.route(Step(decode, []), self.scheduler.policies)
-        # A graph has one set of weights, and draws from the whole vocabulary.
-        if _has_adapters(route) or any(row.request.cuts_tail for row in decode):
+        # A graph has one set of weights and of angles, and draws from the whole vocabulary.
+        if _has_adapters(route) or any(row.request.cuts_tail or row.first_angle for row in decode):
             self.decode_graphs.forget_rows()
             return False
         drawn = self.decode_graphs.decode(decode, route)
@@ -297,10 +298,14 @@ class Sampler:
         return torch.stack([tokens.float(), logprobs])
 
     def _score_prompt(self, piece: Piece, hidden: Tensor) -> None:
-        """Logprobs (temperature 1) of the prompt tokens that this piece's positions predict, and what else is asked."""
+        """Logprobs (temperature 1) of the prompt tokens that this piece's positions predict, and what else is asked.
+
+        Positions before `first_angle` have other angles; their logprobs are known already.
+        """
         request = piece.row.request
         num_top = request.asked.topk_prompt_logprobs
-        targets = request.prompt[piece.start + 1 : piece.stop + 1]
+        begin = max(piece.start, piece.row.first_angle)
+        targets, hidden = request.prompt[begin + 1 : piece.stop + 1], hidden[begin - piece.start :]
         for start in range(0, len(targets), PROMPT_ROWS):
             chosen = torch.tensor(targets[start : start + PROMPT_ROWS], device=hidden.device)
             rows = hidden[start : start + len(chosen)]
@@ -308,7 +313,7 @@ class Sampler:
             logprobs = torch.log_softmax(logits, dim=-1)
             request.known_prompt_logprobs += logprobs.gather(1, chosen[:, None])[:, 0].tolist()
             if request.asked.prompt_alt_tokens_k:
-                first = piece.start + start + 1
+                first = begin + start + 1
                 request.known_alternatives.append(_draw_alternatives(request, logits, logprobs, first))
             if num_top:
                 values, ids = logprobs.topk(num_top, dim=-1)
@@ -373,7 +378,7 @@ def _find_graph(graphs: PromptGraphs, step: Step, route: Route) -> Found | None:
     """The graph that reads this step's prompts, and draws the next token of each if all need exactly one."""
     if step.decode or route.bank is not None or not graphs.are_few(step.prefill):
         return None
-    if _has_adapters(route) or step.scores_prompt:
+    if _has_adapters(route) or step.scores_prompt or any(piece.row.first_angle for piece in step.prefill):
         return None
     return graphs.find(step.prefill, route, draws=all(piece.ends_alone for piece in step.prefill))
 

@@ -35,12 +35,15 @@ class Scheduler:
         max_num_seqs: int,
         prefill_tokens: int,
         prefix_cache: bool,
+        angle_switch: int | None = None,
     ) -> None:
+        """`angle_switch`: sequences of more tokens have other angles (`model/rotation.py`)."""
         self.block_size = pools[0].block_size
         self.tables = KvTables(pools, copy_block, prefill_tokens)
         self.max_num_seqs = max_num_seqs
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = prefix_cache
+        self.angle_switch = angle_switch
         self.waiting: deque[Row] = deque()
         self.reading: list[Row] = []
         """Admitted rows whose prompt is not completely read."""
@@ -68,6 +71,8 @@ class Scheduler:
 
     def next_decode(self) -> list[Row]:
         """The running rows that sample a token now, each with a place for it. They go before waiting rows."""
+        if self.angle_switch is not None:
+            self._switch_angles(self.angle_switch)
         size = self.block_size
         growing = [r for r in self.running if len(r.blocks) * size < len(r.tokens) + r.num_pending]
         for row in growing:
@@ -95,6 +100,9 @@ class Scheduler:
         row.num_computed = piece.stop
         self._register(row)
         if not piece.is_last:
+            if piece.stop == self._num_readable(row):
+                row.is_start_scored = True
+                self._read_again(row)
             return []
         self.reading.remove(row)
         self.tables.end_reading(row)
@@ -155,7 +163,7 @@ class Scheduler:
         return prefix.node, row.tokens[start:stop].tobytes()
 
     def _take(self, row: Row, budget: int, pieces: list[Piece]) -> int:
-        stop = min(len(row.tokens), row.num_computed + min(budget, self.tables.chunk))
+        stop = min(self._num_readable(row), row.num_computed + min(budget, self.tables.chunk))
         if stop > row.num_computed:
             self.tables.fill(row, stop)
             pieces.append(Piece(row, row.num_computed, stop))
@@ -170,6 +178,7 @@ class Scheduler:
         request = row.request
         if len(self.running) + len(self.reading) >= self.max_num_seqs:
             return "no room"
+        self._choose_angles(row)
         tables = self.tables.find(row, is_cached=self.prefix_cache and not row.scores_prompt)
         beginning = self._beginning(row, tables[0].prefix)
         if beginning is not None and beginning in beginnings and not row.scores_prompt:
@@ -182,7 +191,8 @@ class Scheduler:
         row.num_computed = row.prefix.num_blocks * self.block_size
         if row.is_leader:
             request.num_cached = row.num_computed
-            request.forget_scores()
+            if not row.is_start_scored:
+                request.forget_scores()
         beginnings.add(beginning)
         return "admitted"
 
@@ -204,15 +214,44 @@ class Scheduler:
                 return
 
     def _preempt(self, row: Row) -> None:
+        row.is_start_scored = False
+        self._read_again(row)
+        self.num_preemptions += 1
+
+    def _read_again(self, row: Row) -> None:
+        """Take a row's blocks; it waits, before all others, to read its tokens again."""
         (self.reading if row in self.reading else self.running).remove(row)
         self._register(row)
         self._free(row)
         self.waiting.appendleft(row)
-        self.num_preemptions += 1
+
+    def _switch_angles(self, switch: int) -> None:
+        """Rows that have become longer than `switch` read their tokens again, with the angles of such sequences."""
+        grown = [row for row in self.running if not row.first_angle and row.length > switch and not row.is_finishing]
+        for row in grown:
+            if row.num_pending:
+                self.settle()
+            if row in self.running:
+                self._read_again(row)
+
+    def _choose_angles(self, row: Row) -> None:
+        """Of a row that is about to read its tokens."""
+        if self.angle_switch is None:
+            return
+        scores_start = row.scores_prompt and not row.is_start_scored
+        is_long = len(row.tokens) > self.angle_switch and not scores_start
+        row.first_angle = self.angle_switch if is_long else 0
+        row.names.clear()
+
+    def _num_readable(self, row: Row) -> int:
+        """Tokens that the row reads with its angles."""
+        if self.angle_switch is None or row.first_angle:
+            return len(row.tokens)
+        return min(len(row.tokens), self.angle_switch)
 
     def _fork(self, parent: Row, index: int) -> Row:
         """Make a sibling that shares the parent's full blocks; without room it has no blocks and waits."""
-        child = Row(parent.request, index, parent.tokens[:])
+        child = Row(parent.request, index, parent.tokens[:], first_angle=parent.first_angle)
         is_room = len(self.running) + len(self.reading) < self.max_num_seqs
         if is_room and self.tables.fork(parent, child):
             child.num_computed = parent.num_computed

@@ -41,7 +41,7 @@ class KvTables:
 
     def find(self, row: Row, *, is_cached: bool) -> list[BlockTable]:
         """Share the blocks of the longest beginning that every group can go on from."""
-        version, tokens = row.request.policy.version, row.tokens
+        version, tokens = row.root, row.tokens
         if not is_cached:
             return [BlockTable(prefix=pool.root(version)) for pool in self.pools]
         limit = len(tokens) - 1
@@ -67,9 +67,8 @@ class KvTables:
 
     def _names(self, row: Row, num_blocks: int) -> list[tuple[WindowPool, list[int]]]:
         """The names that each windowed pool has for the row's prefixes; a row that asks again finds them ready."""
-        version = row.request.policy.version
         return [
-            (pool, pool.names(version, row.tokens, num_blocks, row.names.setdefault(index, [])))
+            (pool, pool.names(row.root, row.tokens, num_blocks, row.names.setdefault(index, [])))
             for index, pool in enumerate(_windowed(self.pools))
         ]
 
@@ -156,7 +155,7 @@ class KvTables:
 
     def free(self, row: Row) -> None:
         self.give_back(row.tables)
-        row.tables = [BlockTable(prefix=pool.root(row.request.policy.version)) for pool in self.pools]
+        row.tables = [BlockTable(prefix=pool.root(row.root)) for pool in self.pools]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

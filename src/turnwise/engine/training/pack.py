@@ -10,8 +10,8 @@ Shape legend: N packed tokens, R rows of hidden states that the head reads, E en
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class PackedBatch:
     input_ids: Array
     """[N]"""
     position_ids: Array
-    """[N]"""
+    """[N] the position of each token, as a row of the model's table of angles."""
     plan: TreePlan
     members: list[int]
     """The indices of the caller's sequences in this pass."""
@@ -148,11 +148,13 @@ def is_worth_sharing(a: Array, b: Array, shared: int, min_shared: int) -> bool:
     return shared >= min_shared or (min_shared < NO_SHARING and shared == min(len(a), len(b)))
 
 
-def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED) -> Iterator[list[int]]:
+def split_batches(
+    sequences: Sequence[Array], limit: PassLimit, *, min_shared: int = MIN_SHARED, switch: int | None = None
+) -> Iterator[list[int]]:
     """Sort the indices of `sequences` and cut them into few passes of about `limit` tokens and of similar size.
 
     Sizes are similar because launching a pass takes time: a last pass of a few tokens costs almost as much as a full
-    one.
+    one. `switch` is that of `pack`.
     """
     order = sorted(range(len(sequences)), key=lambda i: sort_key(sequences[i]))
     shared = [0] * len(order)
@@ -161,6 +163,8 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
         if is_worth_sharing(sequences[previous], sequences[index], common, min_shared):
             shared[place] = common
     lengths = [len(sequences[index]) for index in order]
+    if switch is not None:
+        shared, lengths = _count_twice(shared, lengths, switch)
     cuts, largest = cut_passes(lengths, shared, limit)
     low, high = 0, limit.alone if len(cuts) > 1 else 0
     while high - low > max(1, limit.alone // 64):
@@ -174,6 +178,14 @@ def split_batches(sequences: Sequence[Array], limit: PassLimit, *, min_shared: i
             cuts, largest = others, other_largest
     for start, stop in itertools.pairwise([*cuts, len(order)]):
         yield order[start:stop]
+
+
+def _count_twice(shared: Sequence[int], lengths: Sequence[int], switch: int) -> tuple[list[int], list[int]]:
+    """What sequences share and how long they are, if those beyond `switch` run once more up to it."""
+    is_long = [length > switch for length in lengths]
+    both = [False, *(a and b for a, b in itertools.pairwise(is_long))]
+    shared = [min(common, switch) + (common if twice else 0) for common, twice in zip(shared, both, strict=True)]
+    return shared, [length + (switch if long else 0) for length, long in zip(lengths, is_long, strict=True)]
 
 
 def cut_passes(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) -> tuple[list[int], int]:
@@ -192,8 +204,31 @@ def cut_passes(lengths: Sequence[int], shared: Sequence[int], limit: PassLimit) 
     return cuts, largest
 
 
-def pack(sequences: Sequence[Array], members: Sequence[int], *, min_shared: int = MIN_SHARED) -> PackedBatch:
-    """Lay out `sequences[i] for i in members` as one packed forest."""
+def pack(
+    sequences: Sequence[Array], members: Sequence[int], *, min_shared: int = MIN_SHARED, switch: int | None = None
+) -> PackedBatch:
+    """Lay out `sequences[i] for i in members` as one packed forest.
+
+    With `switch`, sequences of more tokens have other angles (`model/rotation.py`): they run once up to `switch`, for
+    the tokens that are predicted there, and once as a whole, for the tokens behind it.
+    """
+    long = [i for i in members if switch is not None and len(sequences[i]) > switch]
+    if switch is None or not long:
+        return _pack_once(sequences, members, min_shared)
+    starts = _pack_once({i: sequences[i][:switch] for i in members}, members, min_shared)
+    whole = _pack_once(sequences, long, min_shared)
+    joined = PackedBatch.join([starts, replace(whole, position_ids=whole.position_ids + switch)])
+    behind = dict(zip(whole.members, whole.packed_index, strict=True))
+    index = [
+        np.append(own, behind[member][switch:] + starts.num_tokens) if member in behind else own
+        for member, own in zip(starts.members, starts.packed_index, strict=True)
+    ]
+    return replace(joined, members=starts.members, packed_index=index)
+
+
+def _pack_once(
+    sequences: Sequence[Array] | Mapping[int, Array], members: Sequence[int], min_shared: int
+) -> PackedBatch:
     order = sorted(members, key=lambda i: sort_key(sequences[i]))
     chosen = [sequences[i] for i in order]
     shared = [0, *(num_shared(a, b) for a, b in itertools.pairwise(chosen))]

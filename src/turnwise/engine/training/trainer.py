@@ -193,7 +193,8 @@ class Trainer:
         """Cut the job's datums into passes; a datum without any position to read does not run."""
         chosen = [i for i, d in enumerate(job.datums) if len(d.asked(only_trained=only_trained).positions)]
         sequences = [job.datums[i].input_ids for i in chosen]
-        batches = split_batches(sequences, self.limit, min_shared=self.min_shared)
+        switch = self.model.angle_switch
+        batches = split_batches(sequences, self.limit, min_shared=self.min_shared, switch=switch)
         return [[chosen[i] for i in batch] for batch in batches]
 
     def _pack(self, shares: Sequence[_Share], *, only_trained: bool) -> _Pass:
@@ -203,7 +204,7 @@ class Trainer:
         token = 0
         for share in shares:
             sequences = [d.input_ids for d in share.job.datums]
-            batch = pack(sequences, share.members, min_shared=self.min_shared)
+            batch = pack(sequences, share.members, min_shared=self.min_shared, switch=self.model.angle_switch)
             spans.append(share.job.weights.span(token, token + batch.num_tokens))
             entries.append(self._entries(share, batch, token, only_trained))
             if self._replays(share.job):

@@ -99,3 +99,25 @@ def test_a_datum_that_is_the_start_of_another_adds_no_token_however_short() -> N
     sequences = [np.asarray([1, 2, 3]), np.asarray([1, 2, 3]), np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 9])]
     assert pack(sequences, range(4)).num_tokens == 4 + 3
     assert pack(sequences, range(4), min_shared=NO_SHARING).num_tokens == 3 + 3 + 4 + 3
+
+
+def test_sequences_beyond_the_switch_run_twice_and_each_position_is_read_where_its_angles_are() -> None:
+    beginning = list(range(20))
+    rows = [[*beginning, *range(50, 50 + count)] for count in (2, 9, 30)] + [[7, 8, 9]]
+    sequences = [np.asarray(row) for row in rows]
+    batch = pack(sequences, range(4), min_shared=4, switch=25)
+    assert batch.num_tokens == (22 + 3 + 3) + (22 + 7 + 21)
+    for member, index in zip(batch.members, batch.packed_index, strict=True):
+        assert batch.input_ids[index].tolist() == rows[member]
+        positions = np.arange(len(rows[member]))
+        assert batch.position_ids[index].tolist() == (positions + 25 * (positions >= 25)).tolist()
+
+
+def test_passes_count_what_runs_twice() -> None:
+    loners = [np.full(40, i) for i in range(6)]
+    assert [len(b) for b in split_batches(loners, PassLimit.of(120))] == [3, 3]
+    assert [len(b) for b in split_batches(loners, PassLimit.of(120), switch=20)] == [2, 2, 2]
+    assert [len(b) for b in split_batches(loners, PassLimit.of(120), switch=40)] == [3, 3]
+    group = [np.append(np.arange(30), [i] * 2) for i in range(4)]
+    sizes = [pack(group, batch, switch=20).num_tokens for batch in split_batches(group, PassLimit.of(62), switch=20)]
+    assert sizes == [20 + 30 + 4 * 2]
