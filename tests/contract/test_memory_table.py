@@ -1,16 +1,29 @@
-"""The memory table of docs/scale.md is the plan's arithmetic."""
+"""The memory tables of docs/scale.md are the plan's arithmetic."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.training.memory_table import facts_of_shape, memory_of, table
+from turnwise.training.memory_table import GIB, facts_of_shape, long_memory, long_table, memory_of, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
 
-def test_the_page_holds_the_table_that_the_plan_computes() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8"), "run python -m turnwise.training.memory_table"
+def test_the_page_holds_the_tables_that_the_plan_computes() -> None:
+    for one in (table(), long_table()):
+        assert one in PAGE.read_text(encoding="utf-8"), "run python -m turnwise.training.memory_table"
+
+
+def test_long_attempts_take_the_first_way_that_fits_the_card() -> None:
+    ways = [long_memory(num_tokens, "auto") for num_tokens in (4096, 65536, 131072)]
+    assert [(one.is_recomputed, one.num_part_tokens > 0) for one in ways] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    assert all(one.total < 131 * GIB for one in ways)
+    assert "in parts of" in ways[2].line()
+    assert long_memory(131072, "recompute").training_pass > ways[2].training_pass
 
 
 def test_all_weights_take_as_many_bytes_as_the_page_says() -> None:

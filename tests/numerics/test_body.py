@@ -13,7 +13,7 @@ import torch
 from naive import displaced_adapter, random_ids, relative_error, rl_datum, run
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.body import FusedBody
-from turnwise.engine.model.kept import kept_tensors
+from turnwise.engine.model.kept import KeptRoom, kept_tensors
 from turnwise.engine.model.lora import Route, Span
 from turnwise.engine.ops import torch_layers
 from turnwise.engine.ops.interface import Heads, Rotation
@@ -56,9 +56,9 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(
     run_block = body.run_block
     monkeypatch.setattr(body, "run_block", lambda i, *rest: (blocks_run.append(i), run_block(i, *rest))[1])
     grads = []
-    for most in (body.most_kept_bytes, 1000):
+    for room in (KeptRoom(), KeptRoom(most_bytes=1000)):
         blocks_run.clear()
-        body.most_kept_bytes = most
+        engine.model.keep(room)
         adapter = displaced_adapter(engine, rank=4)
         run(engine.forward_backward(adapter, datums, "importance_sampling", None))
         grads.append(adapter.grad.clone())

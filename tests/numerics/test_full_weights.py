@@ -40,8 +40,14 @@ def naive_gradients(directory: Path, datums: list[Datum]) -> tuple[float, dict[s
     return float(total.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def check_gradients(engine: Engine, directory: Path) -> FullWeights:
+def whole_weights(engine: Engine) -> FullWeights:
     trainable = engine.create_full()
+    assert isinstance(trainable, FullWeights), "one process holds them all"
+    return trainable
+
+
+def check_gradients(engine: Engine, directory: Path) -> FullWeights:
+    trainable = whole_weights(engine)
     output = run(engine.forward_backward(trainable, DATUMS, "importance_sampling", None))
     loss, expected = naive_gradients(directory, DATUMS)
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4, abs=1e-4)
@@ -56,7 +62,7 @@ def check_gradients(engine: Engine, directory: Path) -> FullWeights:
 
 
 def trained(engine: Engine, steps: int = 2, trainable: FullWeights | None = None) -> FullWeights:
-    trainable = trainable or engine.create_full()
+    trainable = trainable or whole_weights(engine)
     for _ in range(steps):
         run(engine.forward_backward(trainable, DATUMS, "importance_sampling", None))
         engine.optim_step(trainable, STEP)
@@ -106,9 +112,8 @@ def test_models_that_transformers_runs_have_the_same_gradients(
 
 
 def test_recomputed_activations_and_cut_passes_give_the_same_gradient(make_engine: MakeEngine) -> None:
-    whole, cut, recomputed = make_engine(), make_engine(micro_batch_tokens=64), make_engine(share_prefixes=False)
-    assert recomputed.model.fused is not None
-    recomputed.model.fused.most_kept_bytes = 0
+    whole, cut = make_engine(), make_engine(micro_batch_tokens=64)
+    recomputed = make_engine(share_prefixes=False, activations="recompute")
     grads = []
     for engine in (whole, cut, recomputed):
         trainable = engine.create_full()
@@ -149,7 +154,7 @@ def test_versions_adapters_and_the_base_share_a_sampler(make_engine: MakeEngine)
 
 def test_copies_that_nobody_samples_from_are_used_again(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    trainable = engine.create_full()
+    trainable = whole_weights(engine)
     places = set()
     policy = None
     for _ in range(6):
@@ -201,7 +206,7 @@ def test_transformers_loads_what_was_saved_with_the_same_logprobs(
 
 def test_kl_to_the_base_compares_with_the_weights_at_the_start(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    trainable = engine.create_full()
+    trainable = whole_weights(engine)
     settings = {"kl_coef": 0.5, "kl_estimator": "k2"}
     at_start = run(engine.forward_backward(trainable, DATUMS, "importance_sampling", settings)).metrics
     engine.optim_step(trainable, STEP)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
-from turnwise.engine.model.kept import FLOAT32_BYTES, kept_bytes
+from turnwise.engine.model.kept import FLOAT32_BYTES, PassSizes, kept_bytes
 from turnwise.models.facts import ModelSizes
 
 GIB = 1 << 30
@@ -65,7 +65,7 @@ class MemorySplit:
     kv_group_tokens: tuple[int, ...]
     """The same for every group of layers, in the order of `ModelSizes.kv_windows`."""
     training_bytes: int
-    """Bytes for the activations that a pass keeps; a longer pass computes them twice instead (`body.FusedBody`)."""
+    """Bytes for the activations that a pass keeps; `engine/model/kept.py` says what a longer pass does."""
     limit: PassLimit
 
     def line(self) -> str:
@@ -191,6 +191,14 @@ def recomputed_pass_bytes(
     return num_tokens * (inputs + outside) + max(
         num_tokens * in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed)
     )
+
+
+def split_pass_bytes(
+    sizes: ModelSizes, device: DeviceInfo, num_tokens: int, *, rank: int, train_unembed: bool, part_tokens: int
+) -> int:
+    """The same for one sequence in parts: what stays of all tokens, and a pass over one part."""
+    past = num_tokens * PassSizes(sizes, device.dtype_bytes, rank, device.facts).past
+    return past + training_pass_bytes(sizes, device, part_tokens, rank=rank, train_unembed=train_unembed)
 
 
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:

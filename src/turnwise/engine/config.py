@@ -175,6 +175,12 @@ class EngineConfig(Section):
         "0: 2048 on a CPU (4096 if they share), as many as fit on a GPU, up to 32768. A pass that "
         "does not fit computes its activations twice instead of keeping them.",
     )
+    activations: Literal["auto", "keep", "recompute", "split"] = Field(
+        default="auto",
+        description="What a training pass keeps for its backward pass: everything (`keep`), the input of each layer, "
+        "which is then computed again (`recompute`), or, of a datum that is longer than a pass, one part at a time "
+        "(`split`; other passes recompute). `auto`: the first of them that fits (docs/scale.md).",
+    )
     self_test: bool = Field(
         default=True,
         description="After a model is loaded, compare 32 tokens with plain transformers in trainer, prefill and "

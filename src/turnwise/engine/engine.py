@@ -19,6 +19,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.full import FullPolicy, ModelWeights
+from turnwise.engine.model.kept import KeptRoom
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.model.sharded import ShardExchange
@@ -75,8 +76,7 @@ class Engine:
         self.base_policy = base_policy()
         self.memory = self._split_memory()
         """Memory that the sampler and the trainer may use beside the weights."""
-        if self.model.fused is not None:
-            self.model.fused.most_kept_bytes = self.memory.training_bytes
+        self.model.keep(KeptRoom(self.memory.training_bytes, config.activations, self.memory.limit.alone))
         self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self.trainer.routing = self.sampler.routing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from turnwise.config.config import Config
@@ -14,10 +15,13 @@ from turnwise.engine.budget import (
     machine_bytes,
     recomputed_pass_bytes,
     split_memory,
+    split_pass_bytes,
     training_pass_bytes,
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.model.fused_parts import check_split, is_fused
+from turnwise.engine.model.kept import PLAIN_STRETCH, KeptChoice, KeptRoom, PassSizes
 from turnwise.errors import ConfigError
 from turnwise.models.facts import ModelFacts
 from turnwise.rollout.limits import RolloutLimits
@@ -44,6 +48,8 @@ class Memory:
     """Most tokens of one training pass."""
     is_recomputed: bool = False
     """The pass keeps each layer's input only: all activations would be more than there is room for."""
+    num_part_tokens: int = 0
+    """A dialogue that is longer than a pass runs in parts of so many tokens (`engine/model/parts.py`); 0: whole."""
     is_pass_chosen: bool = False
     """The user set the length of a pass."""
     learners: int = 1
@@ -80,7 +86,8 @@ class Memory:
     def _check_pass(self, capacity: int) -> None:
         """Refuse passes that the user made longer than what is left of the device."""
         in_all = self.num_fixed + self.kv_cache + self.training_pass
-        if not self.is_recomputed or not self.is_pass_chosen or in_all <= capacity:
+        is_least = self.is_recomputed or self.num_part_tokens > 0
+        if not is_least or not self.is_pass_chosen or in_all <= capacity:
             return
         left = max(0, capacity - self.num_fixed - self.kv_cache)
         fitting = int(self.num_pass_tokens * left / self.training_pass)
@@ -95,6 +102,7 @@ class Memory:
         """As the plan says it."""
         is_full = self.trained == "full"
         twice = " (activations computed twice)" if self.is_recomputed else ""
+        twice = f" (in parts of {self.num_part_tokens:,})" if self.num_part_tokens else twice
         parts = {
             "frozen base" if is_full else "weights": self.weights,
             **({} if is_full else {"their merged copy": self.merged}),
@@ -138,9 +146,12 @@ def estimate_memory(
     num_tokens = pass_tokens(split, limits, num_attempts)
     is_full = model.train == "full"
     rank, train_unembed = (0, False) if is_full else (model.rank, model.train_unembed)
-    kept = training_pass_bytes(facts, device, num_tokens, rank=rank, train_unembed=train_unembed)
-    again = recomputed_pass_bytes(facts, device, num_tokens, rank=rank, train_unembed=train_unembed)
-    is_recomputed = kept > split.training_bytes and again < kept
+    check_split(facts, engine.activations, is_sharded=config.cluster.shard)
+    one = PassSizes(facts, size, rank, device.facts)
+    choice = _kept_choice(engine, one, split, num_tokens, is_whole=not config.cluster.shard)
+    of_pass = recomputed_pass_bytes if not choice.keeps_all else training_pass_bytes
+    if choice.part_tokens:
+        of_pass = functools.partial(split_pass_bytes, part_tokens=choice.part_tokens)
     return Memory(
         device=device,
         weights=weights,
@@ -148,9 +159,10 @@ def estimate_memory(
         merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
         adapter=_adapter_bytes(config, device, facts),
         kv_cache=split.kv_bytes,
-        training_pass=again if is_recomputed else kept,
+        training_pass=of_pass(facts, device, num_tokens, rank=rank, train_unembed=train_unembed),
         num_pass_tokens=num_tokens,
-        is_recomputed=is_recomputed,
+        is_recomputed=not choice.keeps_all,
+        num_part_tokens=choice.part_tokens,
         is_pass_chosen=engine.micro_batch_tokens > 0,
         learners=config.cluster.learners,
         gathered=gathered,
@@ -177,6 +189,16 @@ def _gathered_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> in
         return 0
     unit = max(facts.vocab_size * facts.hidden_size, facts.num_parameters // max(1, facts.num_layers))
     return unit * (2 * device.dtype_bytes + (FLOAT32_BYTES if config.model.train == "full" else 0))
+
+
+def _kept_choice(
+    engine: EngineConfig, one: PassSizes, split: MemorySplit, num_tokens: int, *, is_whole: bool
+) -> KeptChoice:
+    """What the engine will choose for its longest pass. A pass that is longer than others may be is one dialogue."""
+    room = KeptRoom(split.training_bytes, engine.activations, split.limit.alone)
+    if not is_fused(one.sizes):
+        return room.choose(one, int(num_tokens * PLAIN_STRETCH), can_split=False)
+    return room.choose(one, num_tokens, can_split=is_whole and num_tokens > split.limit.sharing)
 
 
 def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) -> int:

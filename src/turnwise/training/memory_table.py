@@ -1,7 +1,11 @@
-"""The memory table of docs/scale.md, from the plan's own arithmetic: `python -m turnwise.training.memory_table`."""
+"""The memory tables of docs/scale.md, from the plan's own arithmetic.
+
+python -m turnwise.training.memory_table
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from turnwise.config.config import Config
@@ -25,6 +29,7 @@ SHAPES: dict[str, dict[str, int | bool]] = {
 }
 PARTS = 8
 """Learners of `cluster.shard=true` in the table."""
+LONG_MODEL, LONG_TOKENS, LONG_KV_GIB = "Qwen3 8B", (32768, 65536, 131072), 40
 HEAD_SIZE, VOCAB_SIZE, CONTEXT = 128, 151936, 40960
 
 
@@ -91,6 +96,38 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def long_table() -> str:
+    """Markdown: what one attempt of many tokens takes of the largest card, with a KV cache of `LONG_KV_GIB`."""
+    head = ["Tokens of an attempt", "attempts in the KV cache", "kept as usual", "training pass as planned", "in all"]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
+    for num_tokens in LONG_TOKENS:
+        auto, kept = (long_memory(num_tokens, how) for how in ("auto", "keep"))
+        how = "computed twice" if auto.is_recomputed else "everything kept"
+        how = f"in parts of {auto.num_part_tokens:,}" if auto.num_part_tokens else how
+        cells = [
+            f"{num_tokens:,}",
+            f"{auto.kv_cache / (num_tokens * facts_of_shape(LONG_MODEL).kv_values_per_token * 2):.1f}",
+            f"{kept.training_pass / GIB:.1f} GiB",
+            f"{auto.training_pass / GIB:.1f} GiB, {how}",
+            f"{auto.total / GIB:.1f} GiB",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def long_memory(num_tokens: int, activations: str) -> Memory:
+    """Of a run whose attempts have up to `num_tokens` tokens."""
+    config = Config.model_validate({"model": {"name": LONG_MODEL}, "env": {"name": "guess_number"}})
+    bytes_of_card = max(CARDS.values()) * GIB
+    device = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=bytes_of_card, total_bytes=bytes_of_card)
+    limits = RolloutConfig(max_turns=num_tokens // 512, max_tokens_per_turn=512, max_trajectory_tokens=num_tokens)
+    engine = EngineConfig.model_validate(
+        {"kv_cache_gib": LONG_KV_GIB, "merge_adapter": "never", "activations": activations}
+    )
+    facts = replace(facts_of_shape(LONG_MODEL), context_length=num_tokens)
+    return estimate_memory(config, engine, device, facts, limits, num_attempts=64)
+
+
 def _fixed(name: str, train: str, learners: int) -> int:
     """Weights, what is trained and its state; without the merged copy, which a run leaves out if it does not fit."""
     memory = memory_of(name, train, max(CARDS.values()), learners)
@@ -105,3 +142,5 @@ def _smallest_card(needed: int) -> str:
 
 if __name__ == "__main__":
     print(table())
+    print()
+    print(long_table())

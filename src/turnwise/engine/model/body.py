@@ -16,8 +16,8 @@ on the rows that the caller wants: in a dialogue, those that a trained token fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
 from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
 from turnwise.engine.model.expert_layers import TokenRouter
-from turnwise.engine.model.gated_mlp import GatedMlp, KeptMlp, Mlp, MlpPass, Scratch
-from turnwise.engine.model.kept import kept_bytes
+from turnwise.engine.model.fused_parts import is_fused
+from turnwise.engine.model.gated_mlp import GatedMlp, Mlp, MlpPass, Scratch
+from turnwise.engine.model.kept import KeptRoom, PassSizes
+from turnwise.engine.model.kept_block import BlockInput, KeptBlock
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
@@ -38,6 +40,7 @@ from turnwise.engine.model.lora_products import (
     read_spans,
     spans_of_rows,
 )
+from turnwise.engine.model.parts import Part, PastKeys, cut_sequence
 from turnwise.engine.model.rotation import num_table_rows
 from turnwise.engine.model.routed_mlp import RoutedMlp
 from turnwise.engine.model.trace import EMBEDDING, Trace, layer_part
@@ -51,18 +54,6 @@ from turnwise.engine.ops.interface import AttentionRule, Heads, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
-SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "norm": ("rms",),
-    "norm_place": ("before",),
-    "head_norm": ("none", "rms"),
-    "rotation": ("halves",),
-    "angles": ("default", "dynamic", "linear", "llama3", "yarn"),
-    "mlp": ("gated",),
-    "activation": ("silu",),
-}
-"""The kinds that the fused kernels compute, by field of `BlockSpec`. The angles must not depend on a pass's length."""
-SCORINGS = ("softmax", "chosen_softmax")
-"""How routers may score experts here."""
 MOST_ROWS = 0.75
 """If the caller wants more than this share of the rows, the last block runs on all rows."""
 
@@ -88,42 +79,8 @@ class _StackPass:
     grads: BodyWeights | None = None
     """Where gradients of all weights go; None if only adapters are trained."""
     scratch: Scratch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockInput:
-    """The residual stream before a block, and what the previous block adds to it."""
-
-    h: Tensor
-    delta: Tensor | None
-
-
-@dataclass(slots=True, kw_only=True)
-class KeptBlock:
-    """What one block's backward pass reads of its forward pass (`kept.kept_tensors` lists it)."""
-
-    h: Tensor
-    rstd: Tensor
-    x: Tensor | None
-    """None if it is recomputed from `h` and `rstd`."""
-    low_qkv: list[Tensor]
-    qkv: Tensor | None
-    """The projection before head norms; None if the model has no head norms."""
-    attention: Saved
-    low_out: list[Tensor]
-    inner_h: Tensor
-    inner_rstd: Tensor
-    inner_x: Tensor | None
-    mlp: KeptMlp
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that is kept; some tensors share their memory."""
-        found = list(self.mlp.tensors())
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name != "mlp":
-                found += [] if value is None else [value] if isinstance(value, Tensor) else value
-        return found
+    past: PastKeys | None = None
+    """Keys and values of the sequence so far, where the pass runs in parts (`parts.py`)."""
 
 
 @dataclass(slots=True)
@@ -134,12 +91,24 @@ class _KeptPass:
     first: int
     """The lowest block that holds something trained; those below it need no backward pass."""
     keeps_all: bool
-    """Whether there is memory for all that the blocks keep; otherwise backward runs each block again."""
+    """Whether all that the blocks keep is kept; otherwise backward runs each block again."""
     input_ids: Tensor
     blocks: list[KeptBlock | BlockInput] = field(default_factory=list)
     """From block `first` on."""
     last: tuple[Tensor, Tensor] | None = None
     """The residual stream before the last norm, and its 1 / rms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptParts:
+    """A pass over one sequence in parts."""
+
+    work: _StackPass
+    """Of the whole sequence."""
+    first: int
+    """As in `_KeptPass`."""
+    input_ids: Tensor
+    parts: Sequence[Part]
 
 
 class FusedBody:
@@ -167,22 +136,19 @@ class FusedBody:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self.trace: Trace | None = None
         """What the self-test fills with the outputs of the parts."""
-        self.most_kept_bytes: int | None = None
-        """If a pass would keep more bytes than this for its backward pass, it computes each block again instead."""
+        self._is_whole = True
+        """Whether this process holds all weights; if they are gathered, a pass is not split."""
+        self.room = KeptRoom()
+        """What a pass may keep for its backward pass."""
 
     def read_instead(self, base: BodyWeights, groups: Sequence[LinearGroup]) -> None:
         """Read the frozen weights from `base` from now on; `groups` say which linears are joined, without tensors."""
-        self.base, self.groups = base, list(groups)
+        self.base, self.groups, self._is_whole = base, list(groups), False
 
     @staticmethod
     def supports(sizes: ModelSizes) -> bool:
         """Whether the fused kernels compute every part of the model's blocks."""
-        block = sizes.block
-        if block is None or sizes.head_size % 2:
-            return False
-        if sizes.experts is not None and sizes.experts.scoring not in SCORINGS:
-            return False
-        return all(getattr(block, part) in kinds for part, kinds in SUPPORTED.items())
+        return is_fused(sizes)
 
     def _read_angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [P, D / 2] of every position, computed by the model's own code."""
@@ -256,7 +222,15 @@ class FusedBody:
         assert isinstance(plan, TreePlan), "training runs over a prefix tree"
         scratch = None if self._keeps_normed else Scratch()
         work = _StackPass(rotation, plan, route, spans, wanted, weights, grads, scratch)
-        kept = _KeptPass(work, first, self._keeps_all(embedded, spans), input_ids)
+        is_path = len(plan.bounds) == 2 and route.routing is None and self._is_whole
+        how = self.room.choose(self._pass_sizes(embedded, spans), len(input_ids), can_split=is_path)
+        if how.part_tokens:
+            asked = torch.arange(len(input_ids), device=input_ids.device) if rows is None else rows
+            parts = cut_sequence(asked, len(input_ids), how.part_tokens)
+            past = PastKeys(len(weights.blocks), len(input_ids))
+            whole = _KeptParts(replace(work, wanted=None, past=past), first, input_ids, parts)
+            return _PartedStack.apply(self._anchor, self, whole)
+        kept = _KeptPass(work, first, how.keeps_all, input_ids)
         return _Stack.apply(self._anchor, self, embedded, kept)
 
     def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
@@ -268,12 +242,9 @@ class FusedBody:
         assert body is not None, "a layout of this model has what its body reads"
         return body, None if full.grads is None else full.grads.body
 
-    def _keeps_all(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> bool:
-        if self.most_kept_bytes is None:
-            return True
+    def _pass_sizes(self, embedded: Tensor, spans: Sequence[SpanWeights]) -> PassSizes:
         rank = max((a.shape[0] for span in spans for a, _ in span.pairs.values()), default=0)
-        in_block = kept_bytes(self.sizes, embedded.itemsize, rank, self.ops.facts)
-        return len(embedded) * len(self._block_names) * in_block <= self.most_kept_bytes
+        return PassSizes(self.sizes, embedded.itemsize, rank, self.ops.facts)
 
     def _first_trained(self, spans: Sequence[SpanWeights]) -> int | None:
         """The lowest block that holds an adapter's gradient."""
@@ -306,7 +277,7 @@ class FusedBody:
         qkv, low_qkv = project(block.qkv, x, route, spans)
         cache = plan.cache_slots(index) if isinstance(plan, PagedPlan | GroupedPlan) else None
         q, k, v = self.ops.layers.rotate(qkv, block.heads, work.rotation, cache)
-        attention = self._attend(index, q, k, v, plan)
+        attention = self._attend(index, (q, k, v), plan, work.past)
         mixed, rest_h = attention.out[0].flatten(1), h
         rows = None
         if work.wanted is not None and index == len(self._block_names) - 1:
@@ -342,8 +313,12 @@ class FusedBody:
         scratch.normed = x
         return h, x, rstd
 
-    def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Saved:
-        query, key, value = (side.transpose(0, 1)[None] for side in (q, k, v))
+    def _attend(
+        self, index: int, sides: tuple[Tensor, Tensor, Tensor], plan: AttentionPlan, past: PastKeys | None
+    ) -> Saved:
+        query, key, value = (side.transpose(0, 1)[None] for side in sides)
+        if past is not None:
+            key, value = past.extend(index, key, value)
         rule = self.rules[index]
         if isinstance(plan, TreePlan):
             return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, rule))
@@ -368,6 +343,40 @@ class FusedBody:
             dh = self._attention_backward(index, own, dh, work, need_input=grads is not None or index > kept.first)
         if grads is not None:
             grads.embedding.index_add_(0, kept.input_ids, dh.to(grads.embedding.dtype))
+
+    def run_parts(self, whole: _KeptParts) -> Tensor:
+        """Normed hidden states of the wanted rows; keeps the keys and values of all parts."""
+        found: list[Tensor] = []
+        for part in whole.parts:
+            work, input_ids = self._work_of(part, whole)
+            embedded = nn.functional.embedding(input_ids, work.weights.embedding)
+            found.append(self.run(embedded, replace(work, scratch=None))[part.rows])
+        return torch.cat(found)
+
+    def run_parts_backward(self, dx: Tensor, whole: _KeptParts) -> None:
+        """Run every part again, the last one first, and add its gradients."""
+        for part in reversed(whole.parts):
+            work, input_ids = self._work_of(part, whole)
+            embedded = nn.functional.embedding(input_ids, work.weights.embedding)
+            kept = _KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
+            self.run(embedded, work, kept)
+            self.run_backward(_spread(dx[part.places], part.rows, len(input_ids)), kept)
+
+    def _work_of(self, part: Part, whole: _KeptParts) -> tuple[_StackPass, Tensor]:
+        """The pass over one part, and its tokens."""
+        work, tokens = whole.work, slice(part.start, part.stop)
+        assert work.past is not None, "made for a pass in parts"
+        work.past.first = part.start
+        rows = torch.arange(part.start, part.stop, device=whole.input_ids.device)
+        return (
+            replace(
+                work,
+                rotation=Rotation(*self._angles, work.rotation.positions[tokens]),
+                plan=part.plan,
+                spans=spans_of_rows(work.spans, rows, len(whole.input_ids)),
+            ),
+            whole.input_ids[tokens],
+        )
 
     def _mlp_backward(self, index: int, kept: KeptBlock, dh: Tensor, work: _StackPass) -> Tensor:
         """The gradient of the residual stream between attention and MLP, at the rows that the MLP ran on."""
@@ -399,6 +408,8 @@ class FusedBody:
             dmixed, dh = (_spread(grad, rows, len(mixed)) for grad in (dmixed, dh))
         rule = self.rules[index]
         attention_grads = self.ops.attention.tree_backward(dmixed.view(out.shape), kept.attention, plan, rule)
+        if work.past is not None:
+            attention_grads = (attention_grads[0], *work.past.own_gradients(index, *attention_grads[1:]))
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in attention_grads)
         if grads is not None and kept.qkv is not None:
             add_head_norm_gradients(grads.heads, dq, dk, kept.qkv, work.rotation)
@@ -435,6 +446,21 @@ class _Stack(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         ctx.body.run_backward(dx.contiguous(), kept)
         return torch.zeros(1, device=dx.device), None, None, None
+
+
+class _PartedStack(torch.autograd.Function):
+    """The same for a sequence in parts."""
+
+    @staticmethod
+    def forward(ctx, anchor, body, whole):  # noqa: ARG004 - the anchor asks for a gradient
+        ctx.body, ctx.whole = body, whole
+        return body.run_parts(whole)
+
+    @staticmethod
+    def backward(ctx, dx):
+        whole, ctx.whole = ctx.whole, None
+        ctx.body.run_parts_backward(dx.contiguous(), whole)
+        return torch.zeros(1, device=dx.device), None, None
 
 
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:

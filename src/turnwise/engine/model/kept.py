@@ -1,4 +1,6 @@
-"""What the fused body keeps of a decoder block's forward pass for its backward pass. Imports without torch.
+"""What a training pass keeps of its forward pass for its backward pass, and what it does where there is no room.
+
+Imports without torch.
 
 The body keeps what is listed here, and the memory plan adds it up (`engine/budget.py`);
 `tests/numerics/test_body.py` holds the list against the tensors of real passes.
@@ -7,6 +9,7 @@ The body keeps what is listed here, and the memory plan adds it up (`engine/budg
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from turnwise.engine.ops.facts import DeviceFacts
 from turnwise.models.blocks import BlockSpec
@@ -78,3 +81,80 @@ def _kept_of_mlp(sizes: ModelSizes, rank: int) -> dict[str, int]:
 def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) -> int:
     """Bytes that one block keeps for one token."""
     return sum(kept.size * kept.itemsize for kept in kept_tensors(sizes, itemsize, rank, facts))
+
+
+Activations = Literal["auto", "keep", "recompute", "split"]
+"""`engine.activations`"""
+PLAIN_STRETCH = 4 / 3
+"""Transformers' layers keep about this many times what ours do."""
+MIN_PART_TOKENS = 256
+"""Shorter parts of a long sequence would save little, and every part reads all weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """What the memory of a pass depends on besides its length."""
+
+    sizes: ModelSizes
+    itemsize: int
+    """Bytes of one activation."""
+    rank: int
+    facts: DeviceFacts
+
+    @property
+    def in_block(self) -> int:
+        """Bytes that one block keeps for one token."""
+        return kept_bytes(self.sizes, self.itemsize, self.rank, self.facts)
+
+    @property
+    def kept(self) -> int:
+        """Bytes per token of a pass that keeps everything."""
+        return self.sizes.num_layers * self.in_block
+
+    @property
+    def recomputed(self) -> int:
+        """Bytes per token of a pass that keeps the input of each block: the stream, and what is added to it."""
+        return 2 * self.sizes.num_layers * self.sizes.hidden_size * self.itemsize + self.in_block
+
+    @property
+    def past(self) -> int:
+        """Bytes per token of a sequence in parts: keys and values, their gradients in float32 (`parts.py`), and what
+        the head reads, with its gradient."""
+        rows = 2 * self.sizes.hidden_size * self.itemsize
+        return self.sizes.kv_values_per_token * (self.itemsize + FLOAT32_BYTES) + rows
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChoice:
+    """What a pass keeps: everything, the inputs of its blocks, or (`part_tokens`) the activations of one part."""
+
+    keeps_all: bool
+    part_tokens: int = 0
+    """Tokens of a part; 0: the pass runs as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRoom:
+    """How much a pass may keep for its backward pass."""
+
+    most_bytes: int | None = None
+    """None: there is room for everything."""
+    activations: Activations = "auto"
+    most_part_tokens: int = 2048
+
+    def choose(self, one: PassSizes, num_tokens: int, *, can_split: bool) -> KeptChoice:
+        """For a pass of `num_tokens`. Only one sequence without branches can be split."""
+        most, asked = self.most_bytes, self.activations
+        if asked == "keep" or (asked == "auto" and (most is None or num_tokens * one.kept <= most)):
+            return KeptChoice(keeps_all=True)
+        fits = most is None or num_tokens * one.recomputed <= most
+        part = self._part_tokens(one, num_tokens)
+        if asked == "recompute" or not can_split or (asked == "auto" and fits) or part >= num_tokens:
+            return KeptChoice(keeps_all=False)
+        return KeptChoice(keeps_all=True, part_tokens=part)
+
+    def _part_tokens(self, one: PassSizes, num_tokens: int) -> int:
+        if self.most_bytes is None:
+            return self.most_part_tokens
+        left = self.most_bytes - num_tokens * one.past
+        return min(self.most_part_tokens, max(MIN_PART_TOKENS, left // one.kept))

@@ -16,12 +16,16 @@ from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan, Group
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.expert_layers import EXPERTS_NAME, ExpertLayer, wrap_experts, wrap_routers
 from turnwise.engine.model.full import WeightLayout
+from turnwise.engine.model.fused_parts import check_split
+from turnwise.engine.model.kept import PLAIN_STRETCH, KeptRoom, PassSizes
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.model.recomputed_layers import RecomputedLayers
 from turnwise.engine.model.reference import END_LENGTH, Place, Reference, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
+from turnwise.engine.model.trace import find_layers
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
@@ -93,6 +97,8 @@ class CausalModel:
         self.vocab_size = int(self.head.out_features)
         self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
         self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
+        self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
+        self._room = KeptRoom()
         self.layout = _read_layout(model, self.head, self.fused)
         """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
         self.num_base_bytes = sum(parameter.nbytes for parameter in self.layout.parameters.values())
@@ -100,14 +106,7 @@ class CausalModel:
         self.shards = None if exchange is None else self._keep_part(exchange)
         """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
-        windows = self.sizes.kv_windows
-        self.kv_shape = KvShape(
-            num_layers=self.sizes.num_layers,
-            num_kv_heads=self.sizes.num_kv_heads,
-            head_size=self.sizes.head_size,
-            windows=windows,
-            group_of=tuple(windows.index(window) for window in self.sizes.windows),
-        )
+        self.kv_shape = _kv_shape(self.sizes)
 
     def _keep_part(self, exchange: ShardExchange) -> ShardLayout:
         """Let all weights go but this learner's part of each."""
@@ -169,6 +168,13 @@ class CausalModel:
         """Linears whose weights the fused body has joined into one tensor."""
         return self.fused.groups if self.fused is not None else ()
 
+    def keep(self, room: KeptRoom) -> None:
+        """Say how much a training pass may keep for its backward pass."""
+        check_split(self.sizes, room.activations, is_sharded=self.shards is not None)
+        self._room = room
+        if self.fused is not None:
+            self.fused.room = room
+
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, route: Route, rows: Tensor | None = None
     ) -> Tensor:
@@ -178,6 +184,7 @@ class CausalModel:
             route = replace(route, routing=RecordedRouting(first))
         if self.fused is not None:
             return self.fused.hidden(input_ids, position_ids, plan, route, rows)
+        self._recomputed.is_on = torch.is_grad_enabled() and not self._keeps_all(len(input_ids), route)
         inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
         settings = {"use_cache": False, "plan": plan, "return_dict": True}
         with self.routed(route):
@@ -188,6 +195,12 @@ class CausalModel:
                 out = torch.func.functional_call(self.body, own, kwargs={**inputs, **settings})
         hidden = out.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
+
+    def _keeps_all(self, num_tokens: int, route: Route) -> bool:
+        """Whether transformers' layers have room for all that they keep, which is more than what ours do."""
+        rank = max((span.weights.lora.rank for span in route.spans if span.weights.pairs), default=0)
+        one = PassSizes(self.sizes, self.dtype.itemsize, rank, self.ops.facts)
+        return self._room.choose(one, int(num_tokens * PLAIN_STRETCH), can_split=False).keeps_all
 
     def logits(self, hidden: Tensor, route: Route) -> Tensor:
         """Logits [rows, V] of hidden states [rows, H]."""
@@ -293,6 +306,17 @@ def _wrap_experts(
 def _adaptable_shapes(linears: Mapping[str, LoraLinear], experts: Sequence[ExpertLayer]) -> dict[str, Shape]:
     shapes = {name: Shape(linear.out_features, linear.in_features) for name, linear in linears.items()}
     return shapes | {name: shape for layer in experts for name, shape in layer.shapes().items()}
+
+
+def _kv_shape(sizes: ModelSizes) -> KvShape:
+    windows = sizes.kv_windows
+    return KvShape(
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_size=sizes.head_size,
+        windows=windows,
+        group_of=tuple(windows.index(window) for window in sizes.windows),
+    )
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

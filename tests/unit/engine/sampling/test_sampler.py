@@ -144,6 +144,28 @@ def test_siblings_of_a_request_that_is_cancelled_while_they_wait_read_for_themse
     assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
 
 
+def test_decode_goes_on_between_the_pieces_of_a_long_prompt(tiny_dir: Path) -> None:
+    engine = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1, prefill_tokens=16), name="tiny")
+    drawn: list[str] = []
+
+    def ask(name: str, prompt: list[int], max_tokens: int) -> None:
+        request = SampleRequest(prompt, SamplingParams(max_tokens=max_tokens, stop=[], seed=1), 1)
+        engine.sampler.submit(
+            request, engine.base_policy, on_done=lambda _: None, on_token=lambda *_: drawn.append(name)
+        )
+
+    ask("short", PROMPT, 60)
+    engine.sampler.step()
+    ask("long", [3 + i % 50 for i in range(320)], 5)
+    for step in range(20):  # pieces of 16 tokens
+        assert drawn == ["short"] * (1 + step), "one token in each step, and none of the long prompt's"
+        engine.sampler.step()
+    assert drawn.count("long") == 1, "the last piece gives its first token"
+    while engine.sampler.has_work:
+        engine.sampler.step()
+    assert (drawn.count("short"), drawn.count("long")) == (60, 5)
+
+
 def test_without_a_seed_two_requests_differ(engine: Engine) -> None:
     replies = sample_many(engine, [(PROMPT, engine.base_policy)] * 2, max_tokens=30)
     assert replies[0].sequences[0].tokens != replies[1].sequences[0].tokens
