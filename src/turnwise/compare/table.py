@@ -108,7 +108,7 @@ def critic_markdown(results: Sequence[Result]) -> list[str]:
     rows = critic_rows(results)
     if not rows:
         return []
-    header = ("ComparedWorld", "Method", "Evaluation", *(f"Fifth {part}" for part in range(1, len(rows[0]) - 2)))
+    header = ("World", "Method", "Evaluation", *(f"Fifth {part}" for part in range(1, len(rows[0]) - 2)))
     lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)]
     text = "The critic on held-out attempts, by fifth of the attempt: root mean square error (explained variance)."
     return ["", text, "", *lines]
