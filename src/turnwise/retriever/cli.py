@@ -14,6 +14,7 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import read_corpus, write_corpus
 
 if TYPE_CHECKING:
+    from turnwise.retriever.dense import Progress
     from turnwise.retriever.index import CorpusIndex
 
 DEFAULT_PORT = 8000
@@ -128,13 +129,13 @@ def _write_corpus(options: argparse.Namespace) -> int:
 def _index(options: argparse.Namespace, cache: Path | None) -> int:
     if cache is None:
         raise ConfigError("--cache none stores nothing; name a folder, or leave it out")
-    index, was_kept = _open(options, cache)
+    index, was_kept = _open(options, cache, ProgressLines(sys.stderr).show)
     how = "was there already" if was_kept else "built"
     print(f"{options.index} index of {len(index.corpus.documents)} passages: {how}, in {cache}")
     return 0
 
 
-def _open(options: argparse.Namespace, cache: Path | None) -> tuple[CorpusIndex, bool]:
+def _open(options: argparse.Namespace, cache: Path | None, report: Progress) -> tuple[CorpusIndex, bool]:
     """The index that the options describe."""
     from turnwise.retriever.index import make_embedder, open_index
 
@@ -142,10 +143,7 @@ def _open(options: argparse.Namespace, cache: Path | None) -> tuple[CorpusIndex,
         raise ConfigError("--encoder and --vectors are not read with --index bm25; choose dense or hybrid")
     corpus = read_corpus(options.corpus)
     embedder = None if options.index == "bm25" else make_embedder(options.encoder)
-    progress = ProgressLines(sys.stderr)
-    return open_index(
-        corpus, options.index, cache=cache, embedder=embedder, vectors=options.vectors, report=progress.show
-    )
+    return open_index(corpus, options.index, cache=cache, embedder=embedder, vectors=options.vectors, report=report)
 
 
 class ProgressLines:
@@ -169,13 +167,14 @@ def _serve(options: argparse.Namespace, cache: Path | None) -> int:
     try:
         import uvicorn
 
+        from turnwise.retriever.dense import no_progress
         from turnwise.retriever.server import ServerLimits, make_app
     except ImportError as cause:
         raise ConfigError(f"the retriever server needs {cause.name}: pip install 'turnwise[retriever]'") from cause
     limits = ServerLimits(default_topk=options.topk, deadline_s=options.deadline)
     listener = _listen(options.host, options.port)
     try:
-        index, was_kept = _open(options, cache)
+        index, was_kept = _open(options, cache, no_progress)
         host, port = listener.getsockname()[:2]
         how = "kept index" if was_kept else "indexed now"
         print(
