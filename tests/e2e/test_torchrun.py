@@ -40,11 +40,13 @@ def test_two_ranks_of_torchrun_train_what_one_process_trains(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_another_number_of_learners_than_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchrun_decides_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     said = run_here("train", *SMALL, "cluster.learners=3", code=2)
     assert "cluster.learners=3, and torchrun has started 2 processes" in said
+    for option in ("cluster.max_restarts=3", "cluster.min_learners=1"):
+        assert f"{option.partition('=')[0]} is not read under torchrun" in run_here("train", *SMALL, option, code=2)
     said = run_here("train", *SMALL, "cluster.env_workers=2", "cluster.address=auto", code=2)
     assert "cluster.address=auto under torchrun" in said

@@ -22,6 +22,8 @@ PLAIN_LAYERS = ("gemma2", "gpt_neox", "gpt_oss", "granitemoe", "opt", "phi3, win
 """Models that run transformers' layers: windows, soft caps, sinks, experts, other norms."""
 DIALOGUES = [rl_datum(random_ids(30, 1) + random_ids(9 + i, 10 + i), start=20, seed=i) for i in range(3)]
 LONG = rl_datum(random_ids(300, 3), start=40, seed=4)
+LATE = rl_datum(random_ids(303, 5), start=150, seed=6)
+"""Nothing is trained in its first parts, and its parts are not equally long."""
 
 
 def load(directory: Path, **settings: Any) -> Engine:
@@ -82,7 +84,10 @@ def test_a_long_sequence_in_parts_has_the_gradient_of_one_pass(
         assert relative_error(gradient(parts, [LONG], loss), gradient(whole, [LONG], loss)) < tolerances.GRADIENTS
     assert max(longest) <= 64
     assert len(longest) == 2 * 2 * 5 * 2  # losses, forward and again, parts, layers
-    assert relative_error(full_gradient(parts, [LONG]), full_gradient(whole, [LONG])) < tolerances.GRADIENTS
+    for datum in (LONG, LATE):
+        assert relative_error(full_gradient(parts, [datum]), full_gradient(whole, [datum])) < tolerances.GRADIENTS
+    assert relative_error(gradient(parts, [LATE]), gradient(whole, [LATE])) < tolerances.GRADIENTS
+    assert {60, 61} <= set(longest)
     longest.clear()
     gradient(parts, DIALOGUES)  # a pass of several dialogues is not cut: 30 shared tokens, and 27 of their own
     assert longest == [57] * 4

@@ -16,16 +16,23 @@ from transformers import AutoModelForCausalLM
 from learner_batches import BATCHES, CONFIG, STEP, TREES, create, train
 from naive import relative_error, run
 from processes import processes_below
+from turnwise.config.files import load_config
+from turnwise.engine.budget import gathered_bytes
 from turnwise.engine.config import ClusterConfig
+from turnwise.engine.device_info import find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.learners.sharded import ShardedEngine
 from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.errors import CheckpointError, ConfigError, LearnerError
+from turnwise.models.facts import read_facts
+from turnwise.rollout.limits import RolloutLimits
+from turnwise.training.memory import estimate_memory
 from turnwise.types import SampleRequest, SamplingParams
 
 SHARDED = ClusterConfig(learners=2, shard=True, deadline_s=120)
+LIMITS = RolloutLimits(max_turns=4, max_tokens_per_turn=16, max_trajectory_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,11 @@ def test_each_learner_holds_half_of_the_base_weights(engines: tuple[Engine, Shar
     for held in two.base_bytes.values():
         assert whole_bytes / 2 <= held < 0.52 * whole_bytes, "but for the numbers that fill parts up"
     assert sum(parameter.nbytes for parameter in two.model.body.parameters()) == 0
+    assert two.model.shards is not None
+    config = load_config("guess_number", ["model=x", "cluster.learners=2", "cluster.shard=true"])
+    device, facts = find_device(CONFIG), read_facts(two.model_dir)
+    planned = estimate_memory(config, CONFIG, device, facts, LIMITS, num_attempts=8).gathered
+    assert planned >= gathered_bytes(two.model.shards.largest_unit, device, is_full=False), "the plan has room for them"
     full = create(two, "full")
     assert full.num_bytes < 0.52 * create(one, "full").num_bytes
     two.drop_adapter(full)
@@ -120,11 +132,31 @@ def test_a_sharded_checkpoint_is_a_hugging_face_directory_too(
     masters = two.gather(trainable, "masters")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, masters[name]), name
-    state = tmp_path / "saved" / "sharded" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "layout": "another"}))
-    one = engines[0]
-    with pytest.raises(CheckpointError, match="lie in another order"):
-        one.load_adapter(one.create_full(), tmp_path / "saved", with_optimizer=True)
+
+
+def test_a_damaged_sharded_checkpoint_is_refused_by_all_and_the_learners_go_on(
+    engines: tuple[Engine, ShardedEngine], tmp_path: Path
+) -> None:
+    one, two = engines
+    alone, together = create(one, "full"), create(two, "full")
+    train(two, together, "grpo", 1)
+    two.save_adapter(together, tmp_path / "saved", with_optimizer=True)
+    before = whole(two, together, "masters")
+    parts = tmp_path / "saved" / "sharded"
+    text = (parts / "state.json").read_text()
+
+    def check_refused(said: str) -> None:
+        for engine, own in ((one, alone), (two, together)):
+            with pytest.raises(CheckpointError, match=said):
+                engine.load_adapter(own, tmp_path / "saved", with_optimizer=True)
+
+    (parts / "state.json").write_text(json.dumps({**json.loads(text), "layout": "another"}))
+    check_refused("lie in another order")
+    (parts / "state.json").write_text(text)
+    (parts / "__1_0.distcp").unlink()
+    check_refused(r"sharded could not be read: learner \d: FileNotFoundError")
+    assert torch.equal(whole(two, together, "masters"), before), "nothing was taken over"
+    assert train(two, together, "grpo", 1)[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

@@ -22,6 +22,7 @@ from turnwise.watch.terminal import format_duration, open_view
 from turnwise.watch.watchdog import StalledError
 
 _LEARNERS = "cluster.learners"
+_OF_LOST_LEARNERS = ("cluster.max_restarts", "cluster.min_learners")
 
 
 def run_train(
@@ -86,7 +87,14 @@ def _set_up(name: str | None, overrides: Sequence[str]) -> Setup:
 
 
 def _with_learners(name: str | None, overrides: Sequence[str], world: TorchrunWorld, *, is_new: bool) -> Sequence[str]:
-    """The options with as many learners as torchrun has started; another number is refused."""
+    """The options with as many learners as torchrun has started; another number is refused, and what to do without a
+    rank, which torchrun decides."""
+    for option in _OF_LOST_LEARNERS:
+        if any(text.startswith(f"{option}=") for text in overrides):
+            raise ConfigError(
+                f"{option} is not read under torchrun: it ends all processes if one dies; leave the option out, and "
+                "resume the run"
+            )
     given = [text.partition("=")[2] for text in overrides if text.startswith(f"{_LEARNERS}=")]
     if not given and is_new:
         with contextlib.suppress(ConfigError):  # what is wrong without the options may be right with them

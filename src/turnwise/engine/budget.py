@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
-from turnwise.engine.model.kept import FLOAT32_BYTES, PassSizes, kept_bytes
+from turnwise.engine.model.fused_parts import is_fused
+from turnwise.engine.model.kept import FLOAT32_BYTES, PLAIN_STRETCH, PassSizes, kept_bytes
 from turnwise.models.facts import ModelSizes
 
 GIB = 1 << 30
@@ -85,6 +86,12 @@ def format_bytes(count: int) -> str:
 def full_weights_bytes(num_parameters: int, device: DeviceInfo) -> int:
     """What training all weights takes beside the frozen base and the passes."""
     return num_parameters * (FULL_STATE_BYTES + FULL_COPIES * device.dtype_bytes)
+
+
+def gathered_bytes(num_values: int, device: DeviceInfo, *, is_full: bool) -> int:
+    """What passes take beside their activations where the weights are in parts: the unit of `num_values` that a pass
+    uses, the one before it, and the float32 gradient of one if all weights are trained."""
+    return num_values * (2 * device.dtype_bytes + (FLOAT32_BYTES if is_full else 0))
 
 
 def split_memory(
@@ -167,7 +174,8 @@ def _pass_limit(config: EngineConfig, device: DeviceInfo, sizes: ModelSizes, tra
     if device.facts.pass_tokens is not None:
         return PassLimit(*device.facts.pass_tokens)
     logits = _logits_bytes(sizes, device, MAX_PASS_TOKENS, train_unembed=True)
-    fits = int((training_bytes - logits) // _bytes_per_token(sizes, device, USUAL_RANK))
+    each = _bytes_per_token(sizes, device, USUAL_RANK) * (1 if is_fused(sizes) else PLAIN_STRETCH)
+    fits = int((training_bytes - logits) // each)
     alone = min(max(fits, MIN_PASS_TOKENS), MAX_PASS_TOKENS)
     return PassLimit(alone, min(max(fits, alone), SHARING_STRETCH * MAX_PASS_TOKENS))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from turnwise.engine.budget import MemorySplit, split_memory
+from turnwise.engine.budget import MemorySplit, gathered_bytes, split_memory
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import choose_device, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
@@ -298,13 +298,18 @@ class Engine:
         return self._references[where]
 
     def _split_memory(self) -> MemorySplit:
+        device, num_parameters, shards = find_device(self.config), self.model.layout.size, self.model.shards
+        if shards is not None:
+            gathered = gathered_bytes(shards.largest_unit, device, is_full=self.config.full_weights)
+            device = replace(device, free_bytes=max(0, device.free_bytes - gathered))
+            num_parameters = shards.size
         split = split_memory(
             self.config,
-            find_device(self.config),
+            device,
             self.model.sizes,
             adapted_parameters=sum(shape.num_values for shape in self.model.shapes.values()),
             context_length=self.max_context_length,
-            num_parameters=self.model.layout.size if self.model.shards is None else self.model.shards.size,
+            num_parameters=num_parameters,
         )
         log.info("memory of %s on %s beside its weights: %s", self.name, self.device, split.line())
         if split.kv_tokens < 2 * self.config.block_size:

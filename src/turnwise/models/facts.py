@@ -111,6 +111,8 @@ class ModelFacts(ModelSizes):
     """Parameters in matrices that cannot get an adapter, by what they are."""
     angle_note: str = ""
     """What there is to say about angles that depend on the length of a sequence."""
+    angle_switch: int | None = None
+    """Longer sequences have other angles, and a trainer runs them twice (`engine/model/rotation.py`)."""
     has_other_angles: bool = False
     """Whether `engine.context_length` goes beyond what the model reads with its first angles."""
 
@@ -165,6 +167,7 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
     if head is not None:
         linears["lm_head"] = Shape(shapes[head][0], shapes[head][1])
     context = context_length(config, wanted_context)
+    switch = angle_switch(config, context)
     return ModelFacts.read(
         config,
         shapes[head][0] if head is not None else 0,
@@ -174,7 +177,8 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         linears=linears,
         frozen={what: count for what, count in frozen.items() if count},
         angle_note=angle_note(config, context),
-        has_other_angles=angle_switch(config, context) is not None or has_stretched_angles(config, context),
+        angle_switch=switch,
+        has_other_angles=switch is not None or has_stretched_angles(config, context),
     )
 
 

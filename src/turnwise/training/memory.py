@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from turnwise.config.config import Config
@@ -12,6 +13,7 @@ from turnwise.engine.budget import (
     MemorySplit,
     format_bytes,
     full_weights_bytes,
+    gathered_bytes,
     machine_bytes,
     recomputed_pass_bytes,
     split_memory,
@@ -86,14 +88,15 @@ class Memory:
     def _check_pass(self, capacity: int) -> None:
         """Refuse passes that the user made longer than what is left of the device."""
         in_all = self.num_fixed + self.kv_cache + self.training_pass
-        is_least = self.is_recomputed or self.num_part_tokens > 0
-        if not is_least or not self.is_pass_chosen or in_all <= capacity:
+        is_cut = self.num_part_tokens > 0
+        if not (self.is_recomputed or is_cut) or not self.is_pass_chosen or in_all <= capacity:
             return
         left = max(0, capacity - self.num_fixed - self.kv_cache)
         fitting = int(self.num_pass_tokens * left / self.training_pass)
+        least = f"in parts of {self.num_part_tokens:,}" if is_cut else "if activations are computed twice"
         raise ConfigError(
             f"engine.micro_batch_tokens lets a training pass hold {self.num_pass_tokens:,} tokens, which need "
-            f"{format_bytes(self.training_pass)} even if activations are computed twice; {format_bytes(left)} of "
+            f"{format_bytes(self.training_pass)} even {least}; {format_bytes(left)} of "
             f"{format_bytes(capacity)} are left, which hold about {fitting:,} tokens. Leave the option out, or use "
             f"engine.micro_batch_tokens={max(1, fitting // SHARING_STRETCH)}. In all: {self.line()}"
         )
@@ -143,15 +146,9 @@ def estimate_memory(
         context_length=facts.context_length,
         num_parameters=facts.num_parameters // parts,
     )
-    num_tokens = pass_tokens(split, limits, num_attempts)
-    is_full = model.train == "full"
-    rank, train_unembed = (0, False) if is_full else (model.rank, model.train_unembed)
+    num_tokens = pass_tokens(split, limits, num_attempts, facts.angle_switch)
     check_split(facts, engine.activations, is_sharded=config.cluster.shard)
-    one = PassSizes(facts, size, rank, device.facts)
-    choice = _kept_choice(engine, one, split, num_tokens, is_whole=not config.cluster.shard)
-    of_pass = recomputed_pass_bytes if not choice.keeps_all else training_pass_bytes
-    if choice.part_tokens:
-        of_pass = functools.partial(split_pass_bytes, part_tokens=choice.part_tokens)
+    choice, training_pass = _longest_pass(config, engine, device, facts, split, num_tokens)
     return Memory(
         device=device,
         weights=weights,
@@ -159,7 +156,7 @@ def estimate_memory(
         merged=facts.num_adapted_parameters(model) * size if split.may_merge else 0,
         adapter=_adapter_bytes(config, device, facts),
         kv_cache=split.kv_bytes,
-        training_pass=of_pass(facts, device, num_tokens, rank=rank, train_unembed=train_unembed),
+        training_pass=training_pass,
         num_pass_tokens=num_tokens,
         is_recomputed=not choice.keeps_all,
         num_part_tokens=choice.part_tokens,
@@ -176,6 +173,11 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
             "cluster.shard=true with a model that routes tokens to experts: its weights cannot be shared out yet; "
             "leave it out, or use a model with dense blocks"
         )
+    if not is_fused(facts):
+        raise ConfigError(
+            "cluster.shard=true with a model that runs transformers' layers: its weights cannot be shared out yet; "
+            "leave it out, or use a model with layers of ours (docs/models.md)"
+        )
     if config.rollout.backend == "local" and device.kind == "cuda":
         raise ConfigError(
             "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
@@ -184,30 +186,56 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
 
 
 def _gathered_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:
-    """The unit that a pass uses and the next one, and the float32 gradient of one if all weights are trained."""
+    """Room for the largest unit of the weights: a block, or the embedding."""
     if not config.cluster.shard:
         return 0
     unit = max(facts.vocab_size * facts.hidden_size, facts.num_parameters // max(1, facts.num_layers))
-    return unit * (2 * device.dtype_bytes + (FLOAT32_BYTES if config.model.train == "full" else 0))
+    return gathered_bytes(unit, device, is_full=config.model.train == "full")
 
 
-def _kept_choice(
-    engine: EngineConfig, one: PassSizes, split: MemorySplit, num_tokens: int, *, is_whole: bool
-) -> KeptChoice:
-    """What the engine will choose for its longest pass. A pass that is longer than others may be is one dialogue."""
+def _longest_pass(
+    config: Config, engine: EngineConfig, device: DeviceInfo, facts: ModelFacts, split: MemorySplit, num_tokens: int
+) -> tuple[KeptChoice, int]:
+    """What the engine will choose for its longest pass, and the bytes that it needs.
+
+    A pass that is longer than others may be is one dialogue, which may run in parts. The longest pass over several
+    dialogues is never cut, so it may need more if its activations do not fit either.
+    """
+    model = config.model
+    rank, train_unembed = (0, False) if model.train == "full" else (model.rank, model.train_unembed)
+    one = PassSizes(facts, device.dtype_bytes, rank, device.facts)
     room = KeptRoom(split.training_bytes, engine.activations, split.limit.alone)
-    if not is_fused(one.sizes):
-        return room.choose(one, int(num_tokens * PLAIN_STRETCH), can_split=False)
-    return room.choose(one, num_tokens, can_split=is_whole and num_tokens > split.limit.sharing)
+    is_ours, shared = is_fused(facts), min(num_tokens, split.limit.sharing)
+    can_split = is_ours and not config.cluster.shard and not model.routing_replay
+
+    def choose(count: int) -> KeptChoice:
+        return room.choose(
+            one, count if is_ours else int(count * PLAIN_STRETCH), can_split=can_split and count > shared
+        )
+
+    def needed(of_pass: Callable[..., int], count: int) -> int:
+        return of_pass(facts, device, count, rank=rank, train_unembed=train_unembed)
+
+    choice = choose(num_tokens)
+    if choice.part_tokens:
+        parted = functools.partial(split_pass_bytes, part_tokens=choice.part_tokens)
+        whole = 0 if choose(shared).keeps_all else needed(recomputed_pass_bytes, shared)
+        return choice, max(needed(parted, num_tokens), whole)
+    return choice, needed(training_pass_bytes if choice.keeps_all else recomputed_pass_bytes, num_tokens)
 
 
-def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int) -> int:
+def pass_tokens(split: MemorySplit, limits: RolloutLimits, num_attempts: int, switch: int | None = None) -> int:
     """Most tokens of a pass: what dialogues that share a beginning may fill, and any one dialogue whole.
 
-    What the world says is not known here; a dialogue counts with what the policy may say in it.
+    What the world says is not known here; a dialogue counts with what the policy may say in it. One of more than
+    `switch` tokens runs once more up to there (`engine/training/pack.py`).
     """
+
+    def run(count: int) -> int:
+        return count if switch is None or count <= switch else count + switch
+
     said = min(limits.max_turns * limits.max_tokens_per_turn, limits.max_trajectory_tokens)
-    return min(max(split.limit.sharing, said), max(1, num_attempts) * limits.max_trajectory_tokens)
+    return min(max(split.limit.sharing, run(said)), max(1, num_attempts) * run(limits.max_trajectory_tokens))
 
 
 def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int:

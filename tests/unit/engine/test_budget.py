@@ -18,6 +18,9 @@ from turnwise.engine.budget import (
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.model.fused_parts import is_fused
+from turnwise.engine.model.kept import PLAIN_STRETCH, KeptRoom, PassSizes
+from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
 SMALL = ModelSizes(
@@ -82,6 +85,20 @@ def test_nothing_is_promised_twice(total: float, used: float, utilization: float
     assert planned <= max(0, device.free_bytes - (1 - utilization) * device.total_bytes) + 1
     for tokens in {found.limit.alone, found.limit.sharing} - {MIN_PASS_TOKENS}:
         assert training_pass_bytes(sizes, device, tokens, rank=64, train_unembed=True) <= found.training_bytes
+
+
+@pytest.mark.parametrize("block", [BlockSpec(), None], ids=["our layers", "those of transformers"])
+def test_passes_of_the_chosen_length_keep_their_activations(block: BlockSpec | None) -> None:
+    """Otherwise every full pass would compute them twice."""
+    device, sizes = card(48, 15.3), replace(LARGE, block=block)
+    assert is_fused(sizes) == (block is not None)
+    found = split(device, sizes, LARGE_LINEARS)
+    assert found.limit.alone > MIN_PASS_TOKENS
+    counted = found.limit.alone if block is not None else int(found.limit.alone * PLAIN_STRETCH)
+    room = KeptRoom(found.training_bytes, "auto", found.limit.alone)
+    one = PassSizes(sizes, device.dtype_bytes, 64, device.facts)
+    assert room.choose(one, counted, can_split=False).keeps_all
+    assert not room.choose(one, 2 * counted, can_split=False).keeps_all
 
 
 def test_longer_contexts_and_more_sequences_bound_the_cache() -> None:

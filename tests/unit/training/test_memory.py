@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from turnwise.cli import main
 from turnwise.config.config import Config
 from turnwise.config.files import load_config
-from turnwise.engine.budget import GIB, machine_bytes, split_memory, training_pass_bytes
+from turnwise.engine.budget import (
+    GIB,
+    machine_bytes,
+    recomputed_pass_bytes,
+    split_memory,
+    split_pass_bytes,
+    training_pass_bytes,
+)
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
@@ -175,6 +182,32 @@ def test_no_pass_holds_more_tokens_than_the_plan_says() -> None:
     assert pass_tokens(split, talkative, num_attempts=64) == 8192
 
 
+def test_a_dialogue_beyond_the_switch_of_angles_is_planned_with_its_second_run() -> None:
+    split = split_memory(
+        EngineConfig(micro_batch_tokens=512), CPU, QWEN, adapted_parameters=ADAPTED, context_length=40960
+    )
+    talkative = RolloutLimits(max_turns=100, max_tokens_per_turn=100, max_trajectory_tokens=8192)
+    packed = pack([np.arange(8192)], [0], switch=3000).num_tokens
+    assert pass_tokens(split, talkative, num_attempts=64, switch=3000) == packed == 8192 + 3000
+    assert pass_tokens(split, talkative, num_attempts=64, switch=8192) == 8192, "not beyond it"
+    assert pass_tokens(split, LIMITS, num_attempts=1, switch=500) == 1024 + 500, "one dialogue"
+
+
+def test_dialogues_that_share_a_pass_count_where_one_long_dialogue_runs_in_parts(tiny_dir: Path) -> None:
+    settings = EngineConfig(device="cpu", micro_batch_tokens=50_000, activations="split")
+    limits = RolloutLimits(max_turns=1000, max_tokens_per_turn=512, max_trajectory_tokens=250_000)
+    config = load_config("guess_number", ["model=tiny"])
+    facts = read_facts(tiny_dir)
+    memory = estimate_memory(config, settings, CPU, facts, limits, num_attempts=64)
+    assert (memory.num_pass_tokens, memory.num_part_tokens) == (250_000, 50_000)
+    rank = config.model.rank
+    parts = split_pass_bytes(facts, CPU, 250_000, rank=rank, train_unembed=True, part_tokens=50_000)
+    assert parts < memory.training_pass == recomputed_pass_bytes(facts, CPU, 200_000, rank=rank, train_unembed=True)
+    replayed = load_config("guess_number", ["model=tiny", "model.routing_replay=true"])
+    memory = estimate_memory(replayed, settings, CPU, facts, limits, num_attempts=64)
+    assert (memory.is_recomputed, memory.num_part_tokens) == (True, 0), "as the engine does with replayed experts"
+
+
 def test_a_gpu_is_planned_in_bfloat16_and_its_cache_takes_half_of_what_the_weights_leave(wide_dir: Path) -> None:
     card = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=3 * GIB // 2, total_bytes=2 * GIB)
     settings = EngineConfig(gpu_memory_utilization=0.9)
@@ -209,4 +242,6 @@ def test_a_pass_that_is_longer_than_memory_is_refused_and_never_counted_as_what_
     huge = replace(long, training_pass=2 * machine_bytes())
     with pytest.raises(ConfigError, match=r"hold 16,000,000 tokens, which need .* use engine.micro_batch_tokens=\d"):
         huge.check_fits()
+    with pytest.raises(ConfigError, match="even in parts of 256;"):
+        replace(huge, is_recomputed=False, num_part_tokens=256).check_fits()
     replace(huge, is_pass_chosen=False).check_fits()

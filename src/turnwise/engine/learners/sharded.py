@@ -40,7 +40,7 @@ from turnwise.engine.training.objective import LossSettings, PassLoss
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.engine.training.trainer import TrainingJob
-from turnwise.errors import ConfigError, LearnerError, LearnerLostError
+from turnwise.errors import CheckpointError, ConfigError, LearnerError, LearnerLostError
 from turnwise.losses.outside import LossFunction
 from turnwise.types import Datum, ForwardBackwardOutput
 
@@ -147,6 +147,9 @@ class ShardedEngine(ReplicatedEngine):
         self._tell_all(call)
         try:
             do_shard_files(collective, adapter, call)
+        except CheckpointError:  # the others read the same files, and refuse them too
+            finish_work(group.answers(what, allowed=(CheckpointError,)))
+            raise
         except RuntimeError as cause:
             group.fail_all(what, cause)
         finish_work(group.answers(what))

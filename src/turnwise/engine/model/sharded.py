@@ -53,6 +53,11 @@ class ShardLayout:
         """Numbers of a gathered unit, those that fill it up among them."""
         return self._parts[unit] * self.place.size
 
+    @property
+    def largest_unit(self) -> int:
+        """Numbers of the largest gathered unit."""
+        return max(map(self.whole_size, range(self.num_units)))
+
     def part(self, unit: int, local: Tensor) -> Tensor:
         """This learner's part of a unit, as a view of the tensor that holds all its parts."""
         return local[self._starts[unit] : self._starts[unit + 1]]

@@ -76,7 +76,7 @@ def save_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor
     """
     from torch.distributed.checkpoint.state_dict_saver import save  # seconds of imports, for few runs
 
-    with _one_group(store, shards) as mesh:
+    with _one_group(store, shards) as mesh, _told(directory, "written"):
         save(_as_tensors(shards, parts, mesh), checkpoint_id=directory / FOLDER)
 
 
@@ -84,7 +84,7 @@ def load_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor
     """Fill this learner's parts from what any count of learners has saved; all learners call it at the same time."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _one_group(store, shards) as mesh:
+    with _one_group(store, shards) as mesh, _told(directory, "read"):
         state = _as_tensors(shards, parts, mesh)
         load(state, checkpoint_id=directory / FOLDER)
     for kind, local in parts.items():
@@ -99,7 +99,7 @@ def load_whole(directory: Path, layout: WeightLayout, parts: Mapping[str, Tensor
 
     host = {kind: torch.zeros(layout.size) for kind in parts}
     state = {f"{kind}.{i}": flat[u.start : u.stop] for kind, flat in host.items() for i, u in enumerate(layout.units)}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _told(directory, "read"):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is: one process reads
         load(state, checkpoint_id=directory / FOLDER, no_dist=True)
     for kind, flat in parts.items():
@@ -118,6 +118,21 @@ def _as_tensors(shards: ShardLayout, parts: Mapping[str, Tensor], mesh: DeviceMe
                 own, mesh, [Shard(0)], run_check=False, shape=torch.Size([unit.size]), stride=(1,)
             )
     return found
+
+
+@contextmanager
+def _told(directory: Path, what: str) -> Iterator[None]:
+    """Raise DCP's error, which no `except Exception` catches, as one of ours; all learners raise it together."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as cause:
+        why = "; ".join(f"learner {rank}: {failure[0]!r}" for rank, failure in sorted(cause.failures.items()))
+        raise CheckpointError(
+            f"{directory / FOLDER} could not be {what}: {why}. Is every file there, and is the folder the same for all "
+            "learners?"
+        ) from cause
 
 
 @contextmanager
