@@ -35,7 +35,7 @@ from pydantic import ValidationError
 from turnwise.envs.base import EnvStep, Split, Task
 from turnwise.envs.chat_api.bodies import ChatBody, refused
 from turnwise.envs.chat_api.messages import Reply, continues, read_messages, read_reply, with_call_text, with_tools
-from turnwise.envs.rows import read_rows, what_row_asks
+from turnwise.envs.rows import read_row_key, read_rows, what_row_asks
 from turnwise.envs.splits import draw, random_for, split_of
 from turnwise.errors import AttemptFailed, ConfigError, DataError, Party, TurnwiseError
 from turnwise.runtime.raised_at import describe_error
@@ -81,7 +81,7 @@ class AgentWorld:
         self._options = dict(options or {})
         self._rows: dict[Split, list[Task]] | None = None
         if rows is not None:
-            fields = [name.strip() for name in row_key.split(",") if name.strip()]
+            fields = read_row_key(row_key)
             self._rows = {"train": [], "test": []}
             for row in read_rows(rows):
                 self._rows[split_of(what_row_asks(row, fields))].append(_row_to_task(row))

@@ -1,4 +1,4 @@
-"""Rows of a data file: a JSON list, JSON lines, or parquet where pyarrow is installed."""
+"""Rows of a data file, which is a JSON list, JSON lines, or parquet where pyarrow is installed; which are held out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from turnwise.envs.base import Split, Task
+from turnwise.envs.splits import split_of
 from turnwise.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -30,6 +32,11 @@ def read_rows(path: Path | str) -> list[Row]:
     return cast(list[Row], rows)
 
 
+def read_row_key(text: str) -> list[str]:
+    """The fields that `question, table` names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def what_row_asks(row: Row, fields: Sequence[str] = ()) -> str:
     """What identifies the task of a row: two rows with equal texts are the same task, whatever else they hold.
 
@@ -43,6 +50,45 @@ def what_row_asks(row: Row, fields: Sequence[str] = ()) -> str:
     asked = {name: row[name] for name in chosen or row}
     texts = {name: " ".join(value.split()) if isinstance(value, str) else value for name, value in asked.items()}
     return json.dumps(texts, sort_keys=True, default=str)
+
+
+def split_row_tasks(
+    tasks: Sequence[Task], test_tasks: Sequence[Task] | None = None, *, row_key: str = ""
+) -> dict[Split, list[Task]]:
+    """Tasks whose data are rows, by split, each once. Rows that ask the same are in one split.
+
+    Without `test_tasks`, one task in five is held out, by the hash of its id; of rows that ask the same, the least id
+    decides for all. If all rows ask the same, as in a game that hides its answer, each is a task of its own.
+
+    Args:
+        row_key: The fields that say what a row asks, with commas between them; empty: see `what_row_asks`.
+
+    Raises:
+        ConfigError: A row of `test_tasks` asks what a row of `tasks` asks.
+    """
+    every, fields = [*tasks, *(test_tasks or ())], read_row_key(row_key)
+    asked = [what_row_asks(task.data, fields) for task in every]
+    if not fields and len(set(asked)) == 1:
+        asked = [task.id for task in every]
+    if test_tasks is not None:
+        shared = set(asked[: len(tasks)]) & set(asked[len(tasks) :])
+        if shared:
+            raise ConfigError(
+                f"{len(shared)} tasks are both trained on and held out, such as {min(shared):.80}; leave their rows "
+                "out of one of the two files, or name the fields that tell tasks apart: row_key=FIELD,FIELD"
+            )
+        return {"train": _each_once(tasks), "test": _each_once(test_tasks)}
+    first: dict[str, str] = {}
+    for key, task in zip(asked, every, strict=True):
+        first[key] = min(task.id, first.get(key, task.id))
+    found: dict[Split, list[Task]] = {"train": [], "test": []}
+    for key, task in zip(asked, every, strict=True):
+        found[split_of(first[key])].append(task)
+    return {split: _each_once(own) for split, own in found.items()}
+
+
+def _each_once(tasks: Sequence[Task]) -> list[Task]:
+    return list({task.id: task for task in tasks}.values())
 
 
 def _read_json(path: Path) -> list[object]:

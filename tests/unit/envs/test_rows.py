@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.rows import read_rows
+from turnwise.envs.base import Task
+from turnwise.envs.rows import read_rows, split_row_tasks
+from turnwise.envs.splits import in_split
 from turnwise.errors import ConfigError
 
 
@@ -62,3 +64,23 @@ def test_parquet_is_read_through_pyarrow(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "train.parquet"
     file.touch()
     assert read_rows(file) == [{"question": "q"}]
+
+
+def test_rows_that_ask_different_things_are_split_by_their_ids() -> None:
+    tasks = [Task(id=f"row-{n}", data={"prompt": f"Say {n}.", "answer": n}) for n in range(60)]
+    assert split_row_tasks([*tasks, tasks[3]]) == {"train": in_split(tasks, "train"), "test": in_split(tasks, "test")}
+
+
+def test_the_split_of_rows_that_ask_the_same_does_not_follow_from_their_order() -> None:
+    tasks = [Task(id=f"row-{n}-{copy}", data={"prompt": f"Say {n}.", "i": copy}) for n in range(60) for copy in "abc"]
+    found = split_row_tasks(tasks)
+    train, test = ({task.data["prompt"] for task in found[split]} for split in ("train", "test"))
+    assert not train & test
+    assert len(train | test) == 60
+    assert {task.id for task in split_row_tasks(tasks[::-1])["test"]} == {task.id for task in found["test"]}
+
+
+def test_rows_of_a_game_that_all_ask_the_same_are_tasks_of_their_own() -> None:
+    tasks = [Task(id=f"row-{n}", data={"prompt": "Guess.", "secret": n}) for n in range(60)]
+    assert split_row_tasks(tasks)["test"] == in_split(tasks, "test")
+    assert len(split_row_tasks(tasks[:30], tasks[30:])["test"]) == 30

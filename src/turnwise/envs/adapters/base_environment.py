@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from turnwise.envs.base import Env, EnvStep, Split, Task, user
-from turnwise.envs.rows import Row, read_rows
+from turnwise.envs.rows import Row, read_rows, split_row_tasks
 from turnwise.envs.scripted import has_demonstrations, play_demonstrations
-from turnwise.envs.splits import draw, in_split, random_for
+from turnwise.envs.splits import draw, random_for
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message, Role
@@ -66,6 +66,7 @@ class BaseEnvironmentWorld:
         dataset: Sequence[Row] | str | Path,
         *,
         test_dataset: Sequence[Row] | str | Path | None = None,
+        row_key: str = "",
         name: str | None = None,
         max_turns: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
@@ -76,6 +77,8 @@ class BaseEnvironmentWorld:
         Args:
             dataset: Rows with `prompt` (text, or messages as dicts) and `ground_truth`, or a JSON or JSON lines file.
             test_dataset: Held-out rows. Without them, one row of `dataset` in five is held out, by hash.
+            row_key: The fields that identify a task, `prompt` or `prompt,ground_truth`: rows that are equal in them are
+                in one split. Empty: `prompt`, unless all prompts are the same.
             max_turns: Passed to the class's constructor if it takes it. The default is the class's own number.
             success_reward: An attempt is a success if its last reward is at least this.
             env_options: More arguments for the constructor of the class.
@@ -89,11 +92,15 @@ class BaseEnvironmentWorld:
             self._env_options.setdefault("max_turns", max_turns)
         own = getattr(self._make(), "max_turns", None)
         self.max_turns: int = max_turns or (own if isinstance(own, int) else DEFAULT_MAX_TURNS)
-        self._tasks = _make_tasks(_load(dataset), None if test_dataset is None else _load(test_dataset))
+        test = None if test_dataset is None else [_make_task(row) for row in _load(test_dataset)]
+        self._tasks = split_row_tasks([_make_task(row) for row in _load(dataset)], test, row_key=row_key)
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         if not self._tasks[split]:
-            raise ConfigError(f"{self.name} has no {split} rows; give it more rows, or a test_dataset of their own")
+            raise ConfigError(
+                f"{self.name} has no {split} rows; give it more rows, or a test_dataset of their own, or "
+                "row_key=prompt,ground_truth if rows with one prompt are tasks of their own"
+            )
         return draw(self._tasks[split], count, random_for(self.name, split, seed))
 
     def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - these classes know no seed
@@ -205,17 +212,6 @@ def _stores_attribute(env_class: type, name: str) -> bool:
 
 def _load(dataset: Sequence[Row] | str | Path) -> Sequence[Row]:
     return read_rows(dataset) if isinstance(dataset, str | Path) else dataset
-
-
-def _make_tasks(rows: Sequence[Row], test_rows: Sequence[Row] | None) -> Mapping[Split, Sequence[Task]]:
-    tasks = {task.id: task for task in map(_make_task, rows)}
-    if test_rows is None:
-        return {"train": in_split(tasks.values(), "train"), "test": in_split(tasks.values(), "test")}
-    held_out = {task.id: task for task in map(_make_task, test_rows)}
-    shared = sorted(set(tasks) & set(held_out))
-    if shared:
-        raise ConfigError(f"{len(shared)} rows are in both datasets, such as {tasks[shared[0]].data['prompt']!r:.60}")
-    return {"train": list(tasks.values()), "test": list(held_out.values())}
 
 
 def _make_task(row: Row) -> Task:

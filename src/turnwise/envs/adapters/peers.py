@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from turnwise.envs.base import Split, Task
-from turnwise.envs.rows import Row, read_rows
-from turnwise.envs.splits import in_split, random_for
+from turnwise.envs.rows import Row, read_rows, split_row_tasks
+from turnwise.envs.splits import random_for
 from turnwise.errors import ConfigError
 
 _NUM_SEEDS = 2**30
@@ -43,18 +43,10 @@ def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[Task]:
     return [Task(id=f"{split}-{number}", data={"seed": number}) for number in numbers]
 
 
-def row_tasks(data: Path, test_data: Path | None) -> Mapping[Split, Sequence[Task]]:
-    """Tasks from the rows of a file. Without a file for `test`, one row in five is held out, by hash."""
-    tasks = {task.id: task for task in map(_row_task, read_rows(data))}
-    if test_data is None:
-        return {"train": in_split(tasks.values(), "train"), "test": in_split(tasks.values(), "test")}
-    held_out = {task.id: task for task in map(_row_task, read_rows(test_data))}
-    shared = set(tasks) & set(held_out)
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} rows of {test_data} are in {data} too; hold out rows that training never sees"
-        )
-    return {"train": list(tasks.values()), "test": list(held_out.values())}
+def row_tasks(data: Path, test_data: Path | None, row_key: str = "") -> Mapping[Split, Sequence[Task]]:
+    """Tasks from the rows of a file. Without a file for `test`, one row in five is held out (`split_row_tasks`)."""
+    test = None if test_data is None else [_row_task(row) for row in read_rows(test_data)]
+    return split_row_tasks([_row_task(row) for row in read_rows(data)], test, row_key=row_key)
 
 
 def _row_task(row: Row) -> Task:

@@ -46,6 +46,7 @@ class SkyRLGymWorld:
         *,
         data: Path | None = None,
         test_data: Path | None = None,
+        row_key: str = "",
         env_config: dict[str, Any] | None = None,
         max_turns: int | None = None,
         max_tokens: int = 256,
@@ -55,6 +56,8 @@ class SkyRLGymWorld:
         Args:
             data: Rows with `prompt` and what the env reads. gsm8k and gsm8k_multi_turn need none.
             test_data: Held-out rows. Without them, one row of `data` in five is held out, by hash.
+            row_key: The fields that identify a task, such as `prompt,reward_spec`: rows that are equal in them are in
+                one split. Empty: what the row asks (`turnwise.envs.rows.what_row_asks`), unless all rows ask the same.
             env_config: The env's own config, as `environment.skyrl_gym.<env>` holds it in SkyRL.
             max_turns: Put into the env's `extras`. The default is the env's own number.
             success_reward: An attempt is a success when its rewards add up to at least this.
@@ -71,7 +74,7 @@ class SkyRLGymWorld:
                 f"{self.name} needs rows: env.options.data=rows.jsonl (or .parquet), each with a prompt and what the "
                 f"env reads, such as reward_spec.ground_truth; generated rows exist for {', '.join(GENERATED)}"
             )
-        self._rows = None if data is None else row_tasks(data, test_data)
+        self._rows = None if data is None else row_tasks(data, test_data, row_key)
         self.max_turns = self._read_max_turns()
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
@@ -79,7 +82,10 @@ class SkyRLGymWorld:
         if self._rows is None:
             return draw_tasks(self._draw_row, split, count, rng)
         if not self._rows[split]:
-            raise ConfigError(f"{self.name} has no {split} rows; give it more rows, or a test_data of their own")
+            raise ConfigError(
+                f"{self.name} has no {split} rows; give it more rows, or a test_data of their own, or name the fields "
+                "that tell tasks apart: row_key=prompt,reward_spec"
+            )
         return draw(self._rows[split], count, rng)
 
     def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - these envs take no seed

@@ -167,8 +167,19 @@ def test_a_test_dataset_is_the_test_split() -> None:
     world = BaseEnvironmentWorld(Scripted, ROWS[:20], test_dataset=ROWS[20:])
     assert {task.data["ground_truth"] for task in world.tasks("train", 20, 0)} == set(range(20))
     assert {task.data["ground_truth"] for task in world.tasks("test", 10, 0)} == set(range(20, 30))
-    with pytest.raises(ConfigError, match=r"1 rows are in both datasets, such as 'Say 5\.'"):
+    with pytest.raises(ConfigError, match=r'1 tasks are both trained on and held out, .*"Say 5\."'):
         BaseEnvironmentWorld(Scripted, ROWS[:20], test_dataset=ROWS[5:6])
+
+
+def test_rows_that_ask_the_same_are_in_one_split() -> None:
+    rows = [{"prompt": f"Say{' ' * copy} {n}.", "ground_truth": copy} for n in range(60) for copy in (1, 2, 3)]
+    world = BaseEnvironmentWorld(Scripted, rows)
+    train, test = ({task.data["prompt"].split()[1] for task in world.tasks(s, 180, 0)} for s in ("train", "test"))
+    assert not train & test
+    with pytest.raises(ConfigError, match="60 tasks are both trained on and held out"):
+        BaseEnvironmentWorld(Scripted, rows[::3], test_dataset=rows[1::3])
+    by_truth = BaseEnvironmentWorld(Scripted, rows[::3], test_dataset=rows[1::3], row_key="prompt, ground_truth")
+    assert len(by_truth.tasks("test", 60, 0)) == 60
 
 
 def test_a_dataset_may_be_a_file(tmp_path: Path) -> None:
