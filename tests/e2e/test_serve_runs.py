@@ -55,6 +55,7 @@ def test_what_cannot_be_served_together_is_refused(
         ([f"a:{one}", f"a:{one}"], "are both called 'a'"),
         ([str(tiny_dir)], f"--model {tiny_dir}"),
         ([], "nothing to serve"),
+        (["--model", str(tiny_dir), "--step", "last"], "--step last is for runs"),
     )
     for targets, message in cases:
         assert main([*here, *targets]) == 2

@@ -121,6 +121,8 @@ def run_command(options: argparse.Namespace) -> int:
             return commands.create(data_dir, options.name, options.style)
         return commands.list_all(data_dir) if options.action == "list" else commands.revoke(data_dir, options.key_id)
     runs = [target for target in options.targets if "=" not in target]
+    if options.step is not None and not runs:
+        raise ConfigError(f"--step {options.step} is for runs, and none is named; leave it out, or add a run: runs/a")
     policies = read_policies(runs, options.step)
     models = tuple(dict.fromkeys([*(policy.base_model for policy in policies), *options.model]))
     if not models:

@@ -107,8 +107,8 @@ class Capture:
         """Record a call, before its reply is sent; returns the turn's number."""
         captured, number = CapturedTurn(asked=tuple(asked), reply=reply, turn=turn), len(self.turns)
         content = json.dumps(captured.to_json(), separators=(",", ":"))
-        self.store.add_turn(CapturedTurnRow(capture_id=self.id, number=number, content=content, is_told=False))
-        self.save()
+        row = CapturedTurnRow(capture_id=self.id, number=number, content=content, is_told=False)
+        self.store.add_turn(row, self._row())
         self.turns.append(captured)
         self.untold.add(number)
         return number
@@ -118,12 +118,15 @@ class Capture:
         self.store.mark_told(self.id, number)
         self.untold.discard(number)
 
-    def unheard(self, asked: Sequence[Message]) -> Turn | None:
-        """The last turn, if it answered these very messages and its reply may not have reached the agent."""
-        number = len(self.turns) - 1
-        if number not in self.untold or not are_same(asked, self.turns[number].asked):
-            return None
-        return self.turns[number].turn
+    def take_unheard(self, asked: Sequence[Message]) -> int | None:
+        """The latest turn that answered these very messages and whose reply may not have reached the agent.
+
+        It is given out once; `told` writes that down when the reply is sent.
+        """
+        found = max((number for number in self.untold if are_same(asked, self.turns[number].asked)), default=None)
+        if found is not None:
+            self.untold.remove(found)
+        return found
 
     def reward(self, body: RewardBody, key: str | None = None) -> None:
         """Add to a turn's reward; a reward with a key that was seen before is not added again."""
@@ -136,16 +139,17 @@ class Capture:
 
     def save(self) -> None:
         """Write everything but the turns."""
+        self.store.put(self._row())
+
+    def _row(self) -> CaptureRow:
         rewards = {"parts": self.rewards, "is_success": self.is_success, "keys": sorted(self.reward_keys)}
-        self.store.put(
-            CaptureRow(
-                capture_id=self.id,
-                owner=self.owner,
-                settings=self.settings.model_dump_json(),
-                started_at=self.started_s,
-                used_at=self.used_s,
-                rewards=json.dumps(rewards),
-            )
+        return CaptureRow(
+            capture_id=self.id,
+            owner=self.owner,
+            settings=self.settings.model_dump_json(),
+            started_at=self.started_s,
+            used_at=self.used_s,
+            rewards=json.dumps(rewards),
         )
 
     @classmethod

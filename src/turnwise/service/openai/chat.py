@@ -116,9 +116,11 @@ async def answer_chat(
     if body.stream:
         return await _answer_stream(gateway, call)
     if capture is not None and request.headers.get(RETRY_HEADER, "0") != "0":
-        unheard = capture.unheard(asked)
+        unheard = capture.take_unheard(asked)
         if unheard is not None:
-            return AsciiJson(_whole(replace(call, capture=None), _sampled_before(unheard)))
+            call.recorded.append(unheard)
+            again = _whole(replace(call, capture=None), _sampled_before(capture.turns[unheard].turn))
+            return AsciiJson(again, background=BackgroundTask(call.told))
     promise = gateway.draw(talker, call.sample, topk_sample_logprobs=body.top_logprobs or 0)
     return AsciiJson(_whole(call, await gateway.result(promise, request)), background=BackgroundTask(call.told))
 

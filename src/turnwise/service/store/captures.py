@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnwise.runtime.transaction import transaction
+
 FILE_NAME = "captures.sqlite3"
 
 _TABLES = """
@@ -79,10 +81,12 @@ class CaptureStore:
             values,
         )
 
-    def add_turn(self, row: CapturedTurnRow) -> None:
-        self._db.execute(
-            "INSERT INTO turns VALUES (?, ?, ?, ?)", (row.capture_id, row.number, row.content, int(row.is_told))
-        )
+    def add_turn(self, row: CapturedTurnRow, capture: CaptureRow) -> None:
+        """Write a turn and its capture, as one."""
+        values = (row.capture_id, row.number, row.content, int(row.is_told))
+        with transaction(self._db):
+            self._db.execute("INSERT INTO turns VALUES (?, ?, ?, ?)", values)
+            self.put(capture)
 
     def mark_told(self, capture_id: str, number: int) -> None:
         self._db.execute("UPDATE turns SET is_told = 1 WHERE capture_id = ? AND number = ?", (capture_id, number))

@@ -51,8 +51,8 @@ async def test_an_attempt_in_progress_goes_on_as_if_nothing_had_happened(serve: 
         assert (await wire.http.get(f"/v1/captures/{capture['id']}")).status_code == 404
 
 
-async def call(wire: Wire, capture: Any, **headers: str) -> str:
-    body = {"model": "any", "messages": FIRST, "max_tokens": 8}
+async def call(wire: Wire, capture: Any, messages: Any = FIRST, **headers: str) -> str:
+    body = {"model": "any", "messages": messages, "max_tokens": 8}
     answer = await wire.http.post(f"{capture['base_url']}/chat/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
@@ -71,6 +71,23 @@ async def test_a_reply_that_never_arrived_is_given_again_and_counts_once(
         assert len((await read(wire, capture)).turns) == 1
         await call(wire, capture)
         assert len((await read(wire, capture)).turns) == 2, "the same question once more is a turn of its own"
+
+
+async def test_replies_of_several_conversations_are_given_again_once_each(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [{"role": "user", "content": "Something else?"}]
+    async with serve() as wire:
+        capture = await create(wire, model="tiny")
+        with monkeypatch.context() as patch:
+            patch.setattr(Capture, "told", lambda *_: None)  # the server ends before the replies are out
+            recorded = [await call(wire, capture, messages) for messages in (FIRST, other)]
+    async with serve() as wire:
+        assert [await call(wire, capture, messages, **RETRY) for messages in (FIRST, other)] == recorded
+        assert len((await read(wire, capture)).turns) == 2
+    async with serve() as wire:
+        await call(wire, capture, **RETRY)
+        assert len((await read(wire, capture)).turns) == 3, "a reply that was given again has been heard"
 
 
 async def test_a_retry_of_a_call_that_was_not_recorded_is_sampled(serve: Serve) -> None:
