@@ -194,7 +194,9 @@ async def _play_tasks(
         await check_can_branch(scripted_twin(world), parts.rollout)
     rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
-    return await BranchRollout(parts.world, sampler, renderer, rollout, plan=plan).play(tasks, seed=seed)
+    player = BranchRollout(parts.world, sampler, renderer, rollout, plan=plan)
+    player.rules = parts.rules
+    return await player.play(tasks, seed=seed)
 
 
 def _store(

@@ -253,16 +253,18 @@ def _leave_world_behind(tree: Tree, given: Mapping[str, Any], source: str) -> li
 
 
 def _leave_level_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:
-    """Drop a file's options that the level of an override sets."""
+    """Drop a file's options that the level, or the curriculum, of an override sets."""
     env = tree.get("env")
     level, name = given.get("env.difficulty", -1), given.get("env.name", "")
-    if not isinstance(level, int) or level < 0 or not isinstance(env, dict):
+    is_level = isinstance(level, int) and level >= 0
+    if not (is_level or given.get("env.curriculum") is True) or not isinstance(env, dict):
         return []
     own = cast(Tree, cast(Tree, env).get("options") or {})
     world = name or cast(Tree, env).get("name", EnvConfig().name)
     set_by_levels = {option for one in levels_of(load_target(world)) for option in one} if world != MIX else set[str]()
     gone = [f"env.options.{key}={own.pop(key)}" for key in sorted(set_by_levels) if key in own]
-    return [f"left out, because env.difficulty={level} sets it: {', '.join(gone)} of {source}"] if gone else []
+    why = f"env.difficulty={level}" if is_level else "env.curriculum=true"
+    return [f"left out, because {why} sets it: {', '.join(gone)} of {source}"] if gone else []
 
 
 def _leave_adapter_behind(tree: Tree, given: Mapping[str, Any], source: str) -> list[str]:

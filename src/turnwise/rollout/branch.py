@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from turnwise.client.base import SamplingClient
 from turnwise.credit.branching import turn_probabilities
@@ -86,7 +87,6 @@ class BranchRollout(Rollout):
         config = config.for_world(world).model_copy(update={"group_size": plan.continuations})
         super().__init__(world, sampler, renderer, config, quarantine=quarantine)
         self._plan = plan
-        self._probabilities_H = turn_probabilities(plan.turn, config.max_turns, p=plan.p)
 
     async def play_group(self, task: Task, seed: int) -> TrajectoryGroup | DroppedGroup:
         reason = self.quarantine.reason(task.id)
@@ -123,19 +123,20 @@ class BranchRollout(Rollout):
                 labels=labels_of(self.world, task.id),
             )
             async with self.slots:
-                trunk = await self._try_trunk(attempt, derive_seed(group_seed, "turn", retry))
+                trunk = await self._try_trunk(attempt, self.rules(task), derive_seed(group_seed, "turn", retry))
             if isinstance(trunk, _Trunk):
                 return trunk
             if not self.may_retry(task, trunk, retry):
                 return trunk
             retry += 1
 
-    async def _try_trunk(self, attempt: Attempt, turn_seed: int) -> _Trunk | Trajectory:
-        player = Player(attempt, self.pick_sampler(), self.renderer, self.config, self.stats)
+    async def _try_trunk(self, attempt: Attempt, rules: RolloutConfig, turn_seed: int) -> _Trunk | Trajectory:
+        probabilities_H = turn_probabilities(self._plan.turn, rules.max_turns, p=self._plan.p)
+        player = Player(attempt, self.pick_sampler(), self.renderer, rules, self.stats)
         trunk = _Trunk(player=player, seed=attempt.seed)
         is_ready = False
         try:
-            await self._run_trunk(trunk, np.random.default_rng(turn_seed))
+            await self._run_trunk(trunk, probabilities_H, np.random.default_rng(turn_seed))
             is_ready = True
             return trunk
         except AttemptFailed as error:
@@ -148,9 +149,9 @@ class BranchRollout(Rollout):
             if not is_ready:
                 await close_in_any_case(trunk.close())
 
-    async def _run_trunk(self, trunk: _Trunk, rng: np.random.Generator) -> None:
+    async def _run_trunk(self, trunk: _Trunk, probabilities_H: NDArray[np.float64], rng: np.random.Generator) -> None:
         """Play until turn h. Keep a savepoint in case the dialogue ends before it."""
-        probabilities_H, player = self._probabilities_H, trunk.player
+        player = trunk.player
         wanted = int(rng.choice(len(probabilities_H), p=probabilities_H))
         await player.begin()
         end_reason = player.limit_reached()
@@ -186,7 +187,7 @@ class BranchRollout(Rollout):
             branch=branch,
             labels=labels_of(self.world, task.id),
         )
-        player = Player(attempt, self.pick_sampler(), self.renderer, self.config, self.stats, point)
+        player = Player(attempt, self.pick_sampler(), self.renderer, self.rules(task), self.stats, point)
         return await play_to_the_end(player)
 
 

@@ -113,9 +113,13 @@ def _rows_by_world(played: RolloutResult, world: World, *, label: str, step: int
 
 
 def _mean_row(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> EvaluationRow:
-    """The row of a mix: every world counts the same. One that judges no success has a reward only."""
-    success = mean_of([Interval(one.success, one.success_low, one.success_high) for one in rows])
-    reward = mean_of([Interval(one.reward, one.reward_low, one.reward_high) for one in rows])
+    """The row of a mix: every world counts the same. One that judges no success has a reward only.
+
+    A world in which all attempts failed leaves no number: a mean over the others does not compare with other means.
+    """
+    known = rows if all(one.num_attempts for one in rows) else ()
+    success = mean_of([Interval(one.success, one.success_low, one.success_high) for one in known])
+    reward = mean_of([Interval(one.reward, one.reward_low, one.reward_high) for one in known])
     return replace(
         row,
         success=success.value,

@@ -23,6 +23,7 @@ from turnwise.client.publish import Publisher, VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import World, user
+from turnwise.envs.config import EnvConfig
 from turnwise.envs.joint import leaf_of
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
@@ -81,12 +82,11 @@ class WorldChoice:
     def apply(self, config: Config, own: PythonObjects, overrides: Sequence[str]) -> tuple[Config, PythonObjects]:
         """A policy's config and objects, with this world in them.
 
-        Options and reward of the policy's own world are not for another world, which brings its own.
+        Options, level, tasks and reward of the policy's own world are not for another world, which brings its own.
         """
         given = self.objects
         if self.name is not None and self.name != config.env.name:
-            env = config.env.model_copy(update={"options": {}, "mix": {}, "curriculum": False})
-            config = config.model_copy(update={"env": env})
+            config = config.model_copy(update={"env": EnvConfig()})
             return override_config(config, [f"env={self.name}", *overrides]), given
         merged = replace(
             own,

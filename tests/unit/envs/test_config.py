@@ -46,6 +46,13 @@ def test_a_mix_on_the_command_line_takes_the_place_of_a_files_world() -> None:
     assert load_config("mix_tiny", ["env=key_door"]).env.mix == {}
 
 
+def test_a_curriculum_takes_the_place_of_the_level_that_a_file_sets() -> None:
+    options = ["env.curriculum=true"]
+    assert load_config("household", options).env.options == {"demonstration_skill": 0.7}
+    (note,) = left_out("household", options)
+    assert "env.curriculum=true sets it: env.options.level=2 of household" in note
+
+
 @for_each(
     ("options", "told"),
     [

@@ -167,6 +167,17 @@ async def test_t14_the_env_goes_on_with_a_seed_of_its_own_in_each_continuation(
     )
 
 
+async def test_each_task_branches_within_its_own_limits(renderer: Renderer) -> None:
+    plan, tasks = PlayBranches(continuations=2), make_tasks(12)
+    rollout = BranchRollout(make_world(ForkingEnv), SeededSampler(renderer), renderer, quick(max_turns=5), plan=plan)
+    limits = {task.id: 2 if index % 2 else 5 for index, task in enumerate(tasks)}
+    rollout.rules = lambda task: rollout.config.model_copy(update={"max_turns": limits[task.id]})
+    result = await rollout.play(tasks, seed=0)
+    assert len(result.groups) == 12, "no dialogue ends before its turn"
+    for group in result.groups:
+        assert {len(trajectory.turns) for trajectory in group.trajectories} == {limits[group.task_id]}
+
+
 async def test_an_env_with_plain_methods_branches_too(renderer: Renderer) -> None:
     world = World(lambda _, seed: ThreadedForkingEnv(ForkingEnv(holder, seed)))
     holder = World()

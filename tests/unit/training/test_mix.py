@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any
 
 import pytest
 
+from cases import for_each
+from turnwise.client.fake import ScriptedSampler
 from turnwise.config.files import load_config
 from turnwise.envs.base import Task
+from turnwise.envs.config import EnvConfig
 from turnwise.envs.joint import JointWorld, leaf_of, leaves
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.opponents.seating import two_sided
+from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import Parts, assemble, held_out_tasks
 from turnwise.training.deal import MixedTasks, TaskDeck
+from turnwise.training.evaluate import play_evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.policy import WorldChoice
 from unit.training.conftest import CoinWorld, MakeRig, Rig
 
 DOORS = ("env.mix={doors: {name: key_door, difficulty: 1, share: 3}, guess: {name: guess_number}}", "model=tiny")
@@ -171,6 +178,31 @@ def test_an_evaluation_gives_each_world_and_their_plain_mean(make_rig: MakeRig) 
         assert row.success == pytest.approx((fair + won) / 2)
         assert row.success_low < row.success <= row.success_high <= 1.0
         assert (row.num_tasks, row.num_attempts) == (6, 6)
+
+
+def test_a_world_in_which_every_attempt_fails_leaves_no_mean_of_the_others(make_rig: MakeRig) -> None:
+    rig, parts = make_rig({}), {"won": CoinWorld(is_easy=True), "broken": CoinWorld(is_broken=True)}
+    world = JointWorld(name="mix", kind="world", parts=parts, sources={name: name for name in parts})
+    tasks = [world.joint_task(name, task) for name, part in parts.items() for task in part.tasks("test", 3, 0)]
+    sampler = ScriptedSampler(lambda _: [7, rig.renderer.stop_ids[0]])
+    rollout = Rollout(world, sampler, rig.renderer, rig.parts().eval_rollout)
+    evaluation = asyncio.run(play_evaluation(rollout, tasks, seed=0, label="step", step=1))
+    assert evaluation.by_world["won"].success == 1.0
+    assert evaluation.by_world["broken"].num_attempts == 0
+    assert (evaluation.row.num_attempts, evaluation.row.num_failed) == (3, 3)
+    assert math.isnan(evaluation.row.success)
+    assert math.isnan(evaluation.row.reward), "so it is never the best checkpoint"
+
+
+@for_each(
+    ("name", "options"),
+    [("mix", DOORS), ("key_door", ("env.curriculum=true", "env.curriculum_window=4", "env.difficulty=2"))],
+)
+def test_a_policy_is_measured_in_another_world_without_levels_and_options_of_its_own(
+    name: str, options: tuple[str, ...]
+) -> None:
+    config, _ = WorldChoice(name="calculator").apply(load_config(name, options), NO_OBJECTS, [])
+    assert config.env == EnvConfig(name="calculator")
 
 
 def test_a_curriculum_in_a_world_without_verdicts_is_refused(make_rig: MakeRig) -> None:
