@@ -4,8 +4,9 @@
     MixedTasks       a deck for each member of a mix; the shares say whose turn it is
     CurriculumTasks  a deck for each level; how often attempts at a level succeeded says how likely it is
 
-The first two follow from the number and the run's seed alone. The mix gives the next group to the member that is
-furthest behind its share, so after any number of groups each member has its share of them, up to one group.
+The first two follow from the number and the run's seed alone. Of the members of a mix that are behind their share, the
+next group goes to the one that would be too far behind first. So after any number of groups each member has its share
+of them, up to one group (for k members up to 1 - 1 / (2 k - 2): Tijdeman 1980, the chairman assignment problem).
 
 A curriculum depends on what was played, so it has a state, which every checkpoint holds. The success rate of a level
 counts its last `window` groups; a level that nobody played is taken to be at the target. A level at the target is the
@@ -32,6 +33,7 @@ from turnwise.rollout.seeds import derive_seed
 T = TypeVar("T")
 DealState = dict[str, Any]
 """Where a deal stands, ready for JSON."""
+ROUNDING = 1e-9
 PRIOR_ATTEMPTS = 2.0
 """The weight, in attempts, of the assumption that a level is at the target."""
 
@@ -132,6 +134,8 @@ class MixedTasks:
         self._turns: list[tuple[str, int]] = []
         """Whose turn each number is, and which of its own tasks that is."""
         self._counts = dict.fromkeys(self._members, 0)
+        self._least = 1 / (2 * len(members) - 2)
+        """How far a member must be behind its share, in groups, to be next."""
 
     def __len__(self) -> int:
         return sum(len(member) for member in self._members.values())
@@ -170,7 +174,8 @@ class MixedTasks:
         while len(self._turns) <= number:
             dealt = len(self._turns) + 1
             behind = {name: share * dealt - self._counts[name] for name, share in self._shares.items()}
-            name = max(behind, key=lambda one: behind[one])
+            may = [name for name in behind if behind[name] >= self._least - ROUNDING]
+            name = min(may, key=lambda one: (1 - self._least - behind[one]) / self._shares[one])
             self._turns.append((name, self._counts[name]))
             self._counts[name] += 1
         return self._turns[number]
