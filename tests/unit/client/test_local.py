@@ -130,6 +130,9 @@ class RememberingEngine:
         adapter.num_steps += 1
         return {"learning_rate": params.learning_rate}
 
+    def sample_step(self) -> None:
+        self.sampler.step()
+
     def publish(self, adapter: RememberingAdapter) -> RememberingPolicy:
         self.version += 1
         return RememberingPolicy(adapter.value, self.version)
