@@ -110,5 +110,5 @@ def _read_parquet(path: Path) -> list[object]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as cause:
-        raise ConfigError(f"{path.name} is parquet; `pip install pyarrow`, or use JSON lines") from cause
+        raise ConfigError(f"{path.name} is parquet; pip install 'turnwise[pairs]', or use JSON lines") from cause
     return parquet.read_table(path).to_pylist()

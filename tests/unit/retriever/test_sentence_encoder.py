@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -59,6 +60,36 @@ def test_an_index_is_built_with_a_folder_as_its_encoder(folder: Path) -> None:
     corpus = Corpus.of(Document(id=str(number), contents=text) for number, text in enumerate(TEXTS))
     index = build_index(corpus, "dense", make_embedder(str(folder)))
     assert [hit.document.id for hit in index.search(TEXTS[1], 1)] == ["1"]
+
+
+def test_encoders_that_differ_in_one_layer_have_other_names(folder: Path, tmp_path: Path) -> None:
+    """The name is part of the key of a stored index."""
+    _copy(folder, tmp_path)
+    assert SentenceEncoder(tmp_path).name == SentenceEncoder(folder).name
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["encoder.layer.1.output.dense.bias"] = weights["encoder.layer.1.output.dense.bias"] + 1
+    save_file(weights, tmp_path / "model.safetensors")
+    assert SentenceEncoder(tmp_path).name != SentenceEncoder(folder).name
+
+
+def test_an_encoder_that_makes_its_vectors_in_another_way_is_refused(folder: Path, tmp_path: Path) -> None:
+    _copy(folder, tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in ("Transformer", "Pooling")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "Pooling").mkdir()
+    (tmp_path / "Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    SentenceEncoder(tmp_path)
+    (tmp_path / "Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    with pytest.raises(ConfigError, match="does not take the mean over its tokens"):
+        SentenceEncoder(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2"}]))
+    with pytest.raises(ConfigError, match="has a part Dense; expected Transformer, Pooling, Normalize"):
+        SentenceEncoder(tmp_path)
+
+
+def _copy(folder: Path, target: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (target / name).write_bytes((folder / name).read_bytes())
 
 
 def test_another_folder_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ class BfclEnv:
         is_cut = self._turn >= self._world.max_turns
         return EnvStep(
             messages=messages,
+            reward=self._credit() if is_cut else 0.0,
             truncated=is_cut,
             is_success=False if is_cut else None,
             is_unparsable=is_unparsable,
@@ -256,8 +257,12 @@ class BfclEnv:
         )
 
     def _end(self, *, is_success: bool) -> EnvStep:
-        reward = 1.0 if is_success else self._world.partial_credit * self._request / len(self._gold)
+        reward = 1.0 if is_success else self._credit()
         return EnvStep(reward=reward, terminated=True, is_success=is_success, info=self._numbers())
+
+    def _credit(self) -> float:
+        """What the requests so far are worth if the last one is never done."""
+        return self._world.partial_credit * self._request / len(self._gold)
 
     def _numbers(self) -> dict[str, float]:
         errors = sum(result.startswith("Error") for result in self._results)

@@ -58,6 +58,10 @@ MAX_QUERY_CHARS = 500
 QUICK_DOCUMENTS = 20_000
 """An index with at most so many passages answers in about a millisecond, so it is searched in the event loop."""
 
+DEMONSTRATION_ROUNDS = 4
+"""How often new dialogues are played for those that were left out."""
+_NEXT_ROUND = 1_000_003
+
 _ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
 _TAGS = re.compile(r"</?(?:search|answer|information|think)>")
 
@@ -190,10 +194,18 @@ class Search:
         return SearchEnv(self, self._retriever, question=task.data["question"], targets=task.data["answers"])
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
-        """The searches that lead to the answer, then the answer. A data set has no such searches to show."""
+        """The searches that lead to the answer, then the answer. A data set has no such searches to show.
+
+        A dialogue whose searches did not show the answer is left out: it would teach to guess.
+        """
+        found: list[list[Message]] = []
         if self.path is not None:
-            return []
-        return play_demonstrations(self, _script, count, seed)
+            return found
+        for more in range(DEMONSTRATION_ROUNDS):
+            if len(found) >= count:
+                break
+            found += filter(_shows_its_answer, play_demonstrations(self, _script, count, seed + more * _NEXT_ROUND))
+        return found[:count]
 
     def _make_tasks(self, corpus: Corpus | None) -> Mapping[Split, Sequence[Task]]:
         if self.path is not None:
@@ -278,6 +290,13 @@ class SearchEnv:
             is_unparsable=is_unparsable,
             info={"searches": self._num_searches, "f1": 0.0} if is_last else {},
         )
+
+
+def _shows_its_answer(dialogue: Sequence[Message]) -> bool:
+    """Whether the answer is in what was found, and not only in the question."""
+    answer = read_action(dialogue[-1].content)
+    found = " ".join(message.content for message in dialogue[2:] if message.role == "user")
+    return answer is not None and normalise(answer.text) in normalise(found)
 
 
 def _script(task: Task) -> _Script:

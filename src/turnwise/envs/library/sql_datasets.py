@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.envs.base import Split
+from turnwise.envs.library.sql_files import open_read_only
 from turnwise.envs.library.sql_schema import cut_schema, table_line
 from turnwise.envs.rows import Row, read_rows
 from turnwise.envs.splits import split_of
@@ -108,8 +108,7 @@ def _split_by_database(questions: Sequence[DatasetQuestion], path: Path) -> Mapp
 
 def read_schema(database: Path) -> str:
     """Describe each table in one line, with the keys that link tables. A very long text is cut."""
-    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        connection.text_factory = lambda text: bytes(text).decode("utf-8", errors="replace")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with open_read_only(database) as connection:
         tables = connection.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
         ).fetchall()

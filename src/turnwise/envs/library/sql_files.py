@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.library.sql_schema import Column, DatabaseSchema, Link, TableSchema, measure, quote
+from turnwise.envs.library.sql_worker import read_only_uri
 from turnwise.errors import ConfigError
 
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -47,15 +48,19 @@ def find_databases(place: Path) -> dict[str, Path]:
                 f"{MAX_FILE_BYTES >> 20} MiB are copied; move the file elsewhere, or ask a PostgreSQL server"
             )
     root = place if place.is_dir() else place.parent
-    return {file.relative_to(root).with_suffix("").as_posix(): file for file in files}
+    names = [file.relative_to(root) for file in files]
+    plain = [name.with_suffix("").as_posix() for name in names]
+    return {
+        short if plain.count(short) == 1 else name.as_posix(): file
+        for short, name, file in zip(plain, names, files, strict=True)
+    }
 
 
 @contextmanager
 def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
-    """Open a file for queries of our own. Nothing in it can be changed."""
-    with closing(
-        sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-    ) as connection:
+    """Open a file for queries of our own. Nothing in it can be changed, and no file appears beside it."""
+    uri = read_only_uri(str(path.absolute()))
+    with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
         connection.text_factory = lambda text: bytes(text).decode("utf-8", errors="replace")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         yield connection
 
@@ -164,7 +169,10 @@ def _has_row_numbers(copy: sqlite3.Connection, table: TableSchema) -> bool:
 
 
 def _move_values(copy: sqlite3.Connection, table: TableSchema) -> None:
-    """Turn each column of facts by a number of rows of its own. What must be unique stays where it is."""
+    """Turn each column of facts by a number of rows of its own. What must be unique stays where it is.
+
+    An index may ask for more than its columns tell (`UNIQUE (lower(mail))`): a value that it refuses stays as well.
+    """
     name = _always_quoted(table.name)
     unique = copy.execute(
         """SELECT columns.name FROM pragma_index_list(?) AS indexes, pragma_index_info(indexes.name) AS columns
@@ -178,7 +186,7 @@ def _move_values(copy: sqlite3.Connection, table: TableSchema) -> None:
         rows = copy.execute(f"SELECT rowid, {_always_quoted(column.name)} FROM {name} ORDER BY rowid").fetchall()
         step = turn_of(number, len(rows))
         moved = [(rows[(place + step) % len(rows)][1], row[0]) for place, row in enumerate(rows)]
-        copy.executemany(f"UPDATE {name} SET {_always_quoted(column.name)} = ? WHERE rowid = ?", moved)
+        copy.executemany(f"UPDATE OR IGNORE {name} SET {_always_quoted(column.name)} = ? WHERE rowid = ?", moved)
 
 
 def turn_of(number: int, num_rows: int) -> int:

@@ -34,6 +34,7 @@ from turnwise.runtime.per_loop import PerLoop
 
 INSTALL = "pip install 'turnwise[postgres]'"
 CONNECT_S = 10
+NO_ESCAPES = "texts with escapes, texts between dollars and comments inside comments are not allowed"
 OUR_LIMITS = QueryLimits(time_limit_s=60, max_rows=100_000, max_bytes=50_000_000)
 """Limits of the queries that read the schema and check golds."""
 
@@ -44,7 +45,13 @@ _REFUSED_NAME = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Names of functions and views that reach further than the tables: other sessions, files, queries written as text."""
-_COMMENT = re.compile(r"/\*.*?\*/|--[^\n]*", re.DOTALL)
+_PARTS = re.compile(
+    r"""(?P<escape>\b(?:e'|u&['"]) | \$\w*\$ | /\*(?:(?!\*/).)*/\*) | (?P<comment>/\*.*?\*/ | --[^\n]*)
+    | '(?:[^']|'')*' | "(?:[^"]|"")*" """,
+    re.DOTALL | re.IGNORECASE | re.VERBOSE,
+)
+"""Comments, texts and quoted names, so that `--` inside a text is no comment. `escape` is what would be read in another
+way than here: texts with escapes, texts between dollars, and comments inside comments."""
 _KINDS: dict[str, Kind] = {"N": "number", "S": "text"}
 _TABLES = """
 SELECT n.nspname, c.relname, c.oid::int8 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -205,12 +212,12 @@ def check_statement(sql: str, schemas: Sequence[str]) -> None:
     """Refuse what is no query, what calls a function that reaches further, and what names a schema."""
     if not _STATEMENT.match(sql):
         raise QueryRefused(READ_ONLY)
-    bare = _COMMENT.sub(" ", sql)
+    if any(part["escape"] for part in _PARTS.finditer(sql)):
+        raise QueryRefused(NO_ESCAPES)
+    bare = _PARTS.sub(lambda part: " " if part["comment"] else part[0], sql)
     refused = _REFUSED_NAME.search(bare)
     if refused is not None:
         raise QueryRefused(f"{refused[1] or refused[2]} is not allowed")
-    if re.search(r"\bu&[\"']", bare, re.IGNORECASE):
-        raise QueryRefused("names and texts with escapes are not allowed")
     for schema in schemas:
         if re.search(rf'(?<![\w."])"?{re.escape(schema)}"?\s*\.', bare, re.IGNORECASE):
             raise QueryRefused(f"write the names of tables without {schema}.")

@@ -161,7 +161,7 @@ def _look_up(draw: _SchemaDraw) -> SchemaQuestion:
         text=f"Show the {words(one.name)} and the {words(two.name)} of the {thing(table.name)} rows "
         f"where {condition.text}.",
         gold=f"SELECT {draw.name(one.name)}, {draw.name(two.name)} FROM {draw.name(table.name)} WHERE {condition.sql}",
-        shape=_shape(_look_up, table.name, one.name, two.name, condition.shape),
+        shape=_shape(_look_up, table.name, *sorted((one.name, two.name)), condition.shape),
     )
 
 

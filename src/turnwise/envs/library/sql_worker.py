@@ -74,15 +74,21 @@ def run_query(
         raise QueryRefused(f"the query has {len(sql)} characters; at most {MAX_SQL_LENGTH}")
     if "\x00" in sql:
         raise QueryRefused("the query holds a null character")
-    # `immutable` says: nobody writes the file. SQLite then needs no lock file, which a read-only folder cannot hold.
-    is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times faster than Path.exists
-    options = "mode=ro&immutable=1" if is_settled else "mode=ro"
-    connection = sqlite3.connect(f"file://{quote(path)}?{options}", uri=True, isolation_level=None)
+    connection = sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None)
     try:
         guard = _Guard(connection, max_steps, time_limit_s)
         return guard.run(sql, max_rows, max_bytes)
     finally:
         connection.close()
+
+
+def read_only_uri(path: str) -> str:
+    """The address of a file as SQLite opens it for reading only.
+
+    `immutable` says: nobody writes the file. SQLite then needs no files beside it; a read-only folder holds none.
+    """
+    is_settled = not any(os.path.exists(path + suffix) for suffix in JOURNALS)  # noqa: PTH110 - ten times faster than Path.exists
+    return f"file://{quote(path)}?{'mode=ro&immutable=1' if is_settled else 'mode=ro'}"
 
 
 class _Guard:

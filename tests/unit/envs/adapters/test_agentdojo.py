@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-agentdojo = pytest.importorskip("agentdojo", reason="drags in 15 clients of services: docs/adapters/agentdojo.md")
+agentdojo = pytest.importorskip(
+    "agentdojo", reason="imports the clients of four model services: docs/adapters/agentdojo.md"
+)
 
 from attempts import play  # noqa: E402 - after the check that the library is there
 from turnwise.envs.adapters.agentdojo import AgentDojoWorld  # noqa: E402

@@ -55,6 +55,13 @@ async def test_a_request_without_a_call_is_not_done_and_partial_credit_counts_th
     assert steps[-1].reward == pytest.approx(0.1)
 
 
+async def test_an_attempt_that_runs_out_of_turns_keeps_its_partial_credit() -> None:
+    world = BfclWorld("multi_turn_base", partial_credit=0.4, max_turns=5)
+    _, steps = await play(world, [*MOVE, "Moved.", call("ls")], FIRST)
+    assert (steps[-1].truncated, steps[-1].is_success) == (True, False)
+    assert steps[-1].reward == pytest.approx(0.1)
+
+
 async def test_looking_around_first_does_no_harm() -> None:
     world = BfclWorld("multi_turn_base")
     _, steps = await play(world, [call("ls"), *_replies(world, FIRST)], FIRST)

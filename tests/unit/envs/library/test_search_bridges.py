@@ -64,3 +64,17 @@ def test_the_world_plays_on_any_corpus_and_its_expert_wins(tmp_path: Path) -> No
     for dialogue in world.demonstrations(4, seed=0):
         answer = dialogue[-1].content.removeprefix("<answer>").removesuffix("</answer>")
         assert answer in dialogue[-2].content  # the last search showed it
+
+
+def test_a_dialogue_that_did_not_find_its_answer_is_no_demonstration(tmp_path: Path) -> None:
+    """Every name stands in many passages, so with one passage for each search the right one is often not shown."""
+    hidden = [f'"Place{n}"\nPlace{n} is near Land{n % 30}, Land{n % 30}, Land{n % 30}.' for n in range(300)]
+    corpus = tmp_path / "corpus.jsonl"
+    write_corpus(corpus, [*documents(), *(Document(id=f"p{n}", contents=text) for n, text in enumerate(hidden))])
+    world = Search(corpus=corpus, kind="two_hop", topk=1)
+    dialogues = world.demonstrations(20, seed=0)
+    assert all(
+        dialogue[-1].content.removeprefix("<answer>").removesuffix("</answer>")
+        in " ".join(message.content for message in dialogue[2:-1])
+        for dialogue in dialogues
+    )

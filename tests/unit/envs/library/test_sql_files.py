@@ -71,6 +71,17 @@ def test_a_copy_has_whole_links_and_other_answers_and_leaves_the_file_alone(tmp_
         assert connection.execute(cities).fetchall() == whole.execute(cities).fetchall()
 
 
+def test_a_file_with_a_write_ahead_log_is_read_and_nothing_appears_beside_it(library: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(library)) as connection:
+        assert connection.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
+    before = library.read_bytes()
+    (tmp_path / "out").mkdir()
+    write_changed_copy(library, tmp_path / "out" / "copy.sqlite", read_file_schema(library))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["library.sqlite", "out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["copy.sqlite"]
+    assert library.read_bytes() == before
+
+
 def test_triggers_and_unique_pairs_do_not_disturb_the_copy(library: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.sqlite"
     write_changed_copy(library, copy, read_file_schema(library))
@@ -100,6 +111,21 @@ def test_a_folder_gives_all_of_its_files_by_name(library: Path) -> None:
     (library.parent / "notes.txt").write_text("nothing")
     assert find_databases(library.parent) == {"library": library, "more/second": inner}
     assert find_databases(library) == {"library": library}
+
+
+def test_two_files_that_differ_in_their_endings_are_both_there(library: Path) -> None:
+    other = write_library(library.with_suffix(".db"))
+    assert find_databases(library.parent) == {"library.db": other, "library.sqlite": library}
+
+
+def test_values_that_an_index_refuses_elsewhere_stay_where_they_are(library: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(library)) as connection:
+        connection.execute("CREATE UNIQUE INDEX once ON Author (lower(Name))")
+        connection.execute("CREATE UNIQUE INDEX some ON Book (Pages || '-' || BookId % 2) WHERE BookId <= 2")
+    copy = tmp_path / "copy.sqlite"
+    write_changed_copy(library, copy, read_file_schema(library))
+    with open_read_only(copy) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 def test_a_place_without_databases_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cases import for_each
 from postgres_server import missing_part, postgres_server
 from turnwise.envs.base import assistant
-from turnwise.envs.library.sql_postgres import PostgresDatabase, PostgresTarget, check_statement
+from turnwise.envs.library.sql_postgres import NO_ESCAPES, PostgresDatabase, PostgresTarget, check_statement
 from turnwise.envs.library.sql_runner import QueryLimits, QueryRefused
 from turnwise.envs.library.sql_schema import Link
 from turnwise.envs.library.text_to_sql import TextToSql
@@ -160,7 +160,13 @@ def test_a_role_that_can_do_more_than_read_is_refused(address: str) -> None:
         ('SELECT "pg_sleep" (3)', "pg_sleep is not allowed"),
         ("SELECT pg_catalog.pg_read_file('/etc/passwd')", "pg_read_file is not allowed"),
         ("SELECT query_to_xml('SELECT 1', true, true, '')", "query_to_xml is not allowed"),
-        ('SELECT * FROM U&"\\0070ublic".sales', "names and texts with escapes are not allowed"),
+        ('SELECT * FROM U&"\\0070ublic".sales', NO_ESCAPES),
+        ("SELECT E'\\'--', 1", NO_ESCAPES),
+        ("SELECT $$/*$$, 1, $$*/$$", NO_ESCAPES),
+        ("SELECT set_config/* /* */ */('a', 'b', true)", NO_ESCAPES),
+        ("SELECT '--', pg_sleep(3)", "pg_sleep is not allowed"),
+        ("SELECT '/*', set_config/**/('a', 'b', true), '*/'", "set_config is not allowed"),
+        ('SELECT "--", pg_sleep(3) FROM sales', "pg_sleep is not allowed"),
         ('SELECT * FROM "public" . sales', "write the names of tables without public."),
     ],
 )
@@ -168,6 +174,17 @@ def test_statements_are_refused_before_they_reach_a_server(sql: str, why: str) -
     with pytest.raises(QueryRefused) as caught:
         check_statement(sql, ("public",))
     assert str(caught.value) == why
+
+
+@for_each(
+    "sql",
+    [
+        "SELECT name FROM makers WHERE country = 'e' -- the pg_ of a comment",
+        "SELECT name /* pg_sleep */ FROM makers WHERE name = 'it''s $5'",
+    ],
+)
+def test_texts_and_comments_that_only_look_alike_are_allowed(sql: str) -> None:
+    check_statement(sql, ("public",))
 
 
 def test_an_address_of_another_kind_is_refused() -> None:

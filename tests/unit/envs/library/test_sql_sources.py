@@ -84,6 +84,14 @@ def test_the_expert_always_wins_and_a_query_for_another_question_does_not(
     assert not any(submit(world, task, sql) for task, sql in zip(tasks, wrong, strict=True))
 
 
+def test_no_demonstration_shows_a_query_of_a_held_out_kind() -> None:
+    world = TextToSql(databases="shop", demonstration_skill=0.0, demonstration_mistakes=0.0)
+    held_out = {task.data["gold"] for seed in range(3) for task in world.tasks("test", 150, seed)}
+    shown = {dialogue[2].content for dialogue in world.demonstrations(250, seed=0)}
+    assert len(shown) > 100
+    assert not shown & held_out
+
+
 def test_a_folder_of_databases_is_asked_about_and_never_written(tmp_path: Path) -> None:
     for name, column in (("zoo", "weight"), ("garage", "power")):
         with closing(sqlite3.connect(tmp_path / f"{name}.sqlite")) as connection:

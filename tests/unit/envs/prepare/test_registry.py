@@ -7,6 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from turnwise.cli import main
@@ -69,6 +71,20 @@ def test_a_missing_and_a_malformed_file_are_named_and_nothing_is_written(source:
     assert [path.name for path in source.parent.iterdir()] == ["published"]
 
 
+def test_parts_of_a_file_are_read_together_and_files_of_which_one_must_be_meant_are_named(source: Path) -> None:
+    rows = [{"question": f"who is {n}", "answer": [str(n)]} for n in range(6)]
+    parts = {"train-00000-of-00002": rows[:2], "train-00001-of-00002": rows[2:4], "dev-00000-of-00001": rows[4:]}
+    for name, part in parts.items():
+        pq.write_table(pa.Table.from_pylist(part), source / f"{name}.parquet")
+    done = prepare("nq", source)
+    assert dict(done.rows) == {"train.jsonl": 4, "test.jsonl": 2}
+    assert done.num_sources == 3
+    (source / "old").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), source / "old" / "train-00000-of-00001.parquet")
+    with pytest.raises(ConfigError, match=r"nq: 3 files could be its train split: old/train-00000.*; leave one in"):
+        prepare("nq", source)
+
+
 def test_a_folder_of_something_else_is_never_replaced(source: Path) -> None:
     gsm8k(source)
     mine = source.parent / "prepared" / "thesis.txt"
@@ -77,6 +93,8 @@ def test_a_folder_of_something_else_is_never_replaced(source: Path) -> None:
     with pytest.raises(ConfigError, match="holds something else"):
         prepare("gsm8k", source)
     assert mine.read_text() == "all of it"
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        prepare_data("gsm8k", source, mine)
     mine.unlink()
     assert prepare("gsm8k", source).rows == prepare("gsm8k", source).rows  # the second takes the place of the first
 
@@ -167,6 +185,7 @@ def test_chinook_is_read_from_the_rows_of_a_package(source: Path) -> None:
     }
     rows = [{"pk": 1, "model": f"chinook.{name}", "fields": values} for name, values in fields.items()]
     write_json(source / "fixtures" / "initial_data.json", rows)
+    (source / "photos.db").write_text("another program's")
     done = prepare("chinook", source)
     with closing(sqlite3.connect(done.target / "chinook.sqlite")) as connection:
         sql = """SELECT artist.name, total FROM invoiceline JOIN invoice ON invoice_id = invoice.id
