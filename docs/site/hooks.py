@@ -22,28 +22,35 @@ _copied: set[Path] = set()
 
 
 def on_config(config: Any) -> Any:
-    """Make the menu: the parts of docs/README.md, each with its pages; a folder is a part of its own."""
+    """Make the menu: the parts of docs/README.md, each with its pages."""
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     menu: list[Any] = [{"Start": "README.md"}]
     seen = {"README.md"}
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
+        title = heading.partition(":")[0].strip(" .")
         entries: list[Any] = []
         for name, target in LINK.findall(body):
             page = target.partition("#")[0]
             if not page.endswith(".md") or page in seen:
                 continue
             folder = (DOCS / page).parent
-            if folder == DOCS:
+            if folder in (DOCS, DOCS / title.lower()) or not _opens_folder(DOCS / page):
                 entries.append({name.strip("`"): page})
                 seen.add(page)
                 continue
             others = sorted(str(path.relative_to(DOCS)) for path in folder.glob("*.md"))
             entries.append({folder.name.capitalize(): [other for other in others if other not in seen]})
             seen.update(others)
-        menu.append({heading.partition(":")[0].strip(" ."): entries})
+        menu.append({title: entries})
     config["nav"] = menu
     return config
+
+
+def _opens_folder(page: Path) -> bool:
+    """Whether a link to this page brings its whole folder into the menu: it is the folder's start, or there is none."""
+    starts = [start for start in ("README.md", "index.md") if (page.parent / start).is_file()]
+    return not starts or page.name in starts
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -22,6 +22,7 @@ import turnwise
 from turnwise.backends import backend_names, find_publisher
 from turnwise.bench.cli import build_parser as bench_parser
 from turnwise.cli import build_parser
+from turnwise.commands.arguments import OPTIONS_HEADING
 from turnwise.envs.registry import ADAPTERS, SHIPPED_WORLDS, get_world, load_target
 from turnwise.methods.lookup import SHIPPED
 from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
@@ -60,8 +61,9 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 def _help_of(parser: argparse.ArgumentParser) -> str:
     text = parser.format_help().strip()
-    before, listed, _ = text.partition("\noptions of a run")
-    return f"{before.rstrip()}\n\noptions of a run: see docs/config.md" if listed else text
+    before, listed, after = text.partition(f"\n{OPTIONS_HEADING}\n")
+    examples = after.partition("\nexamples:\n")[2]
+    return f"{before.rstrip()}\n\n{OPTIONS_HEADING} see docs/config.md\n\nexamples:\n{examples}" if listed else text
 
 
 def api_page() -> str:

@@ -35,7 +35,7 @@ examples:
   turnwise model fetch smollm2            download a small chat model; no account needed
   turnwise model path smollm2             print its directory, for use in $(...)
   turnwise retriever serve --corpus FILE  answer the searches of agents over HTTP
-  turnwise serve --model smollm2          serve a model to the Tinker and MinT SDKs
+  turnwise serve runs/a runs/b            serve trained policies to OpenAI clients and the Tinker and MinT SDKs
   turnwise bench sample --help            show the options of the sampling benchmark
 
 Models are stored in $TURNWISE_HOME, or in ~/.cache/turnwise. `turnwise COMMAND --help` shows a command's options.
@@ -216,7 +216,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample (tokens sampled per second), train (tokens trained per second), both (cost of switching between "
         "sampling and training), agreement (sampler and trainer logprobs), tree (shared prefixes), branch (branched "
         "dialogues), tenants (many adapters), busy (a machine with other work), rollout (slow envs), async (training "
-        "ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP)",
+        "ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP), learners (several processes that "
+        "train), families (every model family against transformers)",
     )
     return parser
 
@@ -225,12 +226,24 @@ def _add_model_commands(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
 
-    fetch = actions.add_parser("fetch", help="download or make a model of the store")
+    fetch = actions.add_parser(
+        "fetch",
+        help="download or make a model of the store",
+        description="Download or make a model and keep it in the store. No account is needed.",
+    )
     fetch.add_argument("name", help="smollm2 (a 135M chat model) or tiny (random weights, for tests)")
 
-    actions.add_parser("list", help="list the models of the store, and how to get missing ones")
+    actions.add_parser(
+        "list",
+        help="list the models of the store, and how to get missing ones",
+        description="List the models of the store, and how to get missing ones.",
+    )
 
-    path = actions.add_parser("path", help="print the directory of a model")
+    path = actions.add_parser(
+        "path",
+        help="print the directory of a model",
+        description="Print the directory of a model; a model of the hub is downloaded first.",
+    )
     path.add_argument("name", help="a directory, a .gguf file, a name in the store or a name on the Hugging Face hub")
 
 

@@ -6,7 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from turnwise import Run
+from turnwise.bench.cli import build_parser as bench_parser
+from turnwise.cli import build_parser
 from turnwise.compare.compare import parse_request
 from turnwise.config.config import Config
 from turnwise.config.files import option_paths
@@ -25,6 +29,10 @@ COMMAND = re.compile(
 )
 NOT_OPTIONS = {"run.db", "train.jsonl", *(f"run.{name}" for name in dir(Run))}
 """Files, and what a run is asked in Python: `run.metrics`."""
+PRINTED = re.compile(r"^\s*(?:\$ )?turnwise ((?!train |compare )[a-z](?:.*\\\n)*.*)$", re.MULTILINE)
+"""Any other command, on a line of its own."""
+MENTIONED = re.compile(r"`turnwise ((?!train|compare)[a-z-]+(?: [a-z-]+)?)[ `]")
+"""A command with its action, in a sentence."""
 BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 """Words that stand for others: such a line is no command."""
 
@@ -83,3 +91,38 @@ def test_every_command_that_a_page_prints_is_taken() -> None:
                 for variant in request.variants:
                     request.config(world, variant, seed=0)
     assert num_commands > 40
+
+
+def test_every_other_command_that_a_page_prints_is_parsed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        (page, shlex.split(text.replace("\\\n", " "), comments=True))
+        for page in PAGES
+        for text in PRINTED.findall(_blocks(page.read_text(encoding="utf-8")))
+    ]
+    whole = [(page, words) for page, words in found if not any(BLANKS.search(word) for word in words)]
+    assert len(whole) > 40
+    refused = [f"{page.relative_to(ROOT)}: {' '.join(words)}" for page, words in whole if _exit_code(words) != 0]
+    assert refused == [], capsys.readouterr().err
+
+
+def test_every_command_that_a_sentence_names_is_one() -> None:
+    named = {words for page in PAGES for words in MENTIONED.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 20
+    assert sorted(words for words in named if _exit_code([*words.split(), "--help"]) != 0) == []
+    assert _exit_code(["model", "merge", "--help"]) != 0
+
+
+def _blocks(text: str) -> str:
+    return "\n".join(re.findall(r"^```[a-z]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
+def _exit_code(words: list[str]) -> int | str | None:
+    """0 if the command line is taken, or prints its help; what is wrong goes to stderr."""
+    try:
+        if words[0] == "bench" and len(words) > 1:
+            bench_parser().parse_args(words[1:])
+            return 0
+        _, rest = build_parser().parse_known_args(words)
+    except SystemExit as end:
+        return end.code
+    return 0 if all("=" in word for word in rest) else f"unknown: {rest}"

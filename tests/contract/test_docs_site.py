@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +49,14 @@ def test_the_pages_made_from_the_code_are_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_command_says_what_it_does() -> None:
+    commands = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(commands) > 30
+    second = {text.partition("\n")[0]: text.partition("```text\n")[2].split("\n\n")[1] for text in commands}
+    assert [name for name, text in second.items() if text.startswith(("positional arguments:", "options:"))] == []
+    assert [name for name, text in second.items() if "%%" in text] == []
+
+
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(checkout: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = build(checkout, site)
@@ -57,6 +68,20 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(checkout: Path
     assert 'src="http' not in start
     assert 'rel="stylesheet" href="http' not in start
     assert (site / "source" / "src" / "turnwise" / "recipes" / "first_rl.py").is_file()
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))
+    found = list(_pages_of(hooks["on_config"]({})["nav"]))
+    assert sorted(found) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def _pages_of(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for below in entry.values() if isinstance(entry, dict) else entry:
+            yield from _pages_of(below)
 
 
 def test_a_dead_link_fails_the_build(checkout: Path, tmp_path: Path) -> None:

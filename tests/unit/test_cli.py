@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from turnwise import __version__
+from turnwise.bench.cli import BENCHES
 from turnwise.cli import main
 from turnwise.errors import TurnwiseError
 from turnwise.models import store as model_store
@@ -20,6 +21,12 @@ def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     for word in ("model", "bench", "examples:", "TURNWISE_HOME"):
         assert word in out
+
+
+def test_the_help_of_bench_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert [name for name in BENCHES if f" {name} (" not in out] == []
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

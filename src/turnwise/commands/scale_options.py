@@ -20,7 +20,7 @@ def add_commands(commands: Any) -> None:
         "scale",
         help="draw success against samples, turns and tokens",
         description="Play held-out tasks several times, before and after training. Draw success against samples "
-        "(pass@k, best of k, majority vote), turns and tokens, with 95 %% intervals over tasks.",
+        "(pass@k, best of k, majority vote), turns and tokens, with 95 % intervals over tasks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -64,7 +64,8 @@ def add_commands(commands: Any) -> None:
     autosave = "optimizer steps between snapshots; a restarted server continues from them (default 10; 0 is off)"
     serve.add_argument("--autosave", type=int, metavar="N", help=autosave)
     serve.add_argument("--device", help="auto, cpu, cuda or cuda:N (default auto)")
-    serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of the frozen weights")
+    dtypes = ("auto", "float32", "bfloat16")
+    serve.add_argument("--dtype", choices=dtypes, help="type of the frozen weights (default auto)")
     serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: automatic)")
     serve.add_argument(
         "--max-adapters", type=int, metavar="N", help="most training adapters on the device (default 32)"
@@ -82,7 +83,11 @@ def add_commands(commands: Any) -> None:
     )
     keys.set_defaults(parser=keys)
     actions = keys.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    create = actions.add_parser("create", help="make a key and print it")
+    create = actions.add_parser(
+        "create",
+        help="make a key and print it",
+        description="Make a key and print it, once. From the first key on, every caller needs one.",
+    )
     create.add_argument("name", help="a name for the key, shown by `turnwise keys list`")
     create.add_argument(
         "--style",
@@ -90,8 +95,12 @@ def add_commands(commands: Any) -> None:
         default="tml",
         help="prefix of the key: tml works with any SDK, sk is MinT's form (default tml)",
     )
-    listed = actions.add_parser("list", help="show the keys' numbers and names")
-    revoke = actions.add_parser("revoke", help="revoke a key; it stops working at once")
+    listed = actions.add_parser(
+        "list", help="show the keys' numbers and names", description="Show the number and the name of every key."
+    )
+    revoke = actions.add_parser(
+        "revoke", help="revoke a key; it stops working at once", description="Revoke a key. It stops working at once."
+    )
     revoke.add_argument("key_id", type=int, metavar="ID", help="the number that `turnwise keys list` shows")
     for parser in (create, listed, revoke):
         _add_data_dir(parser)

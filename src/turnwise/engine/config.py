@@ -24,7 +24,8 @@ class ClusterConfig(Section):
     learners: int = Field(
         default=1,
         ge=1,
-        description="Processes that train. Each holds the model and takes its share of a batch; gradients are summed.",
+        description="Processes that train. Each holds the model (with `shard`, a part of it) and takes its share of a "
+        "batch; gradients are summed.",
     )
     shard: bool = Field(
         default=False,
@@ -41,7 +42,7 @@ class ClusterConfig(Section):
         default=3,
         ge=0,
         description="How often a run starts learners again that died or do not answer. They take over the state of the "
-        "last step, and the step under way is played again; then the run stops with an error.",
+        "last step, and the step under way is run again. The next loss after that stops the run with an error.",
     )
     min_learners: int = Field(
         default=0,

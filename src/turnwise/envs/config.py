@@ -43,13 +43,13 @@ class OneWorld(Section):
         "Held-out tasks stay as they are.",
     )
     curriculum_target: float = Field(
-        default=0.5, gt=0, lt=1, description="With a curriculum: the success rate that levels are sought at."
+        default=0.5, gt=0, lt=1, description="With a curriculum: levels near this success rate are the likeliest."
     )
     curriculum_window: int = Field(
-        default=8, ge=1, description="With a curriculum: the last groups of a level that its success rate counts."
+        default=8, ge=1, description="With a curriculum: a level's success rate counts so many of its last groups."
     )
     curriculum_explore: float = Field(
-        default=0.2, ge=0, le=1, description="With a curriculum: the share of groups that any level may get."
+        default=0.2, ge=0, le=1, description="With a curriculum: share of the groups whose level is drawn from all levels alike."
     )
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ class MemoryConfig(Section):
         "leave the prompt; 0: no summaries.",
     )
     keep: int = Field(
-        default=0, ge=0, description="Turns, the last ones, that stay in full after a summary; fewer than the window."
+        default=0, ge=0, description="How many of the last turns stay in full after a summary; fewer than the window."
     )
     notes: bool = Field(
         default=False,

@@ -36,25 +36,36 @@ def add_parser(subparsers: Any) -> None:
     """Add `retriever` to the command line's subcommands."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "retriever",
-        help="serve a corpus to search agents",
-        description="Serve a corpus to search agents, over HTTP.",
+        help="index a corpus, and serve it to search agents",
+        description="Write a corpus, build its index, or serve it to search agents over HTTP.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
-    index = actions.add_parser("index", help="build the index of a corpus and store it, with progress")
+    index = actions.add_parser(
+        "index",
+        help="build the index of a corpus and store it, with progress",
+        description="Build the index of a corpus and store it. Servers and worlds with the same options read it.",
+    )
     _add_index_options(index)
-    _add_serve(actions.add_parser("serve", help="answer POST /retrieve over a corpus"))
+    serve = actions.add_parser(
+        "serve",
+        help="answer POST /retrieve over a corpus",
+        description="Answer POST /retrieve over a corpus. An index that is missing is built first.",
+    )
+    _add_serve(serve)
     corpus = actions.add_parser(
-        "corpus", help="write a corpus: invented people and towns, or real cities and countries"
+        "corpus",
+        help="write a corpus: invented people and towns, or real cities and countries",
+        description="Write a corpus as JSON lines: invented people and towns, or real cities and countries.",
     )
     corpus.add_argument("file", help="the JSON lines file to write")
     corpus.add_argument(
-        "--of", choices=("fiction", "geonames"), default="fiction", help="what to write (default: fiction, invented)"
+        "--of", choices=("fiction", "geonames"), default="fiction", help="what to write: invented people and towns (default), or real cities and countries"
     )
     corpus.add_argument(
-        "--seed", type=int, default=0, help="seed of fiction; env.options.corpus_seed of the world (default 0)"
+        "--seed", type=int, default=0, help="seed of fiction, as env.options.corpus_seed of the world `search` (default 0)"
     )
 
 

@@ -98,7 +98,8 @@ def table() -> str:
 
 def long_table() -> str:
     """Markdown: what one attempt of many tokens takes of the largest card, with a KV cache of `LONG_KV_GIB`."""
-    head = ["Tokens of an attempt", "attempts in the KV cache", "kept as usual", "training pass as planned", "in all"]
+    passes = ["training pass with `keep`", "training pass as planned"]
+    head = ["Tokens of an attempt", "attempts in the KV cache", *passes, "in all"]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
     for num_tokens in LONG_TOKENS:
         auto, kept = (long_memory(num_tokens, how) for how in ("auto", "keep"))
