@@ -31,7 +31,7 @@ NOT_OPTIONS = {"run.db", "train.jsonl", *(f"run.{name}" for name in dir(Run))}
 """Files, and what a run is asked in Python: `run.metrics`."""
 PRINTED = re.compile(r"^\s*(?:\$ )?turnwise ((?!train |compare )[a-z](?:.*\\\n)*.*)$", re.MULTILINE)
 """Any other command, on a line of its own."""
-MENTIONED = re.compile(r"`turnwise ((?!train|compare)[a-z-]+(?: [a-z-]+)?)[ `]")
+MENTIONED = re.compile(r"`turnwise ((?!train|compare)[a-z-]+(?: [a-z][a-z-]*)?)[ `]")
 """A command with its action, in a sentence."""
 BLANKS = re.compile(r"\b[A-Z]{3,}\b|=[A-Z]$|\.\.\.|section\.key")
 """Words that stand for others: such a line is no command."""

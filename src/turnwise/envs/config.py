@@ -49,7 +49,10 @@ class OneWorld(Section):
         default=8, ge=1, description="With a curriculum: a level's success rate counts so many of its last groups."
     )
     curriculum_explore: float = Field(
-        default=0.2, ge=0, le=1, description="With a curriculum: share of the groups whose level is drawn from all levels alike."
+        default=0.2,
+        ge=0,
+        le=1,
+        description="With a curriculum: share of the groups whose level is drawn from all levels alike.",
     )
 
     @model_validator(mode="after")

@@ -62,10 +62,16 @@ def add_parser(subparsers: Any) -> None:
     )
     corpus.add_argument("file", help="the JSON lines file to write")
     corpus.add_argument(
-        "--of", choices=("fiction", "geonames"), default="fiction", help="what to write: invented people and towns (default), or real cities and countries"
+        "--of",
+        choices=("fiction", "geonames"),
+        default="fiction",
+        help="what to write: invented people and towns (default), or real cities and countries",
     )
     corpus.add_argument(
-        "--seed", type=int, default=0, help="seed of fiction, as env.options.corpus_seed of the world `search` (default 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of fiction, as env.options.corpus_seed of the world `search` (default 0)",
     )
 
 

@@ -25,8 +25,8 @@ class RolloutConfig(RolloutLimits, ServerOptions):
     backend: str = Field(
         default="local",
         min_length=1,
-        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server; your own backend is "
-        "`module:Class` or `path/to/file.py:Class` (docs/backends.md).",
+        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server; your own "
+        "backend is `module:Class` or `path/to/file.py:Class` (docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
         default=True,
