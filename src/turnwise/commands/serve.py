@@ -75,7 +75,10 @@ def add_commands(commands: Any) -> None:
     )
     resident = "device memory for adapters, and the same again for published weights (default 8)"
     serve.add_argument("--max-resident-gib", type=float, metavar="GIB", help=resident)
+    _add_keys(commands)
 
+
+def _add_keys(commands: Any) -> None:
     keys = commands.add_parser(
         "keys",
         help="make, list and revoke the service's API keys",
