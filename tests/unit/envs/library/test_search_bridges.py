@@ -73,6 +73,7 @@ def test_a_dialogue_that_did_not_find_its_answer_is_no_demonstration(tmp_path: P
     write_corpus(corpus, [*documents(), *(Document(id=f"p{n}", contents=text) for n, text in enumerate(hidden))])
     world = Search(corpus=corpus, kind="two_hop", topk=1)
     dialogues = world.demonstrations(20, seed=0)
+    assert dialogues
     assert all(
         dialogue[-1].content.removeprefix("<answer>").removesuffix("</answer>")
         in " ".join(message.content for message in dialogue[2:-1])
