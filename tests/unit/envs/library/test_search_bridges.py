@@ -67,8 +67,8 @@ def test_the_world_plays_on_any_corpus_and_its_expert_wins(tmp_path: Path) -> No
 
 
 def test_a_dialogue_that_did_not_find_its_answer_is_no_demonstration(tmp_path: Path) -> None:
-    """Every name stands in many passages, so with one passage for each search the right one is often not shown."""
-    hidden = [f'"Place{n}"\nPlace{n} is near Land{n % 30}, Land{n % 30}, Land{n % 30}.' for n in range(300)]
+    """Half of the lands stand in many passages: with one passage for each search theirs is not shown."""
+    hidden = [f'"Place{n}"\nPlace{n} is near Land{n % 15}, Land{n % 15}, Land{n % 15}.' for n in range(300)]
     corpus = tmp_path / "corpus.jsonl"
     write_corpus(corpus, [*documents(), *(Document(id=f"p{n}", contents=text) for n, text in enumerate(hidden))])
     world = Search(corpus=corpus, kind="two_hop", topk=1)
