@@ -1,15 +1,13 @@
-"""Virtual environments with large packages, made on first use and kept in `.venvs`, for tests that need them.
+"""Environments with large packages in the versions of constraints.txt, and tests that run in them.
 
-An environment ends its search path with the packages of this very one, so that torch and the like are not installed
-twice. The packages come in the versions of constraints.txt.
+Such an environment ends its search path with the packages of this very one, so that torch and the like are not
+installed twice.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
-INSTALL_S, TESTS_S = 600.0, 500.0
+from environments import ROOT, Environment, make_environment
+
+TESTS_S = 500.0
 
 
 def python_with(name: str, packages: Sequence[str], *, alone: Sequence[str] = ()) -> Path:
@@ -32,34 +31,21 @@ def python_with(name: str, packages: Sequence[str], *, alone: Sequence[str] = ()
     bare = sorted(pin for pin in pins if pin.partition("==")[0] in alone)
     ours = sysconfig.get_path("purelib")
     key = hashlib.sha256("\n".join([*wanted, *bare, ours, sys.version]).encode()).hexdigest()[:8]
-    venv = ROOT / ".venvs" / f"{name}-{key}"
-    python, stamp = venv / "bin" / "python", venv / ".complete"
-    venv.parent.mkdir(exist_ok=True)
-    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp.exists() and _has(python, [*packages, *alone]):
-            return python
-        shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-        site = next(venv.glob("lib/python*/site-packages"))
-        # Before pip runs: it sees what is there already. A path alone would not find what is installed as editable.
-        (site / "zz_dev.pth").write_text(f"import site; site.addsitedir({ours!r})\n", encoding="utf-8")
-        constraints = venv / "constraints.txt"  # any build of torch is fine: it is the one that we have
-        constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")), encoding="utf-8")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
-        pip += ["--disable-pip-version-check", "--constraint", str(constraints)]
-        subprocess.run([*pip, *wanted], check=True, timeout=INSTALL_S)
+
+    def fill(environment: Environment) -> None:
+        environment.end_with_ours(is_editable=True)  # before pip runs: it sees what is there already
+        constraints = environment.write_constraints("torch")  # any build of torch is fine: it is the one that we have
+        environment.install("-c", str(constraints), *wanted)
         if bare:
-            subprocess.run([*pip, "--no-deps", *bare], check=True, timeout=INSTALL_S)
-        assert not (site / "torch").exists(), "torch was installed a second time"
-        stamp.touch()
-    return python
+            environment.install("-c", str(constraints), "--no-deps", *bare)
+        assert not (environment.site_packages / "torch").exists(), "torch was installed a second time"
 
+    def has_all(python: Path) -> bool:
+        """Some may have been ours when it was made, and be gone since."""
+        look = f"from importlib.metadata import version; [version(name) for name in {[*packages, *alone]!r}]"
+        return subprocess.run([str(python), "-c", look], capture_output=True, check=False).returncode == 0
 
-def _has(python: Path, packages: Sequence[str]) -> bool:
-    """Some may have been ours when it was made, and be gone since."""
-    look = f"from importlib.metadata import version; [version(name) for name in {list(packages)!r}]"
-    return subprocess.run([str(python), "-c", look], capture_output=True, check=False).returncode == 0
+    return make_environment(f"{name}-{key}", fill, has_all)
 
 
 def run_tests_with(python: Path, files: Sequence[str], folder: Path, *options: str) -> None:

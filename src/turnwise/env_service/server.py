@@ -23,7 +23,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
@@ -44,7 +44,7 @@ from turnwise.envs.remote.wire import (
 from turnwise.errors import AttemptFailed, ConfigError
 from turnwise.rollout.call import EnvCalls
 from turnwise.rollout.limits import Clock, RolloutLimits
-from turnwise.runtime.raised_at import user_traceback
+from turnwise.rollout.stats import failure_of
 
 MAX_TASKS = 1_000_000
 SWEEP_S = 1.0
@@ -324,8 +324,7 @@ async def _tell_failure(_: Request, error: Exception) -> JSONResponse:
 
 
 def _failure_to_json(error: AttemptFailed) -> Json:
-    traceback = "" if error.__cause__ is None else user_traceback(error.__cause__)
-    return {"party": error.party.value, "detail": error.detail, "traceback": traceback}
+    return asdict(failure_of(error))
 
 
 async def _tell_refusal(_: Request, error: Exception) -> JSONResponse:

@@ -193,7 +193,7 @@ class Player:
             if not self._turns:
                 needed, limit = len(self._prompt_ids), self._config.max_trajectory_tokens
                 detail = f"the first prompt needs {needed} tokens, the limit is {limit} (rollout.max_trajectory_tokens)"
-                raise AttemptFailed(Party.CONTEXT, detail)
+                raise AttemptFailed(Party.CONTEXT, detail, {"needed_tokens": needed, "limit_tokens": limit})
             return EndReason.MAX_TOKENS
         if self._clock.is_over and self._has_own_turns:
             return EndReason.TIME_LIMIT

@@ -311,11 +311,7 @@ def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory
     first = next((t for t in trajectories if t is not None and t.failure is not None), None)
     if first is None or first.failure is None:
         return list(trajectories)
-    shared = Failure(
-        party=first.failure.party,
-        detail=f"another seat of the game failed: {first.failure.detail}",
-        traceback=first.failure.traceback,
-    )
+    shared = dataclasses.replace(first.failure, detail=f"another seat of the game failed: {first.failure.detail}")
     return [
         dataclasses.replace(t, end_reason=EndReason.FAILED, failure=shared)
         if t is not None and t.failure is None

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TypedDict
 
 from turnwise.errors import AttemptFailed, Party
-from turnwise.runtime.raised_at import user_traceback
+from turnwise.runtime.raised_at import raised_at, user_traceback
 from turnwise.trajectory import Failure, Trajectory
 
 
@@ -96,8 +96,7 @@ class RolloutStats:
     def to_failure(self, error: AttemptFailed) -> Failure:
         """What a trajectory keeps of an exception that ended it."""
         self.failures.add(error)
-        traceback = "" if error.__cause__ is None else user_traceback(error.__cause__)
-        return Failure(party=error.party, detail=error.detail, traceback=traceback)
+        return failure_of(error)
 
     def add_try(self, trajectory: Trajectory) -> None:
         self._counts["tries"] += 1
@@ -162,6 +161,15 @@ class RolloutStats:
             values |= _averages(self.kept)
             values["sampled_tokens"] += self._counts["shared_sampled_tokens"]
         return {f"rollout/{name}": value for name, value in sorted(values.items())}
+
+
+def failure_of(error: AttemptFailed) -> Failure:
+    """The exception that ended an attempt, with the place and the traceback of what a party raised."""
+    traceback, facts = "", dict(error.facts)
+    if error.__cause__ is not None:
+        traceback, place = user_traceback(error.__cause__), raised_at(error.__cause__)
+        facts = {"place": place, **facts} if place else facts
+    return Failure(party=error.party, detail=error.detail, traceback=traceback, facts=facts)
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float | None:

@@ -301,4 +301,5 @@ def _branch(row: sqlite3.Row) -> Branch | None:
 def _failure(row: sqlite3.Row) -> Failure | None:
     if row["party"] is None:
         return None
-    return Failure(party=Party(row["party"]), detail=row["detail"], traceback=_column(row, "traceback") or "")
+    traceback, facts = _column(row, "traceback") or "", json.loads(_column(row, "failure_facts") or "{}")
+    return Failure(party=Party(row["party"]), detail=row["detail"], traceback=traceback, facts=facts)

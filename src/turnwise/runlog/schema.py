@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -58,7 +58,8 @@ CREATE TABLE trajectories (
     branch TEXT,                     -- JSON: where it leaves the dialogue that its group shares
     is_as_played INTEGER,            -- NULL: written before version 5, with shaped rewards and the method's own mask
     traceback TEXT,                  -- of a failed attempt: the exception with its frames; NULL: none was raised
-    labels TEXT                      -- JSON, the env's words, such as who the opponent was
+    labels TEXT,                     -- JSON, the env's words, such as who the opponent was
+    failure_facts TEXT               -- JSON, what a program may want to know of a failure; NULL: it did not fail
 );
 CREATE INDEX trajectories_by_step ON trajectories (phase, step);
 
@@ -146,6 +147,7 @@ MIGRATIONS = {
     ),
     7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
     8: ("ALTER TABLE turns ADD COLUMN token_versions TEXT",),
+    9: ("ALTER TABLE trajectories ADD COLUMN failure_facts TEXT",),
 }
 """The statements that turn a version into the next one."""
 

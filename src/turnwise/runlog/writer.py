@@ -192,7 +192,7 @@ class RunWriter:
     def _attempt(self, step: int, phase: Phase, attempt: AttemptRecord) -> None:
         trajectory, failure = attempt.trajectory, attempt.trajectory.failure
         row = self._db.execute(
-            "INSERT INTO trajectories VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, ?, ?, 1, ?, ?)",
+            f"INSERT INTO trajectories VALUES (NULL, {', '.join('?' * 16)}, 1, ?, ?, 1, ?, ?, ?)",
             (
                 *(step, phase, attempt.outcome, trajectory.task_id, trajectory.attempt, trajectory.seed),
                 str(trajectory.end_reason),
@@ -203,6 +203,7 @@ class RunWriter:
                 None if trajectory.branch is None else json.dumps(asdict(trajectory.branch)),
                 (failure.traceback or None) if failure is not None else None,
                 json.dumps(dict(trajectory.labels)),
+                None if failure is None else json.dumps(dict(failure.facts)),
             ),
         )
         assert row.lastrowid is not None

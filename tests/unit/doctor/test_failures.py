@@ -15,8 +15,8 @@ from unit.doctor.conftest import WrittenRun, make_attempt
 NewRun = Callable[[], WrittenRun]
 
 
-def _failed(party: Party, detail: str, traceback: str = "") -> Trajectory:
-    failure = Failure(party=party, detail=detail, traceback=traceback)
+def _failed(party: Party, detail: str, traceback: str = "", **facts: int | str) -> Trajectory:
+    failure = Failure(party=party, detail=detail, traceback=traceback, facts=facts)
     return replace(make_attempt(), end_reason=EndReason.FAILED, failure=failure, is_success=None)
 
 
@@ -25,7 +25,7 @@ def test_a_party_that_fails_is_named_with_its_traceback_and_line(new_run: NewRun
     run = new_run()
     run.set(**{f"rollout__failures_{party}": 4.0})
     run.failed = [
-        _failed(Party(party), "step: KeyError('x') at my_env.py:12", "File my_env.py, line 12\nKeyError: 'x'")
+        _failed(Party(party), "step: KeyError('x')", "File my_env.py, line 12\nKeyError: 'x'", place="my_env.py:12")
     ]
     (finding,) = diagnose(run.write())
     assert finding.name == f"{party}_fails"
@@ -41,9 +41,7 @@ def test_one_lost_play_in_a_hundred_is_no_finding(run: WrittenRun) -> None:
 
 def test_a_first_prompt_that_is_too_long_is_no_fault_of_the_env(run: WrittenRun) -> None:
     run.set(rollout__failures_context=16.0)
-    run.failed = [
-        _failed(Party.CONTEXT, "the first prompt needs 31 tokens, the limit is 20 (rollout.max_trajectory_tokens)")
-    ]
+    run.failed = [_failed(Party.CONTEXT, "the first prompt does not fit", needed_tokens=31, limit_tokens=20)]
     (finding,) = diagnose(run.write())
     assert (finding.name, finding.numbers["needed"], finding.numbers["limit"]) == ("prompt_too_long", 31, 20)
     assert finding.fixes[0].option == "rollout.max_trajectory_tokens=32"

@@ -84,6 +84,7 @@ async def test_a_failure_is_blamed_on_the_party_that_failed_with_the_line_of_its
     if party == "env":
         assert "served_world.py" in caught.value.detail
         assert "raise ValueError" in str(caught.value.__cause__)
+        assert "served_world.py:" in str(caught.value.facts["place"])
     await env.close()
 
 

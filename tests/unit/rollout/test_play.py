@@ -78,7 +78,9 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_not_an_attempt(
     trajectory = await play_env(CountingEnv(), renderer, max_trajectory_tokens=3)
     assert trajectory.failure is not None
     assert (trajectory.failure.party, trajectory.turns) == (Party.CONTEXT, ())
-    assert "first prompt needs" in trajectory.failure.detail
+    needed = trajectory.failure.facts["needed_tokens"]
+    assert f"first prompt needs {needed} tokens, the limit is 3" in trajectory.failure.detail
+    assert trajectory.failure.facts["limit_tokens"] == 3
 
 
 async def test_a_failure_keeps_the_frames_of_the_users_code_and_no_others(renderer: Renderer) -> None:
@@ -95,6 +97,8 @@ async def test_a_failure_keeps_the_frames_of_the_users_code_and_no_others(render
     assert 'raise KeyError("no such row")' in shown
     assert shown.endswith("KeyError: 'no such row'")
     assert "turnwise/rollout" not in shown
+    place = str(trajectory.failure.facts["place"])
+    assert trajectory.failure.detail.endswith(f" at {place}")
 
 
 async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -> None:

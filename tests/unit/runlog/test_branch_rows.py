@@ -43,6 +43,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         ("trajectories", "is_as_played"),
         ("trajectories", "traceback"),
         ("trajectories", "labels"),
+        ("trajectories", "failure_facts"),
         *(("turns", name) for name in ("potential", "next_potential", "credited_parts", "critic_values")),
         ("turns", "is_unparsable"),
         ("turns", "token_versions"),

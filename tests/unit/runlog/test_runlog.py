@@ -83,11 +83,15 @@ def test_what_a_method_made_of_an_attempt_is_kept_beside_what_was_played(
 
 
 def test_a_failed_attempt_keeps_the_party_to_blame(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
-    writer.attempts(1, "train", [AttemptRecord(trajectory=make_trajectory(failed=True), outcome="failed")])
+    trajectory = make_trajectory(failed=True)
+    assert trajectory.failure is not None
+    failure = replace(trajectory.failure, facts={"place": "my_env.py:12", "needed_tokens": 31})
+    record = AttemptRecord(trajectory=replace(trajectory, failure=failure), outcome="failed")
+    writer.attempts(1, "train", [record])
     writer.commit(1)
     stored = RunReader(writer.directory).attempt(1)
-    assert stored.trajectory.failure is not None
-    assert stored.trajectory.failure.detail == "died"
+    assert stored.trajectory.failure == failure
+    assert failure.detail == "died"
     assert not any(mask.any() for mask in stored.masks)
 
 

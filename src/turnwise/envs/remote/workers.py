@@ -177,7 +177,7 @@ class RemoteFailure(Exception):  # noqa: N818
 
 def raise_failure(failure: dict[str, Any]) -> None:
     cause = RemoteFailure(str(failure.get("traceback") or failure["detail"]))
-    raise AttemptFailed(Party(failure["party"]), str(failure["detail"])) from cause
+    raise AttemptFailed(Party(failure["party"]), str(failure["detail"]), failure.get("facts")) from cause
 
 
 def find_workers(addresses: Sequence[str], key: str) -> tuple[EnvWorkers, list[Json]]:

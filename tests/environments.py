@@ -1,0 +1,77 @@
+"""Virtual environments for tests that need packages which the extra `dev` leaves out. They are kept in `.venvs`.
+
+One function makes them all: the first caller fills the environment, callers beside it wait for the lock, and a stamp
+says that it is complete. An environment that was left half made is thrown away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INSTALL_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment without pip of its own; ours installs into it."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        return next(self.folder.glob("lib/python*/site-packages"))
+
+    def install(self, *arguments: str) -> None:
+        """`pip install` with these arguments; bytecode is made where it is used."""
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-compile"]
+        subprocess.run([*pip, "--disable-pip-version-check", *arguments], check=True, timeout=INSTALL_S)
+
+    def write_constraints(self, *left_out: str) -> Path:
+        """Our constraints.txt without the pins of some packages."""
+        pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+        file = self.folder / "constraints.txt"
+        file.write_text("".join(pin for pin in pins if pin.partition("==")[0] not in left_out), encoding="utf-8")
+        return file
+
+    def end_with_ours(self, *, is_editable: bool = False) -> None:
+        """Let the search path end with our packages, so that torch is not installed twice.
+
+        Args:
+            is_editable: also find what is installed with us as editable, such as turnwise itself.
+        """
+        ours = sysconfig.get_path("purelib")
+        line = f"import site; site.addsitedir({ours!r})" if is_editable else ours
+        (self.site_packages / "zz_ours.pth").write_text(line + "\n", encoding="utf-8")
+
+
+def make_environment(
+    name: str, fill: Callable[[Environment], None], is_usable: Callable[[Path], bool] = lambda _: True
+) -> Path:
+    """The interpreter of the environment `.venvs/name`, which `fill` fills the first time.
+
+    Args:
+        is_usable: asked of the interpreter of one that is there already; if it says no, the environment is made again.
+    """
+    environment = Environment(ROOT / ".venvs" / name)
+    folder, stamp = environment.folder, environment.folder / ".complete"
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (stamp.exists() and is_usable(environment.python)):
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+            fill(environment)
+            stamp.touch()
+    return environment.python
