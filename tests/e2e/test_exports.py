@@ -1,4 +1,4 @@
-"""What is exported is what was trained: the same logprobs in PEFT, transformers and GGUF, tied embeddings included."""
+"""What is exported is what was trained: the same logprobs in PEFT, transformers and llama.cpp; tied or not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turnwise as tw
+from llama_cpp import next_token_logprobs
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
@@ -67,7 +68,19 @@ def _gap(model: Any, ours: torch.Tensor) -> float:
     return float((logprobs - ours).abs().max())
 
 
+def _gap_in_llama_cpp(file: Path, ours: torch.Tensor, text: str, text_ids: list[int]) -> float:
+    """The gap in llama.cpp itself, which must also read a text as the same ids."""
+    prompts = [ids[:length] for ids in IDS for length in range(1, len(ids))]
+    *found, of_ids, of_text = torch.tensor(next_token_logprobs(file, [*prompts, text_ids, text]))
+    whole = torch.stack(found)
+    assert torch.allclose(whole.exp().sum(-1), torch.ones(len(whole)), atol=1e-4), "the whole vocabulary"
+    assert of_text.equal(of_ids), "the same tokens"
+    targets = torch.tensor([ids[length] for ids in IDS for length in range(1, len(ids))])
+    return float((whole.gather(-1, targets[:, None])[:, 0] - ours.flatten()).abs().max())
+
+
 @pytest.mark.model
+@pytest.mark.timeout(600)  # the first run installs llama.cpp
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_every_export_gives_our_logprobs_also_where_head_and_embedding_share_weights(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_tied: bool
@@ -103,6 +116,8 @@ def test_every_export_gives_our_logprobs_also_where_head_and_embedding_share_wei
     gguf_to_directory(tmp_path / "model.gguf", tmp_path / "from_gguf")
     assert _gap(load(tmp_path / "from_gguf"), ours) < tolerances.LOGPROBS
     text = "guess 12\n\n7 and 8"
-    assert AutoTokenizer.from_pretrained(tmp_path / "from_gguf").encode(text) == AutoTokenizer.from_pretrained(
-        base
-    ).encode(text)
+    text_ids = AutoTokenizer.from_pretrained(base).encode(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "from_gguf").encode(text) == text_ids
+    gap = _gap_in_llama_cpp(tmp_path / "model.gguf", ours, text, text_ids)
+    print(f"llama.cpp: {gap:.1e}")
+    assert gap < tolerances.LOGPROBS
