@@ -161,7 +161,7 @@ def read_policies(targets: Sequence[str], step: str | None) -> list[NamedPolicy]
 def _read_policy(target: str, step: str | None) -> tuple[NamedPolicy, Path]:
     """The policy, and the directory of its base model."""
     from turnwise.commands.play import open_policy
-    from turnwise.service.named_policies import NamedPolicy
+    from turnwise.service.named_policies import ChatSettings, NamedPolicy
     from turnwise.training.setup import find_model
 
     name, colon, path = target.partition(":")
@@ -177,9 +177,14 @@ def _read_policy(target: str, step: str | None) -> tuple[NamedPolicy, Path]:
         )
     if not policy.files.is_dir():
         raise ConfigError(f"{policy.checkpoint} is not on this machine, so there are no files to serve")
-    named = NamedPolicy(
-        name=name, base_model=policy.config.model.alias or policy.config.model.name, directory=policy.files
+    model, rollout = policy.config.model, policy.config.rollout
+    chat = ChatSettings(
+        renderer=rollout.renderer,
+        multi_turn=rollout.use_conversation_multi_turn,
+        strip_thinking=rollout.strip_thinking,
+        stop=rollout.stop,
     )
+    named = NamedPolicy(name=name, base_model=model.alias or model.name, directory=policy.files, chat=chat)
     return named, find_model(policy.config).resolve()
 
 

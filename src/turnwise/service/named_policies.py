@@ -22,6 +22,17 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """How a run wrote its dialogues, so that a served policy reads what it was trained on."""
+
+    renderer: str = "auto"
+    multi_turn: bool = True
+    strip_thinking: bool = False
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply. They stay in it, as in training; those of a caller are cut off, as OpenAI's are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPolicy:
     """An adapter with a name that clients use like a model's."""
 
@@ -32,6 +43,8 @@ class NamedPolicy:
     """A checkpoint in PEFT's format."""
     identity: str = ""
     """The name and a hash of the weights: another policy of the same name has another one."""
+    chat: ChatSettings = ChatSettings()
+    """For the chat routes; in the SDKs a caller renders messages itself."""
 
 
 def check_names(policies: Sequence[NamedPolicy], base_models: Sequence[str]) -> None:

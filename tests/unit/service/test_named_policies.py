@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from transformers import AutoTokenizer
 
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.errors import ConfigError
-from turnwise.service.named_policies import NamedPolicy, check_names
+from turnwise.renderers import get_renderer
+from turnwise.service.named_policies import ChatSettings, NamedPolicy, check_names
+from turnwise.trajectory import Message
 from unit.service.conftest import Serve, Wire
 
 HELLO = [{"role": "user", "content": "Say a number."}]
@@ -69,6 +72,40 @@ async def test_a_policy_keeps_its_weights_while_its_run_goes_on(serve: Serve, tm
         answer = await wire.http.post("/v1/completions", json={"model": "a", "prompt": [5], "max_tokens": 1})
         assert answer.status_code == 404
         assert "no model 'a'" in answer.json()["error"]["message"]
+
+
+async def test_a_chat_is_written_as_the_run_wrote_it_and_ends_at_the_runs_own_stops(
+    serve: Serve, tmp_path: Path, tiny_dir: Path
+) -> None:
+    async with serve() as wire:
+        place = await trained(wire, tmp_path / "a", 1e-2)
+    run = ChatSettings(strip_thinking=True, stop=("e", " "))
+    policies = [
+        NamedPolicy(name=name, base_model="tiny", directory=place, chat=chat)
+        for name, chat in (("plain", ChatSettings()), ("trained", run))
+    ]
+
+    async def chat(model: str, messages: list[dict[str, str]]) -> tuple[list[int], list[int], str]:
+        ask = {"model": model, "messages": messages, "max_tokens": 60, "seed": 3, "return_token_ids": True}
+        answer = (await wire.http.post("/v1/chat/completions", json=ask)).json()
+        (choice,) = answer["choices"]
+        return answer["prompt_token_ids"], choice["token_ids"], choice["message"]["content"]
+
+    thought = [*HELLO, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5"}, *HELLO]
+    async with serve(policies=policies) as wire:
+        (prompt, whole, _), (same, ids, text) = [await chat(name, HELLO) for name in ("plain", "trained")]
+        (kept, _, _), (stripped, _, _) = [await chat(name, thought) for name in ("plain", "trained")]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    messages = [Message(role=cast(Any, one["role"]), content=one["content"]) for one in thought]
+    assert [kept, stripped] == [get_renderer(tokenizer, strip_thinking=on).start(messages) for on in (False, True)]
+    assert len(stripped) < len(kept)
+    assert same == prompt
+    assert ids == whole[: len(ids)]
+    assert len(ids) < len(whole)
+    before, said = (tokenizer.decode(tokens) for tokens in (ids[:-1], ids))
+    assert not any(stop in before for stop in run.stop)
+    assert any(stop in said for stop in run.stop)
+    assert text == said, "the stop stays in the reply, as in training"
 
 
 async def test_a_policy_cannot_be_trained_as_a_base_model(serve: Serve, tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ async def answer_chat(
     if body.wants_tools:
         asked = with_tools(asked, body.tools or ())
     prompt = await asyncio.to_thread(_render, talker, asked, capture)
-    params = sampling_params(body, talker.stop_ids, body.max_completion_tokens or body.max_tokens)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    params = sampling_params(body, talker.stop_ids, max_tokens, talker.stops)
     call = Call(talker=talker, body=body, asked=asked, prompt=prompt, params=params, capture=capture)
     if body.stream:
         return await _answer_stream(gateway, call)

@@ -19,6 +19,7 @@ from turnwise.service.access import Caller
 from turnwise.service.engines import ServedModel
 from turnwise.service.failures import HttpFailure, without_paths
 from turnwise.service.futures import Promise
+from turnwise.service.named_policies import ChatSettings
 from turnwise.service.openai.capture import Captures
 from turnwise.service.sampling.sampling import SamplingSession
 from turnwise.service.service import Service
@@ -56,6 +57,8 @@ class Talker:
     """The name that the client used."""
     sampler: SamplingSession
     format: ChatFormat
+    stops: tuple[str, ...] = ()
+    """Strings that ended the replies of the policy's run."""
 
     @property
     def renderer(self) -> Renderer:
@@ -88,7 +91,7 @@ class Gateway:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.captures = Captures(service.captures)
-        self._formats: dict[str, asyncio.Task[ChatFormat]] = {}
+        self._formats: dict[tuple[str, ChatSettings], asyncio.Task[ChatFormat]] = {}
         self._numbers = itertools.count(FIRST_SEQ)
 
     async def find(self, model: str, caller: Caller) -> Talker:
@@ -102,7 +105,9 @@ class Gateway:
             raise
         except CheckpointError as error:
             raise _no_model(model) from error
-        return Talker(model, sampler, await self._format(sampler.served))
+        named = self.service.models.policies.get(model)
+        chat = ChatSettings() if named is None else named.chat
+        return Talker(model, sampler, await self._format(sampler.served, chat), chat.stop)
 
     def _sampler(self, model: str, caller: Caller) -> SamplingSession:
         service = self.service
@@ -137,12 +142,13 @@ class Gateway:
             self.service.store.put(row)
         return session_id
 
-    async def _format(self, served: ServedModel) -> ChatFormat:
-        """The chat format of a base model. Its tokenizer is loaded once, in another thread than the event loop's."""
-        task = self._formats.get(served.name)
+    async def _format(self, served: ServedModel, chat: ChatSettings) -> ChatFormat:
+        """A base model with a chat format. Its tokenizer is loaded once, in another thread than the event loop's."""
+        key = served.name, chat
+        task = self._formats.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            work = asyncio.to_thread(_load_format, served)
-            task = self._formats[served.name] = asyncio.get_running_loop().create_task(work)
+            work = asyncio.to_thread(_load_format, served, chat)
+            task = self._formats[key] = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(task)
 
     def draw(
@@ -227,13 +233,15 @@ def outcome_of(promise: Promise) -> SampleReply:
     return outcome
 
 
-def sampling_params(body: Any, stop_ids: tuple[int, ...], max_tokens: int | None) -> SamplingParams:
-    """The sampling settings of the body, plus the chat format's end of turn as a stop."""
+def sampling_params(
+    body: Any, stop_ids: tuple[int, ...], max_tokens: int | None, stops: Sequence[str] = ()
+) -> SamplingParams:
+    """The sampling settings of the body, plus the chat format's end of turn and the run's own strings as stops."""
     settings: Mapping[str, Any] = {
         name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(body, name)) is not None
     }
     return SamplingParams(
-        max_tokens=max_tokens, seed=body.seed, stop=body.stops() or None, stop_token_ids=stop_ids, **settings
+        max_tokens=max_tokens, seed=body.seed, stop=[*body.stops(), *stops] or None, stop_token_ids=stop_ids, **settings
     )
 
 
@@ -249,10 +257,11 @@ def _no_model(model: str) -> HttpFailure:
     )
 
 
-def _load_format(served: ServedModel) -> ChatFormat:
+def _load_format(served: ServedModel, chat: ChatSettings) -> ChatFormat:
     tokenizer = served.loaded.get_tokenizer()
+    settings = {"multi_turn": chat.multi_turn, "strip_thinking": chat.strip_thinking}
     try:
-        return ChatFormat(tokenizer, get_renderer(tokenizer))
+        return ChatFormat(tokenizer, get_renderer(tokenizer, name=chat.renderer, **settings))
     except TurnwiseError as error:
         return ChatFormat(tokenizer, None, without_paths(str(error)))
 
