@@ -20,6 +20,7 @@ from turnwise.commands import serve as service_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
 from turnwise.runtime.exit_codes import ExitCode
+from turnwise.runtime.torchrun import refuse_torchrun
 
 if TYPE_CHECKING:
     from turnwise.models.store import ModelRow
@@ -94,6 +95,8 @@ def _run(arguments: list[str]) -> int:
 
         return bench_main(arguments[1:]) or 0
     options = _parse(parser, arguments)
+    if options.command not in (None, "train"):
+        refuse_torchrun(f"turnwise {options.command}")
     if options.command in train_cli.COMMANDS:
         return train_cli.run_command(options)
     if options.command in service_cli.COMMANDS:

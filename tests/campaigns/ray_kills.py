@@ -1,9 +1,12 @@
-"""A run on a local Ray cluster of two nodes, whose learner, env workers and second node are killed while it trains.
+"""A run on a local Ray cluster of two nodes, whose learner, samplers, env workers and second node are killed while it
+trains.
 
-    python -m campaigns.ray_kills --kills 20          # with the interpreter of tests/ray_environment.py
+    python -m campaigns.ray_kills --kills 20 --samplers 2 --env-workers 2      # with tests/ray_environment.py's Python
 
-Prints one line of JSON: what was killed, how the run ended, and how far its weights are from those of a run that nobody
-touched. Only deaths of env workers move them: an attempt that is played again draws other seeds.
+Prints one line of JSON: what was killed, how the run ended, how far its weights are from those of a run that nobody
+touched, whether any attempt was lost or counted twice, and the mean reward at the end beside that of undisturbed runs
+with other seeds (`--calm-seeds`). Only deaths of env workers move the weights: an attempt that is played again draws
+other seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -29,22 +31,39 @@ from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader
 
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
+ATTEMPTS = 8
+"""Of one step: two groups of four."""
 SMALL = (
     *("model=tiny", "train.tasks_per_step=2", "rollout.group_size=4", "train.learning_rate=1e-3", "eval.tasks=0"),
     *("train.save_every=1", "train.max_empty_steps=1000", "run.dialogues=0", "rollout.deterministic=true"),
 )
 HANG_S = 600.0
 """Only a hang takes so long."""
-VICTIMS = {"learner": "ray::LearnerActor", "env": "ray::EnvWorkerActor"}
+VICTIMS = {"learner": "ray::LearnerActor", "sampler": "ray::SamplerActor", "env": "ray::EnvWorkerActor"}
+LAST = 10
+"""Steps at the end whose reward is compared."""
 
 
-def start_cluster(num_cpus: int) -> Any:
+class TwoNodes:
     """Two nodes on this machine, without dashboards. `num_cpus` of each is how many actors have room there."""
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes long
-    cluster_utils = importlib.import_module("ray.cluster_utils")
-    node = {"num_cpus": num_cpus, "object_store_memory": 100 * 2**20}
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    return cluster, cluster.add_node(**node)
+
+    def __init__(self, num_cpus: int, *, replaces: bool) -> None:
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes long
+        utils = importlib.import_module("ray.cluster_utils")
+        self._node = {"num_cpus": num_cpus, "object_store_memory": 100 * 2**20}
+        self._replaces = replaces
+        self.cluster = utils.Cluster(initialize_head=True, head_node_args={**self._node, "include_dashboard": False})
+        self._second = self.cluster.add_node(**self._node)
+
+    def lose_node(self) -> None:
+        """Kill the second node; another one takes its place if the campaign goes on."""
+        self.cluster.remove_node(self._second, allow_graceful=False)
+        if self._replaces:
+            self._second = self.cluster.add_node(**self._node)
+
+    def shutdown(self) -> None:
+        importlib.import_module("ray").shutdown()
+        self.cluster.shutdown()
 
 
 def weights(directory: Path) -> np.ndarray:
@@ -52,6 +71,21 @@ def weights(directory: Path) -> np.ndarray:
         place = CheckpointStore(directory).directory(run.checkpoints()[-1].path)
     tensors = load_file(place / "adapter_model.safetensors")
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def last_reward(directory: Path) -> float:
+    """The mean reward of what was played in the last steps."""
+    with RunReader(directory) as run:
+        rewards = [value for _, value in run.metric("rollout/reward_mean")]
+    return float(np.mean(rewards[-LAST:]))
+
+
+def count_lost_and_doubled(directory: Path, steps: int) -> tuple[int, int]:
+    """Attempts of a training step that are missing from the run's record, and those that are there twice."""
+    with RunReader(directory) as run:
+        rows = [row for row in run.attempts(phase="train") if row.outcome != "failed"]
+    seen = [(row.step, row.task_id, row.attempt) for row in rows]
+    return steps * ATTEMPTS - len(set(seen)), len(seen) - len(set(seen))
 
 
 def find(title: str) -> list[int]:
@@ -67,7 +101,7 @@ def find(title: str) -> list[int]:
 
 
 class Killer(tw.Observer):
-    """Kills actors at random moments after the first step; `node` removes the second node, once.
+    """Kills actors at random moments after the first step; `node` removes the second node.
 
     The run waits for it two steps before its end, so that every kill falls into the run, however fast the run is.
     """
@@ -106,43 +140,65 @@ class Killer(tw.Observer):
             self._steps.wait_for(lambda: self._num_steps > before or self._is_held)
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", default="learner", help="a number, or kinds: learner,env,node")
+    parser.add_argument("--kills", default="learner", help="a number, or kinds: learner,sampler,env,node")
     parser.add_argument("--steps", type=int, default=0, help="default: three for each kill, and three more")
     parser.add_argument("--env-workers", type=int, default=0)
+    parser.add_argument("--samplers", type=int, default=0, help="samplers of their own")
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--min-learners", type=int, default=0)
+    parser.add_argument("--shard", action="store_true", help="the learners hold the weights in parts")
     parser.add_argument("--cpus", type=int, default=2, help="of each node")
+    parser.add_argument("--calm-seeds", type=int, default=0, help="undisturbed runs with other seeds, for the noise")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    chooser = random.Random(args.seed)
-    kinds = (
-        args.kills.split(",") if not args.kills.isdigit() else chooser.choices(["learner", "env"], k=int(args.kills))
-    )
-    started_s = time.monotonic()
+    return parser.parse_args()
+
+
+def choose_kinds(args: argparse.Namespace) -> list[str]:
+    if not args.kills.isdigit():
+        return args.kills.split(",")
+    there = [("learner", args.learners > 1), ("sampler", args.samplers), ("env", args.env_workers), ("node", True)]
+    return random.Random(args.seed).choices([kind for kind, is_there in there if is_there], k=int(args.kills))
+
+
+def cluster_options(args: argparse.Namespace, num_kills: int) -> list[str]:
+    found = [f"cluster.learners={args.learners}", f"cluster.max_restarts={2 * num_kills + 2}"]
+    found += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []
+    found += ["cluster.placement=separate", f"cluster.samplers={args.samplers}"] if args.samplers else []
+    found += [f"cluster.min_learners={args.min_learners}"] if args.min_learners else []
+    return found + (["cluster.shard=true"] if args.shard else [])
+
+
+def main() -> int:
+    args = parse()
+    kinds, started_s = choose_kinds(args), time.monotonic()
+    num_steps = args.steps or 3 * len(kinds) + 3
+    options = [*SMALL, f"train.steps={num_steps}"]
     with tempfile.TemporaryDirectory() as place:
-        calm, rough = Path(place) / "calm", Path(place) / "rough"
-        steps = f"train.steps={args.steps or 3 * len(kinds) + 3}"
-        tw.train(ECHO, directory=calm, overrides=[*SMALL, steps], observer=tw.Observer())
-        cluster, node = start_cluster(args.cpus)
-        killer = Killer(kinds, lambda: cluster.remove_node(node, allow_graceful=False), args.seed)
-        options = [f"cluster.learners={args.learners}", f"cluster.max_restarts={2 * len(kinds) + 2}"]
-        options += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []
-        options += [f"cluster.min_learners={args.min_learners}"] if args.min_learners else []
-        options += [*SMALL, steps, f"cluster.address={cluster.address}"]
+        calm = [Path(place) / f"calm-{seed}" for seed in range(1 + args.calm_seeds)]
+        for seed, directory in enumerate(calm):
+            overrides = [*options, f"train.seed={seed}"] if seed else options
+            tw.train(ECHO, directory=directory, overrides=overrides, observer=tw.Observer())
+        nodes, rough = TwoNodes(args.cpus, replaces=args.kills.isdigit()), Path(place) / "rough"
+        killer = Killer(kinds, nodes.lose_node, args.seed)
+        options += [*cluster_options(args, len(kinds)), f"cluster.address={nodes.cluster.address}"]
         run = tw.train(ECHO, directory=rough, overrides=options, observer=killer)
-        expected, found = weights(calm), weights(rough)
+        expected, found = weights(calm[0]), weights(rough)
+        lost, doubled = count_lost_and_doubled(rough, num_steps)
         report = {
             "state": run.state,
             "killed": killer.killed,
             "steps": len(run.metrics["step"]),
             "relative_error": float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
+            "attempts_lost": lost,
+            "attempts_doubled": doubled,
+            "reward_at_the_end": last_reward(rough),
+            "undisturbed": [last_reward(directory) for directory in calm],
             "seconds": round(time.monotonic() - started_s, 1),
         }
         print(json.dumps(report), flush=True)
-        importlib.import_module("ray").shutdown()
-        cluster.shutdown()
+        nodes.shutdown()
     return 0
 
 

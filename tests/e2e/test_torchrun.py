@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import turnwise as tw
 from command_line import run_here, run_module
 from turnwise.client.checkpoints import CheckpointStore
+from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 
 ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
@@ -50,3 +52,14 @@ def test_what_torchrun_decides_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         assert f"{option.partition('=')[0]} is not read under torchrun" in run_here("train", *SMALL, option, code=2)
     said = run_here("train", *SMALL, "cluster.env_workers=2", "cluster.address=auto", code=2)
     assert "cluster.address=auto under torchrun" in said
+    assert "cluster.samplers=2 under torchrun" in run_here("train", *SMALL, "cluster.samplers=2", code=2)
+
+
+def test_only_train_uses_the_processes_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert "turnwise compare under torchrun" in run_here("compare", "guess_number", "grpo,ppo", code=2)
+    assert "turnwise flywheel under torchrun" in run_here("flywheel", "wheel.yaml", code=2)
+    with pytest.raises(ConfigError, match=r"a Python program starts under torchrun.*set cluster\.learners=2"):
+        tw.train("guess_number", model="tiny", observer=tw.Observer())

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.client.publish import Publisher
-from turnwise.engine.config import EngineConfig
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.import_path import load_attribute
 from turnwise.runtime.suggest import did_you_mean
+
+LOCAL = "local"
+"""The backend of our own engine."""
+ONE_PROCESS = ClusterConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,8 @@ class BackendSetup:
     """The run's directory; a backend may keep files of its own below it."""
     engine: EngineConfig
     """The section `engine`: device, dtype and memory, for a backend that shares the device with the trainer."""
+    cluster: ClusterConfig = ONE_PROCESS
+    """The section `cluster`: how many engines sample, and where."""
     lora_rank: int = 0
     """The rank of the adapters that are published; 0: it is not known, or whole weights are."""
     service: Any = None
@@ -68,7 +74,10 @@ def find_publisher(backend: str) -> type[Publisher]:
 
 
 def make_publisher(setup: BackendSetup) -> Publisher:
-    """Create the publisher that `rollout.backend` names."""
+    """Create the publisher that `rollout.backend` names; for `local` with `cluster.samplers`, one for all of them."""
+    if setup.rollout.backend == LOCAL and setup.cluster.has_fleet:
+        kind = "SeparateSamplers" if setup.cluster.has_own_samplers else "LearnersThatSample"
+        return load_attribute(f"{__name__}.samplers.publisher:{kind}")(setup)
     return find_publisher(setup.rollout.backend)(setup)
 
 

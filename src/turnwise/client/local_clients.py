@@ -124,6 +124,11 @@ class LocalTrainingClient(TrainingClient):
         weakref.finalize(self, _drop_adapter, model.worker, model_id, adapter).atexit = False
 
     @property
+    def worker(self) -> EngineWorker:
+        """The thread that owns the engine which trains these weights."""
+        return self._model.worker
+
+    @property
     def model_id(self) -> str:
         """The adapter's name in checkpoint paths; unique across processes."""
         return self._model_id

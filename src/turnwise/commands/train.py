@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from turnwise.config.files import left_out
+from turnwise.engine.config import ClusterConfig
 from turnwise.envs.config import MIX
 from turnwise.errors import ConfigError
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.runtime.torchrun import TorchrunWorld, read_world
+from turnwise.runtime.torchrun import TorchrunWorld, leading, read_world
 from turnwise.training.run import Run
 from turnwise.training.session import ENGINE_PARTIES
 from turnwise.training.setup import Setup, read_config, set_up_new, set_up_resume
@@ -40,12 +41,10 @@ def run_train(
     if world is not None:
         overrides = _with_learners(name, overrides, world, is_new=resume is None)
     setup = _set_up(name, overrides) if resume is None else set_up_resume(Path(resume), overrides, report=say)
-    if world is not None and setup.config.cluster.uses_ray:
-        raise ConfigError(
-            f"cluster.address={setup.config.cluster.address} under torchrun: torchrun has started the learners, and a "
-            "Ray cluster would start others; leave one of them out"
-        )
-    code = _plan_and_run(setup, only_plan=only_plan, with_time=with_time)
+    if world is not None:
+        _check_under_torchrun(setup.config.cluster)
+    with leading():
+        code = _plan_and_run(setup, only_plan=only_plan, with_time=with_time)
     if world is not None:
         from turnwise.engine.learners.torchrun import release_others
 
@@ -106,6 +105,19 @@ def _with_learners(name: str | None, overrides: Sequence[str], world: TorchrunWo
             "torchrun with as many"
         )
     return [*overrides, f"{_LEARNERS}={world.size}"]
+
+
+def _check_under_torchrun(cluster: ClusterConfig) -> None:
+    if cluster.uses_ray:
+        raise ConfigError(
+            f"cluster.address={cluster.address} under torchrun: torchrun has started the learners, and a Ray cluster "
+            "would start others; leave one of them out"
+        )
+    if cluster.samples_too(1):
+        raise ConfigError(
+            f"cluster.samplers={cluster.samplers} under torchrun: its processes only train; set cluster.placement="
+            "separate, or start without torchrun"
+        )
 
 
 def _named_world(overrides: Sequence[str]) -> str | None:

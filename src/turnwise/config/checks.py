@@ -194,6 +194,22 @@ def check_shard(config: Config) -> None:
         )
 
 
+def check_samplers(config: Config) -> None:
+    """Refuse samplers of the cluster where something else samples, or nothing is played."""
+    unread = [name for name in ("samplers", "placement") if name in config.cluster.changed_options()]
+    if unread and config.rollout.backend != "local":
+        raise ValueError(
+            f"cluster.{unread[0]}={getattr(config.cluster, unread[0])} is not read with rollout.backend="
+            f"{config.rollout.backend}, which samples elsewhere; leave it out. Several servers are addresses in "
+            "rollout.url"
+        )
+    if config.cluster.has_fleet and config.model.routing_replay:
+        raise ValueError(
+            f"model.routing_replay with cluster.{unread[0]}: the learners do not know which experts another process "
+            "chose; leave one of them out"
+        )
+
+
 def check_replay(config: Config) -> None:
     """Refuse to replay a choice of experts that this process does not see."""
     if config.engine.routing_replay and not config.model.routing_replay:

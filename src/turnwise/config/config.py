@@ -24,6 +24,7 @@ from turnwise.config.checks import (
     check_memory,
     check_play,
     check_replay,
+    check_samplers,
     check_service,
     check_shard,
     check_stored,
@@ -98,6 +99,7 @@ class Config(Section):
         check_full(self)
         check_replay(self)
         check_shard(self)
+        check_samplers(self)
         check_service(self)
         check_lag(self)
         check_stored(self)

@@ -32,12 +32,23 @@ class ClusterConfig(Section):
         description="Each learner holds a part of the base weights, and with `model.train=full` a part of the masters "
         "and of AdamW's state; a pass gathers one block at a time. Needs `cluster.learners` above 1.",
     )
+    samplers: int = Field(
+        default=1,
+        ge=1,
+        description="Engines that sample for the run. `placement` says where they are; rollouts go to them by "
+        "conversation.",
+    )
+    placement: Literal["colocated", "separate"] = Field(
+        default="colocated",
+        description="Where the samplers are: `colocated` in the first `samplers` learners, which sample and train on "
+        "one device; `separate` in processes of their own, each with its own GPU if there are enough.",
+    )
     deadline_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds that learners wait for each other in one call; then the run stops with an error.",
+        description="Seconds that learners wait for each other in one call, after which lost ones are started again, "
+        "and that one of several samplers has for a reply, after which another one gets the request.",
     )
-
     max_restarts: int = Field(
         default=3,
         ge=0,
@@ -61,6 +72,25 @@ class ClusterConfig(Section):
         description="Most envs at the same time in one worker that the run starts; 0 shares `rollout.max_concurrency` "
         "out.",
     )
+
+    @property
+    def has_own_samplers(self) -> bool:
+        """Whether samplers are processes of their own."""
+        return self.placement == "separate"
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether more engines sample than the one that leads the run, or another one."""
+        return self.has_own_samplers or self.samplers > 1
+
+    def samples_too(self, learner: int) -> bool:
+        """Whether this learner is one of several that sample."""
+        return not self.has_own_samplers and 0 < learner < self.samplers
+
+    @property
+    def num_devices(self) -> int:
+        """Engines of a run, each of which wants a GPU."""
+        return self.learners + (self.samplers if self.has_own_samplers else 0)
 
     @property
     def uses_ray(self) -> bool:
@@ -90,17 +120,15 @@ class ClusterConfig(Section):
                 "starts no worker; leave it out, or give --max-envs to turnwise env serve"
             )
         for name in ("deadline_s", "max_restarts", "min_learners"):
-            if self.learners == 1 and name in self.changed_options():
+            is_read = self.learners > 1 or (name == "deadline_s" and self.has_own_samplers)
+            if not is_read and name in self.changed_options():
                 raise ValueError(f"{name}={getattr(self, name):g} is not read with learners=1; leave it out")
-        if (
-            self.address != LOCAL
-            and self.learners == 1
-            and not (isinstance(self.env_workers, int) and self.env_workers)
-        ):
+        if self.uses_ray and self.learners == 1 and not starts_workers and not self.has_own_samplers:
             raise ValueError(
-                f"address={self.address} is not read: the run has no other learner and starts no env worker; set "
-                "learners or env_workers, or leave it out"
+                f"address={self.address} is not read: the run has no other learner, and starts no sampler and no env "
+                "worker; set learners, placement=separate or env_workers, or leave it out"
             )
+        self._check_samplers()
         if self.shard and self.learners == 1:
             raise ValueError("shard=true is not read with learners=1: one learner holds all weights; set learners")
         if self.shard and self.min_learners:
@@ -111,6 +139,25 @@ class ClusterConfig(Section):
         if self.min_learners > self.learners:
             raise ValueError(f"min_learners={self.min_learners} is more than learners={self.learners}")
         return self
+
+    def _check_samplers(self) -> None:
+        if self.has_own_samplers:
+            return
+        if self.samplers > self.learners:
+            raise ValueError(
+                f"samplers={self.samplers} with placement=colocated and learners={self.learners}: each sampler is one "
+                "of the learners; set placement=separate, or fewer samplers"
+            )
+        if self.samplers > 1 and self.shard:
+            raise ValueError(
+                f"samplers={self.samplers} with shard=true: no learner holds the whole model to sample from; set "
+                "placement=separate, or leave samplers out"
+            )
+        if self.samplers > 1 and self.min_learners:
+            raise ValueError(
+                f"min_learners={self.min_learners} with samplers={self.samplers} among the learners: a run with fewer "
+                "learners would have fewer samplers; leave one of them out, or set placement=separate"
+            )
 
 
 class EngineConfig(Section):

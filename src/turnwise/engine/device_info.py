@@ -85,11 +85,11 @@ def num_gpus(kind: str) -> int:
     return torch.cuda.device_count()
 
 
-def share_among_learners(device: DeviceInfo, learners: int) -> DeviceInfo:
-    """The device as one of several learners on this machine sees it: GPUs that are too few are shared."""
-    if not device.facts.has_own_memory or num_gpus(device.kind) >= learners:
+def share_among_engines(device: DeviceInfo, count: int) -> DeviceInfo:
+    """The device as one of several learners and samplers on this machine sees it: GPUs that are too few are shared."""
+    if not device.facts.has_own_memory or num_gpus(device.kind) >= count:
         return device
-    return replace(device, free_bytes=device.free_bytes // learners, total_bytes=device.total_bytes // learners)
+    return replace(device, free_bytes=device.free_bytes // count, total_bytes=device.total_bytes // count)
 
 
 def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, int]:

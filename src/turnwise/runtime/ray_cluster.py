@@ -31,7 +31,7 @@ class RayActor:
     def __init__(self, ray: Any, actor_class: type, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """`actor_class` has a method `live`, which never returns. Ray does not restart it: its state would be lost."""
         self._ray = ray
-        remote = ray.remote(actor_class).options(max_concurrency=2, max_restarts=0, **options)
+        remote = ray.remote(actor_class).options(**{"max_concurrency": 2, "max_restarts": 0, **options})
         self.handle: Any = remote.remote(*arguments)
         self._life = self.handle.live.remote()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from turnwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +35,29 @@ def read_world(environment: Mapping[str, str] = os.environ) -> TorchrunWorld | N
         is_on_one_machine=int(environment.get("LOCAL_WORLD_SIZE", size)) == size,
         num_restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+_is_led = False
+"""Whether this process leads a run, and the other ranks are its learners."""
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """In the block, a run of this process has the other ranks as its learners."""
+    global _is_led  # noqa: PLW0603 - torchrun's processes belong to the process, not to a caller
+    _is_led = True
+    try:
+        yield
+    finally:
+        _is_led = False
+
+
+def refuse_torchrun(what: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse work that each of torchrun's processes would do once more, where `turnwise train` does not lead them."""
+    world = read_world(environment)
+    if world is not None and not _is_led:
+        raise ConfigError(
+            f"{what} under torchrun: each of its {world.size} processes would do the whole work once more; only "
+            "torchrun ... -m turnwise.cli train makes learners of them. Start it without torchrun, and set "
+            f"cluster.learners={world.size}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.engine.budget import FLOAT32_BYTES, format_bytes
+from turnwise.engine.config import ClusterConfig
 from turnwise.engine.device_info import find_device, num_gpus
 from turnwise.training.memory import Memory
 from turnwise.training.plan import attempts_per_task
@@ -32,6 +33,8 @@ class ClusterTraffic:
     """Weights that each learner receives in one training pass, where the learners hold them in parts."""
     pass_gradients: int = 0
     """That each learner sends in one training pass, if parts of all weights are trained."""
+    published: int = 0
+    """New weights that each sampler of several receives."""
 
 
 def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
@@ -54,6 +57,7 @@ def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
         env_requests=attempts * (rollout.max_turns + 2) if config.cluster.env_workers else 0,
         gathered=_gathered_bytes(setup) * others // learners if config.cluster.shard else 0,
         pass_gradients=in_parts * FLOAT32_BYTES * others // learners,
+        published=num_trained * FLOAT32_BYTES if config.cluster.has_fleet else 0,
     )
 
 
@@ -68,6 +72,10 @@ def cluster_lines(setup: Setup) -> list[str]:
     plan = setup.make_plan()
     traffic, cluster = estimate_traffic(setup, plan.num_trained_parameters), setup.config.cluster
     lines = [f"learner {rank:<4} {_place(setup, rank, plan.memory)}" for rank in range(cluster.learners)]
+    if cluster.has_own_samplers:
+        lines += [
+            f"sampler {number:<4} {_sampler_place(setup, number, plan.memory)}" for number in range(cluster.samplers)
+        ]
     if isinstance(cluster.env_workers, int):
         where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
         lines += [f"env worker {number:<1} {where}" for number in range(cluster.env_workers)]
@@ -79,20 +87,36 @@ def cluster_lines(setup: Setup) -> list[str]:
     if cluster.shard:
         sent = f", {format_bytes(traffic.pass_gradients)} of gradients from it" if traffic.pass_gradients else ""
         lines += [f"  weights    {format_bytes(traffic.gathered)} to each learner in every training pass{sent}"]
+    if cluster.has_fleet:
+        lines += [f"  publish    {format_bytes(traffic.published)} to each sampler, {cluster.samplers} of them"]
     lines += [f"  envs       {traffic.env_requests:,} requests to env workers"]
     lines += [f"a learner that starts takes over {format_bytes(traffic.state)}"]
     return lines
 
 
 def _place(setup: Setup, rank: int, memory: Memory | None) -> str:
-    """Where a learner runs, and what it holds there. Only the first one samples and has a KV cache."""
+    """Where a learner runs, and what it holds there. Only one that samples has a KV cache."""
     cluster = setup.config.cluster
     where = "this process" if rank == 0 else "an actor of Ray" if cluster.uses_ray else "a process of this machine"
     if memory is None:
         return f"{where}; the model is at {setup.config.model.base_url}"
-    held = memory.total if rank == 0 else memory.total - memory.kv_cache - memory.merged
+    has_cache = rank == 0 or cluster.samples_too(rank)
+    held = memory.total if has_cache else memory.total - memory.kv_cache - memory.merged
+    return f"{where}, {_device(cluster, rank, memory)}: {format_bytes(held)}"
+
+
+def _sampler_place(setup: Setup, number: int, memory: Memory | None) -> str:
+    """Where a sampler of its own runs: with the model, a KV cache, and the versions that attempts still use."""
+    cluster = setup.config.cluster
+    where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
+    assert memory is not None, "a service elsewhere has its own samplers"
+    held = memory.weights * (cluster.learners if cluster.shard else 1) + memory.kv_cache + memory.merged
+    return f"{where}, {_device(cluster, cluster.learners + number, memory)}: {format_bytes(held)} and published weights"
+
+
+def _device(cluster: ClusterConfig, number: int, memory: Memory) -> str:
+    """The device of one of a run's engines."""
     gpus = num_gpus(memory.device.kind)
-    device = memory.device.kind
-    if gpus and not cluster.uses_ray:
-        device = f"cuda:{rank % gpus}" if gpus >= cluster.learners else "the GPU that all learners share"
-    return f"{where}, {device}: {format_bytes(held)}"
+    if not gpus or cluster.uses_ray:
+        return memory.device.kind
+    return f"cuda:{number % gpus}" if gpus >= cluster.num_devices else "the GPU that all share"

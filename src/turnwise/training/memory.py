@@ -178,10 +178,11 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
             "cluster.shard=true with a model that runs transformers' layers: its weights cannot be shared out yet; "
             "leave it out, or use a model with layers of ours (docs/models.md)"
         )
-    if config.rollout.backend == "local" and device.kind == "cuda":
+    if config.rollout.backend == "local" and device.kind == "cuda" and not config.cluster.has_own_samplers:
         raise ConfigError(
             "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
-            "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size"
+            "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size, or cluster.placement="
+            "separate if the model fits one GPU for sampling"
         )
 
 

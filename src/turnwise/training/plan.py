@@ -265,17 +265,23 @@ def _warmup(config: Config) -> str:
 
 
 def _learners(config: Config) -> dict[str, str]:
-    """The line about the processes that train, where there are several."""
-    count = config.cluster.learners
-    if count == 1:
-        return {}
-    held = f"1/{count} of the weights" if config.cluster.shard else "the whole model"
-    slow = " (block by block from all of them, which is slow)" if config.cluster.shard else ""
-    samples = f"samples{slow}" if config.rollout.backend == "local" else "publishes"
-    return {
-        "learners": f"{count} processes on this machine, each with {held} and a share of every batch; "
-        f"the first one also {samples} and saves"
-    }
+    """The lines about the processes that train and sample, where there are several."""
+    cluster, count = config.cluster, config.cluster.learners
+    where = f"actors of Ray at {cluster.address}" if cluster.uses_ray else "on this machine"
+    found: dict[str, str] = {}
+    if count > 1:
+        held = f"1/{count} of the weights" if cluster.shard else "the whole model"
+        slow = " (block by block from all of them, which is slow)" if cluster.shard else ""
+        samples = f"samples{slow}" if config.rollout.backend == "local" and not cluster.has_fleet else "publishes"
+        found["learners"] = (
+            f"{count} processes {where}, each with {held} and a share of every batch; the first one also {samples} "
+            "and saves"
+        )
+    if cluster.has_own_samplers:
+        found["samplers"] = f"{cluster.samplers} processes of their own {where}, each with the whole model"
+    elif cluster.has_fleet:
+        found["samplers"] = f"the first {cluster.samplers} learners, each on its own device"
+    return found
 
 
 def _threads(config: Config, plan: Plan) -> dict[str, str]:

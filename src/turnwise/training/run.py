@@ -33,6 +33,7 @@ from turnwise.runlog.schema import AttemptRow, CheckpointRow, EvaluationRow, Pha
 from turnwise.runtime.blocking import has_event_loop
 from turnwise.runtime.closing import ClosedOnExit
 from turnwise.runtime.suggest import did_you_mean
+from turnwise.runtime.torchrun import refuse_torchrun
 from turnwise.training.arguments import Target, check_overrides_list, read_arguments, to_overrides
 from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.evaluate import Evaluation
@@ -221,6 +222,7 @@ class Run(ClosedOnExit):
                 given up and `wait` raises.
             wait: False returns at once, and the run goes on in a thread of its own.
         """
+        refuse_torchrun("a run that a Python program starts")
         setup = config if isinstance(config, Setup) else set_up_new(config)
         check_service(setup.config, service)
         view = open_view(setup.config.train.steps) if observer is None else observer

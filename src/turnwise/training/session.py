@@ -225,6 +225,7 @@ class TrainingSession:
             model_directory=find_model(config),
             run_directory=self.setup.directory,
             engine=config.engine_in_use,
+            cluster=config.cluster,
             lora_rank=config.model.rank,
         )
 

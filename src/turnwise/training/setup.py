@@ -21,7 +21,7 @@ from turnwise.client.remote import RemoteServiceClient
 from turnwise.client.remote_connection import probe
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
-from turnwise.engine.device_info import find_device, share_among_learners
+from turnwise.engine.device_info import find_device, share_among_engines
 from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
@@ -95,7 +95,7 @@ class Setup:
             engine=engine,
             device=None
             if self.config.model.base_url
-            else share_among_learners(find_device(engine), self.config.cluster.learners),
+            else share_among_engines(find_device(engine), self.config.cluster.num_devices),
             num_tasks={
                 "train": len(self.parts.tasks),
                 "test": len(self.parts.held_out),

@@ -38,6 +38,11 @@ def test_the_plan_names_every_process() -> None:
     assert sum(line.startswith("env worker ") for line in lines) == 2
     printed = run_here("cluster", "plan", "guess_number", "model=tiny", "cluster.learners=2")
     assert "learner 1    a process of this machine" in printed
+    own = _setup("cluster.placement=separate", "cluster.samplers=2")
+    lines = [*own.plan_lines(), *cluster_lines(own)]
+    assert "samplers     2 processes of their own on this machine, each with the whole model" in lines
+    assert sum(line.startswith("sampler ") for line in lines) == 2
+    assert any(line.startswith("  publish") and line.endswith("to each sampler, 2 of them") for line in lines)
 
 
 @pytest.mark.usefixtures("tiny_dir")

@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,17 @@ CLOSE_S = 10.0
 class FleetSamplingClient(SamplingClient):
     """Samples from one publication on the servers. While somebody holds it, the servers keep the publication."""
 
-    def __init__(self, publisher: ServerPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
+    def __init__(self, publisher: FleetPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
         """Do not call this; use `Publisher.publish`."""
         self._model_directory = publisher.setup.model_directory
+        self._draws_alternatives = publisher.draws_alternatives
         self._fleet = fleet
         self._loop = loop
         self.weights = weights
 
     def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
         """Begin to sample. Cancelling the future ends the request on the server."""
-        if request.prompt_alt_tokens_k:
+        if request.prompt_alt_tokens_k and not self._draws_alternatives:
             raise DataError(
                 "prompt_alt_tokens_k: servers draw no alternatives to prompt tokens; rollout.backend=local does"
             )
@@ -85,15 +86,15 @@ class FleetSamplingClient(SamplingClient):
         return await self._fleet.generate(request, self.weights)
 
 
-class ServerPublisher(Publisher):
-    """Samples on one server or several. A backend says how its servers are spoken to, and how one is started."""
+class FleetPublisher(Publisher):
+    """Publishes to a fleet. What inherits says who is in it, how they are spoken to, and how one is started again."""
 
     setup: BackendSetup
+    draws_alternatives = False
+    """Whether its servers can draw alternatives to the tokens of a prompt."""
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._own: OwnServer | None = None
-        self._start_s = 0.0
         self._loop: BackgroundLoop | None = None
         self._fleet: Fleet | None = None
         self._served = setup.run_directory / SERVED
@@ -114,8 +115,21 @@ class ServerPublisher(Publisher):
         """How the server at this address is spoken to. Called in the event loop that will use it."""
 
     @abstractmethod
-    def server_command(self) -> ServerCommand:
-        """How a server of the run's own is started, where `rollout.url` is empty."""
+    async def start_servers(self) -> Sequence[str]:
+        """Start what the fleet needs. Returns the addresses, for `make_dialect`."""
+
+    async def stop_servers(self) -> None:
+        """Stop what was started."""
+        return
+
+    def find_reviver(self) -> Callable[[str], Awaitable[None]] | None:
+        """What starts the server at an address again; None: they are not ours to start."""
+        return None
+
+    def fleet_times(self) -> FleetTimes:
+        """The deadlines of the fleet; asked when the servers have started."""
+        rollout = self.setup.rollout
+        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's."""
@@ -131,11 +145,6 @@ class ServerPublisher(Publisher):
                 f"the server at {url} reads at most {facts.context_length} tokens, and attempts may have {wanted} "
                 "(rollout.max_trajectory_tokens); start it with a longer context, or lower the option"
             )
-
-    @property
-    def start_directory(self) -> Path:
-        """What a server of our own is started with: the base model, or the newest whole weights."""
-        return self._newest_whole or self.setup.model_directory
 
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
         is_whole = self.setup.rollout.publish == "weights"
@@ -209,8 +218,7 @@ class ServerPublisher(Publisher):
         finally:
             if loop is not None:
                 await asyncio.to_thread(loop.close)
-            if self._own is not None:
-                await self._own.stop()
+            await self.stop_servers()
             with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
                 self._served.rmdir()
 
@@ -218,35 +226,13 @@ class ServerPublisher(Publisher):
         """Start everything, at the first publication."""
         if self._fleet is not None:
             return
-        addresses = self.setup.rollout.url or (await self._start_own(),)
+        addresses = await self.start_servers()
         self._loop = BackgroundLoop("turnwise fleet")
         self._fleet = await self._loop.run(self._start_fleet(addresses))
 
-    async def _start_own(self) -> str:
-        command = self.server_command()
-        log = self.setup.run_directory / f"{command.name.lower()}.log"
-        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
-        started_s = time.monotonic()
-        await self._own.start()
-        self._start_s = time.monotonic() - started_s
-        return self._own.url
-
-    async def _revive_own(self, _url: str) -> None:
-        assert self._own is not None
-        await self._own.revive()
-
-    def _fleet_times(self) -> FleetTimes:
-        rollout = self.setup.rollout
-        times = FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
-        if self._own is None:
-            return times
-        # A server of our own that died takes as long as before to start again.
-        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
-
     async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
         dialects = [self.make_dialect(url) for url in addresses]
-        revive = None if self._own is None else self._revive_own
-        fleet = Fleet(dialects, times=self._fleet_times(), check_facts=self.check_facts, revive=revive)
+        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.find_reviver())
         try:
             await fleet.start()
         except BaseException:
@@ -394,6 +380,54 @@ class ServerPublisher(Publisher):
             pass  # a run that goes on with these servers unloads what is left
         finally:
             await fleet.close()
+
+
+class ServerPublisher(FleetPublisher):
+    """Samples on one server or several. A backend says how its servers are spoken to, and how one is started."""
+
+    def __init__(self, setup: BackendSetup) -> None:
+        super().__init__(setup)
+        self._own: OwnServer | None = None
+        self._start_s = 0.0
+
+    @abstractmethod
+    def server_command(self) -> ServerCommand:
+        """How a server of the run's own is started, where `rollout.url` is empty."""
+
+    @property
+    def start_directory(self) -> Path:
+        """What a server of our own is started with: the base model, or the newest whole weights."""
+        return self._newest_whole or self.setup.model_directory
+
+    async def start_servers(self) -> Sequence[str]:
+        return self.setup.rollout.url or (await self._start_own(),)
+
+    async def stop_servers(self) -> None:
+        if self._own is not None:
+            await self._own.stop()
+
+    def find_reviver(self) -> Callable[[str], Awaitable[None]] | None:
+        return None if self._own is None else self._revive_own
+
+    def fleet_times(self) -> FleetTimes:
+        times = super().fleet_times()
+        if self._own is None:
+            return times
+        # A server of our own that died takes as long as before to start again.
+        return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
+
+    async def _start_own(self) -> str:
+        command = self.server_command()
+        log = self.setup.run_directory / f"{command.name.lower()}.log"
+        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+        started_s = time.monotonic()
+        await self._own.start()
+        self._start_s = time.monotonic() - started_s
+        return self._own.url
+
+    async def _revive_own(self, _url: str) -> None:
+        assert self._own is not None
+        await self._own.revive()
 
 
 def read_rank(adapter: Path) -> int:

@@ -33,6 +33,8 @@ class LearnerSetup:
     deadline_s: float
     is_sharded: bool = False
     """Whether each learner holds a part of the weights."""
+    samples: bool = False
+    """Whether this learner samples too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pickle import PicklingError
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
 from turnwise.engine.learners.collective import START_DEADLINE_S
 from turnwise.errors import ConfigError, LearnerError, LearnerLostError
+
+if TYPE_CHECKING:
+    from turnwise.engine.samplers.links import SamplerLink
 
 POLL_S = 0.002
 END_S = 5.0
@@ -28,6 +31,7 @@ END_S = 5.0
 GONE_S = 0.2
 """Seconds until a process that was killed is seen as dead."""
 TAIL_BYTES = 2000
+LEARNER_MODULE = "turnwise.engine.learners.process"
 
 
 class LearnerPeer(Protocol):
@@ -64,6 +68,10 @@ class LearnerPeer(Protocol):
         """Wait until it has ended; kill it if it does not."""
         ...
 
+    def sampler_link(self) -> SamplerLink | None:
+        """The way to the sampler in this learner, if it samples; the same object while the learner lives."""
+        ...
+
 
 StartPeer = Callable[[int], LearnerPeer]
 
@@ -86,6 +94,16 @@ class ProcessPeer:
     errors: IO[bytes]
     """What it wrote to standard error."""
     connection: Connection
+    samples: Connection | None = None
+    """For requests to sample, of a learner that does."""
+    _link: SamplerLink | None = None
+
+    def sampler_link(self) -> SamplerLink | None:
+        if self._link is None and self.samples is not None:
+            from turnwise.engine.samplers.links import PipeLink
+
+            self._link = PipeLink(self.samples, self.name, why=lambda: f"{self.name} {self.why()}")
+        return self._link
 
     @property
     def name(self) -> str:
@@ -119,6 +137,9 @@ class ProcessPeer:
 
     def hang_up(self) -> None:
         self.connection.close()
+        if self.samples is not None:
+            with contextlib.suppress(OSError):
+                self.samples.close()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -222,6 +243,11 @@ class LearnerGroup:
                 time.sleep(POLL_S)
         return found
 
+    def sampler_link(self, rank: int) -> SamplerLink | None:
+        """The way to the sampler in a learner; None if it is gone. Any thread may ask."""
+        peers = self._peers
+        return peers[rank - 1].sampler_link() if rank <= len(peers) and self._broken is None else None
+
     def check_alive(self, what: str) -> None:
         """Raise the error of a learner that has ended."""
         for peer in self._peers:
@@ -276,18 +302,27 @@ class LearnerGroup:
         raise error
 
 
-def start_process(rank: int, environment: Mapping[str, str]) -> LearnerPeer:
-    """Start a learner on this machine, with variables beside those of this process."""
+def start_process(
+    rank: int, environment: Mapping[str, str], *, module: str = LEARNER_MODULE, samples: bool = False
+) -> ProcessPeer:
+    """Start a learner on this machine, with variables beside those of this process.
+
+    Args:
+        samples: It gets a second connection, for requests to sample.
+    """
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the group
-    own, other = multiprocessing.Pipe()
+    pipes = [multiprocessing.Pipe() for _ in range(2 if samples else 1)]
+    handles = [other.fileno() for _, other in pipes]
     process = subprocess.Popen(
-        [sys.executable, "-m", "turnwise.engine.learners.process", str(other.fileno())],
+        [sys.executable, "-m", module, *map(str, handles)],
         stdin=subprocess.PIPE,
         stdout=errors,
         stderr=errors,
         env={**os.environ, **environment},
-        pass_fds=[other.fileno()],
+        pass_fds=handles,
         start_new_session=True,  # Ctrl-C is for rank 0, which tells the others
     )
-    other.close()  # a connection ends when the process that holds its other end does
-    return ProcessPeer(rank, process, errors, own)
+    for _, other in pipes:
+        other.close()  # a connection ends when the process that holds its other end does
+    connections = [own for own, _ in pipes]
+    return ProcessPeer(rank, process, errors, connections[0], connections[1] if samples else None)

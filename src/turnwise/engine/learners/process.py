@@ -7,11 +7,9 @@ nobody writes to.
 from __future__ import annotations
 
 import math
-import os
-import pickle
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -33,14 +31,19 @@ from turnwise.engine.learners.calls import (
     TakeStateCall,
 )
 from turnwise.engine.learners.collective import LearnerCollective, join_store
+from turnwise.engine.learners.portable import end_with_leader, portable
 from turnwise.engine.learners.rounds import ExchangeError, ShardRounds
 from turnwise.engine.model.sharded import ShardPlace
+from turnwise.engine.samplers.host import SamplerHost, serve_samples
 from turnwise.engine.training import shard_files
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.engine.training.trainer import FinishedJob
+from turnwise.engine.worker import EngineWorker
 
 T = TypeVar("T")
+Work = Generator[None, None, T]
+"""Yields between passes, where the engine may sample."""
 
 
 class LearnerProcess:
@@ -48,8 +51,12 @@ class LearnerProcess:
 
     def __init__(self, setup: LearnerSetup) -> None:
         self._rounds = ShardRounds(ShardPlace(setup.rank, setup.size)) if setup.is_sharded else None
-        name = f"{setup.name} (learner {setup.rank})"
-        self._engine = Engine(setup.model_dir, setup.engine, name=name, exchange=self._rounds)
+        name, rounds = f"{setup.name} (learner {setup.rank})", self._rounds
+        # The worker's thread owns the device: a learner may sample between the passes of its share.
+        self._worker = EngineWorker(
+            lambda: Engine(setup.model_dir, setup.engine, name=name, exchange=rounds), name=name
+        )
+        self._engine = self._worker.engine
         store = join_store(setup.store_host, setup.store_port, setup.size, deadline_s=setup.deadline_s)
         self._ranks = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
         if self._rounds is not None:
@@ -61,7 +68,14 @@ class LearnerProcess:
         """Bytes of the frozen weights that this process holds."""
         return self._engine.model.num_base_bytes
 
+    def make_sampler(self) -> SamplerHost:
+        """This learner as a sampler for the run."""
+        return SamplerHost(self._worker)
+
     def answer(self, call: LearnerCall) -> object:
+        return self._worker.run_steps("learner", lambda _: self._answer(call)).result()
+
+    def _answer(self, call: LearnerCall) -> Work[object]:
         match call:
             case CreateCall(number, kind, lora):
                 self._trainables[number] = create(self._engine, kind, lora, number)
@@ -70,20 +84,20 @@ class LearnerProcess:
             case DropCall(number):
                 self._engine.drop_adapter(self._trainables.pop(number))
             case RunCall():
-                return self._run(call)
+                return (yield from self._run(call))
             case StepCall(number, params):
                 trainable = self._trainables[number]
                 return self._engine.optim_step(trainable, params, sum_gradients(self._ranks, trainable))
             case _:
-                return self._answer_about_parts(call)
+                return (yield from self._answer_about_parts(call))
         return None
 
-    def _answer_about_parts(self, call: LearnerCall) -> object:
+    def _answer_about_parts(self, call: LearnerCall) -> Work[object]:
         """Calls to learners that hold the weights in parts."""
         assert self._rounds is not None, "rank 0 knows how the weights are held"
         match call:
             case ServeCall():
-                return self._exchange(lambda: None)
+                yield from self._exchange(_nothing())
             case KeepVersionCall(number, source):
                 sharded(self._trainables[number]).keep_version(source)
             case DropVersionsCall(sources):
@@ -93,13 +107,13 @@ class LearnerProcess:
                 do_shard_files(self._ranks, sharded(self._trainables[call.number]), call)
         return None
 
-    def _exchange(self, work: Callable[[], T]) -> T:
+    def _exchange(self, work: Work[T]) -> Work[T]:
         """Do the work, and take part in the exchange of weights until all learners are done with theirs."""
         assert self._rounds is not None, "asked above"
         self._rounds.open()
         try:
-            result = work()
-            _finish(self._rounds.finish())
+            result = yield from work
+            yield from self._rounds.finish()
         except ExchangeError:
             raise  # another one failed, and all know it
         except BaseException:
@@ -107,24 +121,27 @@ class LearnerProcess:
             raise
         return result
 
-    def _run(self, call: RunCall) -> RunReply | None:
+    def _run(self, call: RunCall) -> Work[RunReply | None]:
         if self._rounds is None:
-            return self._run_share(call)
+            return (yield from self._run_share(call))
+        return (yield from self._exchange(self._run_part(call)))
 
-        def run_part() -> RunReply | None:
-            reply = self._run_share(call) if call.datums else None
-            finish_gradient(self._trainables[call.number])
-            return reply
+    def _run_part(self, call: RunCall) -> Work[RunReply | None]:
+        reply = (yield from self._run_share(call)) if call.datums else None
+        finish_gradient(self._trainables[call.number])
+        return reply
 
-        return self._exchange(run_part)
-
-    def _run_share(self, call: RunCall) -> RunReply:
+    def _run_share(self, call: RunCall) -> Work[RunReply]:
         trainable, arguments = self._trainables[call.number], (call.loss_fn, call.settings)
         if call.is_learning:
-            (finished,) = _finish(self._engine.learn_jobs([(trainable, call.datums)], *arguments))
+            (finished,) = yield from self._engine.learn_jobs([(trainable, call.datums)], *arguments)
         else:
-            finished = _finish(self._engine.read_job(trainable, call.datums, *arguments))
+            finished = yield from self._engine.read_job(trainable, call.datums, *arguments)
         return reply_of(finished)
+
+
+def _nothing() -> Work[None]:
+    yield from ()
 
 
 def create(engine: Engine, kind: str, lora: Any, number: int) -> Trainable:
@@ -194,23 +211,12 @@ def reply_of(finished: FinishedJob) -> RunReply:
     )
 
 
-def _finish(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            return done.value
-
-
-def _end_with_leader() -> None:
-    sys.stdin.buffer.read()  # returns when rank 0 has closed its end, or is dead
-    os._exit(0)
-
-
-def serve(connection: Connection, setup: LearnerSetup) -> None:
-    """Answer calls until rank 0 hangs up; an error is an answer too."""
+def serve(connection: Connection, setup: LearnerSetup, samples: Connection | None = None) -> None:
+    """Answer calls until rank 0 hangs up; an error is an answer too. Requests to sample come over `samples`."""
     try:
         process = LearnerProcess(setup)
+        if samples is not None:
+            threading.Thread(target=serve_samples, args=(samples, process.make_sampler()), daemon=True).start()
         connection.send(("ready", process.num_base_bytes))
     except Exception as error:  # noqa: BLE001 - rank 0 raises it
         connection.send(("error", portable(error)))
@@ -227,19 +233,11 @@ def serve(connection: Connection, setup: LearnerSetup) -> None:
         connection.send(answer)
 
 
-def portable(error: Exception) -> Exception:
-    """The error, or its text where it cannot travel."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just written
-    except Exception:  # noqa: BLE001 - whatever cannot travel goes as text
-        return RuntimeError(repr(error))
-    return error
-
-
 def main() -> None:
-    threading.Thread(target=_end_with_leader, daemon=True).start()
-    with Connection(int(sys.argv[1])) as connection:
-        serve(connection, connection.recv())
+    end_with_leader()
+    connection, *others = (Connection(int(handle)) for handle in sys.argv[1:])
+    with connection:
+        serve(connection, connection.recv(), *others)
 
 
 if __name__ == "__main__":

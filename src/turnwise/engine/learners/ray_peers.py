@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
-import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
 from turnwise.engine.learners.group import LearnerPlace
-from turnwise.engine.learners.process import LearnerProcess, portable
+from turnwise.engine.learners.portable import portable
+from turnwise.engine.learners.process import LearnerProcess
+from turnwise.engine.samplers.links import SamplerLink
+from turnwise.engine.samplers.ray_links import MAX_CALLS, RayLink, SamplerActor
 from turnwise.errors import LearnerError
 from turnwise.runtime.ray_cluster import RayActor, connect_ray
 
@@ -24,36 +24,35 @@ RECEIVE_S = 60.0
 """Seconds to fetch an answer that is there."""
 
 
-class LearnerActor:
-    """The process of one rank, in an actor."""
+class LearnerActor(SamplerActor):
+    """The process of one rank, in an actor; it answers requests to sample beside, if it is asked to."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        if "OMP_NUM_THREADS" in environment:
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        super().__init__(environment)
         self._process: LearnerProcess | None = None
 
-    def answer(self, message: LearnerSetup | LearnerCall) -> tuple[str, Any]:
+    async def answer(self, message: LearnerSetup | LearnerCall) -> tuple[str, Any]:
+        return await asyncio.to_thread(self._answer, message)
+
+    def _answer(self, message: LearnerSetup | LearnerCall) -> tuple[str, Any]:
         try:
             if isinstance(message, LearnerSetup):
                 self._process = LearnerProcess(message)
+                self.host = self._process.make_sampler()
                 return "ready", self._process.num_base_bytes
             assert self._process is not None, "the set-up comes first"
             return "done", self._process.answer(message)
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
             return "error", portable(error)
 
-    def live(self) -> None:
-        """Last as long as the actor."""
-        threading.Event().wait()
-
 
 class RayPeer:
     """A learner in an actor."""
 
-    def __init__(self, rank: int, actor: RayActor, give_room_back: Callable[[], None]) -> None:
+    def __init__(self, rank: int, actor: RayActor, give_room_back: Callable[[], None], *, samples: bool) -> None:
         self.rank = rank
         self._actor = actor
+        self._link = RayLink(actor) if samples else None
         self._give_room_back = give_room_back
         self._answer: Any = None
         self._problem = ""
@@ -95,6 +94,9 @@ class RayPeer:
         """Ray ends it; the room of all learners is given back with the first."""
         self._give_room_back()
 
+    def sampler_link(self) -> SamplerLink | None:
+        return self._link
+
 
 def place_on_ray(cluster: ClusterConfig, size: int, *, environment: Mapping[str, str], takes_gpu: bool) -> LearnerPlace:
     """Find room for learners 1 to `size` - 1. Raises `LearnerError` if the cluster has none."""
@@ -116,6 +118,7 @@ def place_on_ray(cluster: ClusterConfig, size: int, *, environment: Mapping[str,
     def start_peer(rank: int) -> RayPeer:
         strategy = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1)
         options = {"num_cpus": 1, "num_gpus": int(takes_gpu), "scheduling_strategy": strategy}
-        return RayPeer(rank, RayActor(ray, LearnerActor, (dict(environment),), options), give_room_back)
+        actor = RayActor(ray, LearnerActor, (dict(environment),), {**options, "max_concurrency": MAX_CALLS})
+        return RayPeer(rank, actor, give_room_back, samples=cluster.samples_too(rank))
 
     return LearnerPlace(util.get_node_ip_address(), start_peer)

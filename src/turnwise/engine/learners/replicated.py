@@ -43,6 +43,7 @@ from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
 from turnwise.engine.learners.rounds import ExchangeError
 from turnwise.engine.learners.shares import share_datums
 from turnwise.engine.model.sharded import ShardExchange
+from turnwise.engine.samplers.links import SamplerLink
 from turnwise.engine.threads import USERS_CHOICES, find_threads
 from turnwise.engine.training.critic import CriticAdapter
 from turnwise.engine.training.full_weights import FullWeights
@@ -77,7 +78,7 @@ class ReplicatedEngine(Engine):
         exchange: ShardExchange | None = None,
     ) -> None:
         self._cluster = cluster
-        self._peer_config, self._environment = _prepare(config, cluster.learners)
+        self._peer_config, self._environment = _prepare(config, cluster)
         super().__init__(model_dir, config, name=name, exchange=exchange)
         self._group: LearnerGroup | None = None
         self._collective: LearnerCollective | None = None
@@ -94,6 +95,11 @@ class ReplicatedEngine(Engine):
     def num_learners(self) -> int:
         """Learners that train now, this process among them."""
         return self._size
+
+    def sampler_link(self, rank: int) -> SamplerLink | None:
+        """The way to the sampler in another learner; None if that learner is gone. Any thread may ask."""
+        group = self._group
+        return group.sampler_link(rank) if group is not None else None
 
     @property
     def num_restarts(self) -> int:
@@ -346,18 +352,21 @@ class ReplicatedEngine(Engine):
 
             return place_under_torchrun(world)
         if not self._cluster.uses_ray:
-            return LearnerPlace("127.0.0.1", lambda rank: start_process(rank, self._environment))
+            return LearnerPlace(
+                "127.0.0.1",
+                lambda rank: start_process(rank, self._environment, samples=self._cluster.samples_too(rank)),
+            )
         from turnwise.engine.learners.ray_peers import place_on_ray  # ray
 
         return place_on_ray(self._cluster, size, environment=self._environment, takes_gpu=_num_gpus(self.config) > 0)
 
-    def _config_of(self, rank: int, size: int) -> EngineConfig:
+    def _config_of(self, rank: int) -> EngineConfig:
         """A learner's config: with a GPU of its own, if there are enough. Ray shows an actor its own GPU alone."""
-        config = self._peer_config
+        config = self.config if self._cluster.samples_too(rank) else self._peer_config
         gpus = _num_gpus(config)
         if gpus and self._cluster.uses_ray:
             return config.model_copy(update={"device": "cuda"})
-        if gpus < size:
+        if gpus < self._cluster.num_devices:
             return config
         first = choose_device(config)[0].index or 0
         return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
@@ -367,13 +376,13 @@ class ReplicatedEngine(Engine):
         place = self._place(size)
         world = read_world()
         is_near = not self._cluster.uses_ray and (world is None or world.is_on_one_machine)
-        backend = choose_backend(self.device, size, is_on_one_machine=is_near)
+        backend = choose_backend(self.device, max(size, self._cluster.num_devices), is_on_one_machine=is_near)
         store = lead_store(place.host, size, deadline_s=deadline_s)
 
         def make_setup(rank: int) -> LearnerSetup:
             return LearnerSetup(
                 model_dir=self.model_dir,
-                engine=self._config_of(rank, size),
+                engine=self._config_of(rank),
                 name=self.name,
                 rank=rank,
                 size=size,
@@ -382,6 +391,7 @@ class ReplicatedEngine(Engine):
                 backend=backend,
                 deadline_s=deadline_s,
                 is_sharded=self._cluster.shard,
+                samples=self._cluster.samples_too(rank),
             )
 
         self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
@@ -392,16 +402,16 @@ class ReplicatedEngine(Engine):
         self.base_bytes = {0: self.model.num_base_bytes, **self._group.wait_until_ready()}
 
 
-def _prepare(config: EngineConfig, size: int) -> tuple[EngineConfig, dict[str, str]]:
+def _prepare(config: EngineConfig, cluster: ClusterConfig) -> tuple[EngineConfig, dict[str, str]]:
     """The config and the environment of the other learners; this process takes its share of cores or of the GPU."""
     peer = config.model_copy(update={"kv_cache_gib": PEER_CACHE_GIB})
     gpus = _num_gpus(config)
     if not gpus:
-        count = max(1, find_threads().count // size)
+        count = max(1, find_threads().count // cluster.learners)
         torch.set_num_threads(min(count, torch.get_num_threads()))
         return peer, dict.fromkeys(USERS_CHOICES, str(count))
-    if gpus < size:  # they share one
-        os.environ[GPU_SHARE_VARIABLE] = f"{1 / size:.4f}"
+    if gpus < cluster.num_devices:  # they share one
+        os.environ[GPU_SHARE_VARIABLE] = f"{1 / cluster.num_devices:.4f}"
     return peer, {}
 
 
@@ -424,9 +434,8 @@ def _put_together(whole: FinishedJob, parts: Mapping[int, tuple[Sequence[int], R
     for members, reply in parts.values():
         places = np.concatenate([np.arange(*result.offsets[index : index + 2]) for index in members])
         for name, column in columns.items():
-            column[torch.from_numpy(places).to(column.device)] = torch.from_numpy(getattr(reply, name)).to(
-                column.device
-            )
+            values = np.array(getattr(reply, name))  # what came through Ray is read-only
+            column[torch.from_numpy(places).to(column.device)] = torch.from_numpy(values).to(column.device)
     if "references" in columns:
         result.columns = replace(result.columns, ref_logprobs_T=columns["references"])
     return whole

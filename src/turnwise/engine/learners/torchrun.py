@@ -75,6 +75,9 @@ class TorchrunPeer:
     def end(self) -> None:
         """torchrun waits for it."""
 
+    def sampler_link(self) -> None:
+        """It only trains: `turnwise train` refuses `cluster.samplers` among torchrun's processes."""
+
 
 def place_under_torchrun(world: TorchrunWorld) -> LearnerPlace:
     """The ranks that torchrun has started, as learners of this process."""

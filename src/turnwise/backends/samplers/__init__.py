@@ -1,0 +1,1 @@
+"""The engine itself as a fleet of samplers: `cluster.samplers` and `cluster.placement`."""
