@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import Env, Split, Task, user
 from turnwise.envs.browser.expert import plan_player
-from turnwise.envs.browser.pool import close_pools
+from turnwise.envs.browser.pool import FOLDER, close_pools
 from turnwise.envs.library.browser import SITES, BrowserWorld
 from turnwise.models.store import fetch_model
 from turnwise.renderers import get_renderer
@@ -47,7 +47,7 @@ class Footprint:
 
     processes: int
     memory_mb: int
-    """Resident, where a page that is shared counts for everyone who has it."""
+    """Of all of them; a page that several share counts once."""
     own_memory_mb: int
     """Of this process alone."""
     temporary: int
@@ -79,21 +79,33 @@ def browser_ids() -> list[int]:
 
 
 def footprint() -> Footprint:
-    below = processes_below(os.getpid())
+    below = {**processes_below(os.getpid()), **lost_browsers()}
     temporary = [entry for pattern in TEMPORARY for entry in Path(tempfile.gettempdir()).glob(pattern)]
-    own = _resident_mb(os.getpid())
+    own = _memory_mb(os.getpid())
     return Footprint(
         processes=len(below),
-        memory_mb=own + sum(map(_resident_mb, below)),
+        memory_mb=own + sum(map(_memory_mb, below)),
         own_memory_mb=own,
         temporary=len(temporary),
     )
 
 
-def _resident_mb(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError):
-        pages = int((Path("/proc") / str(pid) / "statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+def lost_browsers() -> dict[int, str]:
+    """Processes of browsers that this process started, wherever they hang now: a leak would look like this."""
+    mark = f"TMPDIR={tempfile.gettempdir()}/{FOLDER}{os.getpid()}-".encode()
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def _memory_mb(pid: int) -> int:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = (Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) // 1024
     return 0
 
 

@@ -17,7 +17,11 @@ from turnwise.envs.base import Task, assistant
 from turnwise.envs.browser.pool import close_pools
 from turnwise.envs.check import check_env
 from turnwise.envs.library.browser import SITES, BrowserWorld
-from turnwise.envs.scripted import ScriptedPlayer
+from turnwise.envs.library.workspace import Workspace
+from turnwise.envs.library.workspace_office import Interface
+from turnwise.envs.scripted import ScriptedPlayer, play_script
+from turnwise.rollout.branch import check_can_branch
+from turnwise.rollout.limits import RolloutLimits
 from turnwise.runlog.reader import RunReader
 from turnwise.view.one_attempt import attempt_json
 
@@ -31,7 +35,7 @@ def _browsers_end() -> Iterator[None]:
     close_pools()
 
 
-async def play(world: BrowserWorld, task: Task, player: ScriptedPlayer) -> Any:
+async def play(world: BrowserWorld | Workspace, task: Task, player: ScriptedPlayer) -> Any:
     """The last step of an attempt."""
     env = world.make_env(task, 0)
     try:
@@ -67,6 +71,48 @@ async def test_experts_solve_the_ten_pages_of_miniwob() -> None:
     assert len(tasks) == 10
     solved = dict(zip(tasks, await play_all(world, list(tasks.values())), strict=True))
     assert solved == dict.fromkeys(tasks, True)
+
+
+async def test_experts_work_by_name_too() -> None:
+    pytest.importorskip("miniwob")
+    for world in (BrowserWorld(site="miniwob", by_name=True, max_chars=400), BrowserWorld(level=3, by_name=True)):
+        tasks = world.tasks("train", 8 if world.site == "miniwob" else 1, seed=0)
+        steps = [await play(world, task, world.expert(task, random.Random(1))) for task in tasks]
+        assert all(step.is_success for step in steps), world.site
+
+
+async def test_an_office_with_pages_is_worked_by_clicks_alone_or_with_the_shell_and_replays_the_same() -> None:
+    interfaces: tuple[Interface, ...] = ("screen", "both")
+    worlds = {each: Workspace(interface=each, browser=True, reports_only=True) for each in interfaces}
+    shell = Workspace(interface="shell", reports_only=True)
+    (task,) = shell.tasks("test", 1, seed=4)
+    for world in worlds.values():
+        assert world.tasks("test", 1, seed=4) == [task]  # one task, one goal, whatever there is to do it with
+        first = await play_script(world.make_env(task, 0), world.expert(task, 0), world.max_turns)
+        assert first[1].content.startswith((await shell.make_env(task, 0).start())[1].content)
+        replies = [message.content for message in first if message.role == "assistant"]
+        again = await play_script(
+            world.make_env(task, 1), lambda heard, said=replies: said[len(heard) // 2 - 1], world.max_turns
+        )
+        assert again == first
+        assert (await play(world, task, lambda heard, said=replies: said[len(heard) // 2 - 1])).is_success
+        spoiled = [reply.replace("type 5 ", "type 5 9") for reply in replies]
+        assert not (await play(world, task, lambda heard, said=spoiled: said[len(heard) // 2 - 1])).is_success
+        assert await check_can_branch(world, RolloutLimits()) == "replay"  # a page cannot be forked
+
+
+async def test_a_download_is_a_file_of_the_shell_which_has_no_network() -> None:
+    world = Workspace(interface="both", browser=True, reports_only=True)
+    env = world.make_env(world.tasks("test", 1, seed=4)[0], 0)
+    try:
+        await env.start()
+        ports = "python3 -c \"import os; print(sum(len(open(f).readlines()) - 1 for f in ['/proc/net/tcp']))\""
+        replies = ["click 2", "click 4", "$ wc -l < orders.csv; ls", f"$ {ports}"]
+        heard = [(await env.step(assistant(reply))).messages[0].content for reply in replies]
+    finally:
+        await env.close()
+    assert heard[1].startswith("orders.csv was saved to /work.")
+    assert heard[2:] == ["17\nnotes\norders.csv", "0"]  # nobody listens there, the browser's gateway neither
 
 
 async def test_random_actions_rarely_reach_a_goal_and_are_always_understood() -> None:

@@ -23,7 +23,7 @@ _ELEMENT = re.compile(
     r'\[(?P<id>\d+)\](?: (?P<role>[a-z]+))?(?: (?P<name>"(?:[^"\\]|\\.)*"))?(?: = (?P<value>"(?:[^"\\]|\\.)*"))?'
     r"(?: of (?P<options>[^()]*?))?(?P<states>(?: \(\w+\))*)"
 )
-_FIELDS = ("textbox", "searchbox", "spinbutton")
+FIELDS = ("textbox", "searchbox", "spinbutton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def click(role: str, name: str, *, place: int = 0) -> PlanStep:
 
 def fill(name: str, text: object, *, place: int = 0) -> PlanStep:
     """Type into the field with this label."""
-    return PlanStep(kind="type", roles=_FIELDS, name=name, text=str(text), place=place)
+    return PlanStep(kind="type", roles=FIELDS, name=name, text=str(text), place=place)
 
 
 def choose(name: str, option: str) -> PlanStep:
@@ -131,7 +131,7 @@ def random_player(rng: random.Random, words: Sequence[str], protocol: ScreenProt
 
 def _some_action(element: SeenElement, rng: random.Random, words: Sequence[str]) -> ScreenAction:
     word = rng.choice(list(words) or ["1"])
-    if element.role in _FIELDS:
+    if element.role in FIELDS:
         return ScreenAction(kind="type", element=element.id, text=word)
     if element.role == "combobox":
         return ScreenAction(kind="select", element=element.id, text=rng.choice(element.options or (word,)))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from turnwise.envs.browser.expert import PlanStep, choose, click, fill, plan_player, read_elements
+from turnwise.envs.browser.names import as_numbered, named_plan_player
 from turnwise.envs.screen import ScreenProtocol
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.trajectory import Message
@@ -132,7 +133,9 @@ PLANNERS: Mapping[str, Planner] = {
 """The pages that have an expert."""
 
 
-def miniwob_player(page: str, protocol: ScreenProtocol, forgets: int | None = None) -> ScriptedPlayer:
+def miniwob_player(
+    page: str, protocol: ScreenProtocol, forgets: int | None = None, *, by_name: bool = False
+) -> ScriptedPlayer:
     """The expert of a page. With `forgets` it leaves out that step, counted around the plan."""
     planned: list[ScriptedPlayer] = []
 
@@ -140,10 +143,10 @@ def miniwob_player(page: str, protocol: ScreenProtocol, forgets: int | None = No
         if not planned:
             told = dialogue[-1].content.removeprefix("Task: ")
             goal, _, seen = told.partition("\n")
-            plan = PLANNERS[page](goal, seen)
+            plan = PLANNERS[page](goal, as_numbered(seen) if by_name else seen)
             if forgets is not None:
                 plan.pop(forgets % len(plan))
-            planned.append(plan_player(plan, protocol))
+            planned.append(named_plan_player(plan) if by_name else plan_player(plan, protocol))
         return planned[0](dialogue)
 
     return reply

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from turnwise.envs.browser.gateway import WebApp
+from turnwise.envs.browser.names import named_observation
 from turnwise.envs.browser.pool import BrowserPool, PageSeat, shared_pool
 from turnwise.envs.browser.snapshot import Element, PageElementIds, cut_window, read_snapshot
 from turnwise.envs.screen import ScreenAction
@@ -76,6 +77,8 @@ class PageOptions:
     """After an action wait until the page stops changing, for pages with scripts and timers."""
     has_address: bool = True
     """Begin an observation with path and title."""
+    by_name: bool = False
+    """Show only what can be used, each by a name of its own (`names.py`)."""
     deadline_s: float = 20.0
     """A page that does not answer for this long is given up."""
     downloads: Path | None = None
@@ -239,12 +242,15 @@ class PageSession:
         text = await self._snapshot()
         if self._options.waits_until_quiet:
             text = await self._wait_until_quiet(text)
-        self._elements = read_snapshot(text, self._ids, every_id=self._options.every_id)
+        elements = read_snapshot(text, self._ids, every_id=self._options.every_id)
+        by_name = self._options.by_name
+        self._elements = [one for one in elements if one.id is not None] if by_name else elements
         self._first_line = min(self._first_line, max(0, len(self._elements) - 1))
         window = cut_window(self._elements, self._first_line, self._options.max_chars)
+        shown = named_observation(self._elements, window.first, window.end) if by_name else str(window)
         notes, self._notes = [f"note: {note}" for note in self._notes], []
         head = [f"page: {self._path} {await self._page.title()}"] if self._options.has_address else []
-        return "\n".join([*notes, *head, str(window)]).strip() or "(the page is empty)"
+        return "\n".join([*notes, *head, shown]).strip() or "(the page is empty)"
 
     @property
     def _path(self) -> str:

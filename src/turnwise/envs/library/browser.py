@@ -34,6 +34,13 @@ from turnwise.envs.browser.expert import plan_player, random_player
 from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
 from turnwise.envs.browser.miniwob import MiniWobChallenge, miniwob_pages
 from turnwise.envs.browser.miniwob_experts import PLANNERS, TEN_PAGES, miniwob_player
+from turnwise.envs.browser.names import (
+    NAME_RULES,
+    NOTE,
+    named_plan_player,
+    named_random_player,
+    read_named_reply,
+)
 from turnwise.envs.browser.page import PageOptions, PageSession
 from turnwise.envs.browser.sites.forum import Forum
 from turnwise.envs.browser.sites.mail import Mail
@@ -41,7 +48,7 @@ from turnwise.envs.browser.sites.office import Office
 from turnwise.envs.browser.sites.shop import Shop
 from turnwise.envs.browser.sites.site import LEVELS, Site
 from turnwise.envs.schema import check_fractions
-from turnwise.envs.screen import ScreenProtocol, read_screen_reply, screen_rules
+from turnwise.envs.screen import ScreenAction, ScreenProtocol, read_screen_reply, screen_rules
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError
@@ -71,6 +78,8 @@ class BrowserWorld:
     """Difficulty, 1 to 5: how much is asked for, and how much is on the site."""
     protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
+    by_name: bool = False
+    """Short observations and actions in which elements have names instead of ids, for small models."""
     max_turns: int = 0
     """Turns of an attempt. 0 takes the level's number."""
     max_chars: int = 1200
@@ -88,6 +97,8 @@ class BrowserWorld:
         if self.max_turns < 0:
             raise ConfigError(f"max_turns={self.max_turns}; expected 0 or more")
         check_fractions(self, "demonstration_skill")
+        if self.by_name and self.protocol != "text":
+            raise ConfigError(f"by_name=true and protocol={self.protocol}; elements have names in protocol=text only")
         _ = self.page_options
         if self.site != "miniwob" and self.pages is not None:
             raise ConfigError(f"pages={self.pages} are pages of site=miniwob; site={self.site} has none")
@@ -99,7 +110,12 @@ class BrowserWorld:
 
     @property
     def page_options(self) -> PageOptions:
-        return PageOptions(max_chars=self.max_chars, chromium=self.chromium or None)
+        return PageOptions(
+            max_chars=self.max_chars,
+            chromium=self.chromium or None,
+            by_name=self.by_name,
+            has_address=not self.by_name,
+        )
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return draw_tasks(self._draw_task, split, count, random_for(self.name, self.site, split, seed))
@@ -129,15 +145,16 @@ class BrowserWorld:
         forgets = rng.randrange(1000) if rng.random() >= self.demonstration_skill else None
         data = task.data
         if data["site"] == "miniwob":
-            return miniwob_player(data["page"], self.protocol, forgets)
+            return miniwob_player(data["page"], self.protocol, forgets, by_name=self.by_name)
         plan = list(SITES[data["site"]].draw_task(data["seed"], data["level"]).plan)
         if forgets is not None:
             plan.pop(forgets % len(plan))
-        return plan_player(plan, self.protocol)
+        return named_plan_player(plan) if self.by_name else plan_player(plan, self.protocol)
 
     def random_player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
         """A player that does anything to any element."""
-        return random_player(rng, task.id.split("-"), self.protocol)
+        words = task.id.split("-")
+        return named_random_player(rng, words) if self.by_name else random_player(rng, words, self.protocol)
 
     def _draw_task(self, rng: random.Random) -> Task:
         seed = rng.randrange(NUM_SEEDS)
@@ -180,18 +197,24 @@ class BrowserEnv:
         goal = await self._challenge.begin(self._page)
         observation = await self._page.observe()
         await self._keep_picture()
-        return [system(screen_rules(self._world.protocol)), user(f"Task: {goal}\n{observation}")]
+        rules = NAME_RULES if self._world.by_name else screen_rules(self._world.protocol)
+        return [system(rules), user(f"Task: {goal}\n{observation}")]
 
     async def step(self, reply: Message) -> EnvStep:
         page = self._opened()
         self._turn += 1
         self._replies.append(reply.content)
-        action = read_screen_reply(reply, self._world.protocol)
+        action = self._read(reply, page)
         if isinstance(action, str):
-            return await self._answer(action, None, is_unparsable=True)
+            return await self._answer(action, None, is_unparsable=not action.startswith(NOTE))
         says_done = action.kind == "done"
         observation = "" if says_done else await page.act(action)
         return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))
+
+    def _read(self, reply: Message, page: PageSession) -> ScreenAction | str:
+        if self._world.by_name:
+            return read_named_reply(reply.content, page.elements)
+        return read_screen_reply(reply, self._world.protocol)
 
     async def close(self) -> None:
         page, self._page = self._page, None

@@ -16,12 +16,15 @@
     assistant  submit                                                   outcome 1.0: all hidden tests pass
 
 Code runs in a sandbox (docs/sandbox.md). Only the last code counts: `submit`, or the last turn, runs it against the
-hidden tests. Problems are generated (`code_problems.py`; one in five is held out, by hash), or come from MBPP,
-HumanEval or APPS files (`code_data.py`): `path=` names a file, or a folder with train.jsonl and test.jsonl.
+hidden tests. With `shell` the code is also the file solution.py in a sandbox session, where `$ COMMAND` can try and
+change it; a fork of the env forks the session. Problems are generated (`code_problems.py`; one in five is held out, by
+hash), or come from MBPP, HumanEval or APPS files (`code_data.py`): `path=` names a file, or a folder with train.jsonl
+and test.jsonl.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import random
@@ -35,20 +38,26 @@ from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.code_data import json_to_test, load_problems
 from turnwise.envs.library.code_problems import Level, draw_problem, problem_levels
-from turnwise.envs.sandbox import Sandbox, SandboxKind
+from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
 from turnwise.envs.sandbox.limits import shorten_middle
 from turnwise.envs.sandbox.python_tests import CallTest, PythonTest, TestsOutcome, run_python_tests
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, draw_tasks, random_for
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError
 from turnwise.trajectory import Message
 
 RULES = "Write the Python function in a ```python block. Tests answer it. When they pass, say submit."
+SHELL_RULES = (
+    "Write the Python function in a ```python block: it becomes solution.py, and tests answer it. "
+    "$ COMMAND runs in a shell beside it; test runs the tests again. When they pass, say submit."
+)
 NO_CODE = "Write the function in a ```python block, or say submit when it is done."
+SOLUTION = "solution.py"
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SUBMIT = re.compile(r"^[ \t]*submit[ \t.!]*$", re.IGNORECASE | re.MULTILINE)
 _CODE_LINE = re.compile(r"^(?:def |import |from |class |@)", re.MULTILINE)
+_TEST = re.compile(r"^[ \t]*test[ \t.!]*$", re.IGNORECASE | re.MULTILINE)
 _MAX_CODE_CHARS = 20_000
 _SHOWN_CHARS = 400
 
@@ -64,6 +73,12 @@ def read_reply(text: str) -> tuple[str | None, bool]:
     if code is None:
         return None, says_submit
     return _SUBMIT.sub("", text[code.start() :])[:_MAX_CODE_CHARS], says_submit
+
+
+def read_commands(text: str) -> str | None:
+    """The commands of a reply that begins with one: all its lines that begin with $."""
+    commands = [line[2:] for line in text.split("\n") if line.startswith("$ ")]
+    return "\n".join(commands) if text.lstrip().startswith("$ ") and commands else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +104,12 @@ class Code:
     """Reward for the first reply with code that can be tested."""
     partial_credit: float = 0.0
     """Share of the outcome that is paid in proportion to the hidden tests passed. The rest is paid if all pass."""
+    shell: bool = False
+    """Also take `$ COMMAND`, in a session where the code is the file solution.py, and `test`."""
+    command_s: float = 5.0
+    """With `shell`: time limit of one command."""
+    observation_chars: int = 600
+    """With `shell`: the middle of a longer answer is left out."""
     sandbox: SandboxKind = "bubblewrap"
     """`subprocess` sets limits but does not isolate."""
     _sandbox: Sandbox = field(init=False, repr=False, compare=False)
@@ -101,9 +122,15 @@ class Code:
             raise ConfigError(f"max_turns={self.max_turns}, num_visible={self.num_visible}; expected at least 1")
         if not 0 <= self.partial_credit <= 1:
             raise ConfigError(f"partial_credit={self.partial_credit}; expected 0 to 1")
+        if self.command_s <= 0 or self.observation_chars < 100:
+            raise ConfigError(
+                f"command_s={self.command_s}, observation_chars={self.observation_chars}; "
+                "expected more than 0 s, and at least 100 characters"
+            )
         tasks: Mapping[Split, Sequence[Task]] = {} if self.path is None else load_problems(self.path, self.num_visible)
         object.__setattr__(self, "_from_file", tasks)
-        object.__setattr__(self, "_sandbox", Sandbox(self.sandbox))
+        limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
+        object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         rng = random_for(self.name, self.level, split, seed)
@@ -155,40 +182,80 @@ class CodeEnv:
         self._hidden = tuple(json_to_test(item) for item in data["hidden"])
         self._turn = 0
         self._code: str | None = None
+        self._session: Session | None = None
+        self._said = hashlib.sha256()
+        if sandbox.can_fork or not world.shell:  # without it, whoever branches plays the replies again
+            self.fork = self._fork
 
     async def start(self) -> list[Message]:
         tests = "\n".join(str(test) for test in self._visible)
-        return [system(RULES), user(f"{self._question}\nTests:\n{tests}")]
+        rules = SHELL_RULES if self._world.shell else RULES
+        return [system(rules), user(f"{self._question}\nTests:\n{tests}")]
 
     async def step(self, reply: Message) -> EnvStep:
         self._turn += 1
+        self._said.update(reply.content.encode("utf-8", "replace") + b"\0")
+        is_last = self._turn >= self._world.max_turns
+        command = read_commands(reply.content) if self._world.shell else None
+        if command is not None:
+            answer = await self._command(command)
+            return (
+                await self._judge({}) if is_last and self._code is not None else self._answer(answer, is_last=is_last)
+            )
         code, says_submit = read_reply(reply.content)
         is_first = code is not None and self._code is None
-        self._code = code if code is not None else self._code
+        if code is not None:
+            self._write(code)
         reward = {"format": self._world.format_reward} if is_first and _can_be_tested(code) else {}
-        is_last = self._turn >= self._world.max_turns
         if self._code is not None and (says_submit or is_last):
             return await self._judge(reward)
-        if self._code is None or code is None:
-            is_lost = is_last and self._code is None
-            return EnvStep(
-                messages=[user(NO_CODE)],
-                terminated=is_lost,
-                is_success=False if is_lost else None,
-                is_unparsable=True,
-            )
+        says_test = self._world.shell and bool(_TEST.search(reply.content))
+        if self._code is None or (code is None and not says_test):
+            return self._answer(NO_CODE, is_last=is_last, is_unparsable=True)
         outcome = await self._run(self._visible)
         return EnvStep(messages=[user(describe_outcome(outcome, self._visible))], reward=reward)
 
     async def close(self) -> None:
-        pass
+        if self._session is not None:
+            await self._session.close()
 
     def state_key(self) -> str:
-        """The last code, and the number of turns played."""
-        return f"turn {self._turn} {hashlib.sha256((self._code or '').encode('utf-8', 'replace')).hexdigest()[:16]}"
+        """The last code and the number of turns played; with a shell the whole dialogue, on which its state depends."""
+        seen = (self._code or "").encode("utf-8", "replace") if self._session is None else self._said.digest()
+        return f"turn {self._turn} {hashlib.sha256(seen).hexdigest()[:16]}"
 
-    def fork(self) -> CodeEnv:
-        return copy.copy(self)  # only text and numbers; every run has its own sandbox
+    def _fork(self) -> CodeEnv:
+        """An env that goes on from here, in a fork of the shell if there is one."""
+        other = copy.copy(self)
+        other._said = self._said.copy()
+        other._session = self._session.fork() if self._session is not None else None
+        other.fork = other._fork
+        return other
+
+    def _answer(self, text: str, *, is_last: bool, is_unparsable: bool = False) -> EnvStep:
+        """Go on, or end an attempt that has no code to judge."""
+        is_success = False if is_last else None
+        return EnvStep(messages=[user(text)], terminated=is_last, is_success=is_success, is_unparsable=is_unparsable)
+
+    async def _command(self, command: str) -> str:
+        """Run a command in the session, which is opened by the first one, and take over what became of the code."""
+        if self._session is None:
+            files = {SOLUTION: self._code} if self._code is not None else {}
+            self._session = self._sandbox.open(files=files)
+        try:
+            result = await self._session.run(command, self._world.command_s)
+        except DataError as error:
+            return f"error: {error}"
+        with contextlib.suppress(OSError):  # no such file, or something else of that name
+            data = self._session.files.read(SOLUTION, max_bytes=_MAX_CODE_CHARS)
+            self._code = data.decode("utf-8", "replace")
+        return result.to_text(self._world.observation_chars)
+
+    def _write(self, code: str) -> None:
+        self._code = code
+        if self._session is not None:
+            with contextlib.suppress(OSError):  # the policy may have made a folder of that name; the code counts
+                self._session.files.write(SOLUTION, code.encode("utf-8", "replace"))
 
     async def _run(self, tests: Sequence[PythonTest]) -> TestsOutcome:
         code = f"{self._setup}\n{self._code}" if self._setup else str(self._code)

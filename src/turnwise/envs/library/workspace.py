@@ -1,7 +1,7 @@
 """Work in one place with files, a shell, Python, a database and screens: do the chores, then say done.
 
     system     Do the chores. One action in a reply: $ COMMAND ...
-    user       1. Find the sum of all amounts of Ann in the orders and send it as a report.
+    user       1. Find the sum of all amounts of Ann in the orders and report it.
                2. In shop.db, set the balance of Ben to 42.
 
                Home
@@ -20,8 +20,9 @@
 
 All of it is one state: what a click downloads, the shell can read. The shell lives through the dialogue in a sandbox
 session (docs/sandbox.md), so an attempt can be forked in the middle. `interface` says what there is: `shell`, `screen`,
-or `both`; the same office can be worked in all three ways, so that they can be compared. What counts is what is there
-at the end: files, the database, the reports that were sent. One task in five is held out.
+or `both`; the same office can be worked in all three ways, so that they can be compared. With `browser` the screens are
+pages of a real Chromium, which cannot be forked. What counts is what is there at the end: files, the database, the
+reports that were sent. One task in five is held out.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ from turnwise.envs.library.workspace_office import (
     CUSTOMERS,
     Interface,
     OfficeChore,
-    OfficePortal,
+    OfficeScreens,
     OfficeWork,
     draw_office,
     expert_replies,
+    shell_replies,
 )
+from turnwise.envs.library.workspace_pages import OfficePages, pages_expert, pages_random_player
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.screen import ScreenAction, read_screen_reply
@@ -63,6 +66,8 @@ click ID
 type ID TEXT
 scroll up, scroll down
 back"""
+REPORT_BY_FILE = "A report is a file, reports/NAME.txt, that holds the value."
+REPORT_BY_FORM = "A report is sent by the form in Reports."
 
 _BLOCK = re.compile(r"```(bash|sh|shell|python|py|sql)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SQL = """\
@@ -101,6 +106,8 @@ class Workspace:
 
     interface: Interface = "both"
     """What there is to work with: `shell`, `screen`, or `both`."""
+    browser: bool = False
+    """Show the screens as pages of a real Chromium. Such an attempt cannot be forked."""
     chores: int = 2
     """How many chores a task has, 1 to 12."""
     reports_only: bool = False
@@ -130,6 +137,8 @@ class Workspace:
                 f"spare_turns={self.spare_turns}, command_s={self.command_s}, "
                 f"observation_chars={self.observation_chars}; expected 0 or more turns, more than 0 s, 200 characters"
             )
+        if self.browser and self.interface == "shell":
+            raise ConfigError("browser=true and interface=shell: a shell has no screens; use screen or both")
         check_fractions(self, "partial_credit")
         limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
         object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
@@ -149,7 +158,10 @@ class Workspace:
         return play_demonstrations(self, lambda task: self.expert(task, seed), count, seed, concurrency=4)
 
     def expert(self, task: Task, seed: int) -> ScriptedPlayer:  # noqa: ARG002 - an expert has no doubts
-        replies = expert_replies(OfficeWork.from_json(task.data, self.interface))
+        office = OfficeWork.from_json(task.data, self.interface)
+        if self.browser:
+            return pages_expert(office, shell_replies(office))
+        replies = expert_replies(office)
         return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
@@ -164,6 +176,8 @@ class Workspace:
             "```sql\nSELECT * FROM customers\n```",
             "done",
         ]
+        if self.browser:
+            return pages_random_player(rng, commands if self.interface == "both" else ())
         choices = {"shell": commands, "screen": actions, "both": [*actions, *commands]}[self.interface]
         return lambda _: rng.choice(choices)
 
@@ -181,20 +195,25 @@ class WorkspaceEnv:
         self._world = world
         self._sandbox = sandbox
         self._office = office
-        self._portal = OfficePortal(office.orders, has_download=office.interface == "both")
+        self._portal: OfficeScreens | OfficePages = (
+            OfficePages(office, world.observation_chars)
+            if world.browser
+            else OfficeScreens(office, world.observation_chars)
+        )
         self._session: Session | None = None
         self._turn = 0
         self._said = hashlib.sha256()
-        if sandbox.can_fork:  # without it, whoever branches plays the replies again
+        if sandbox.can_fork and not world.browser:  # without it, whoever branches plays the replies again
             self.fork = self._fork
 
     async def start(self) -> list[Message]:
         interface = self._office.interface
         parts = [SHELL_RULES] if interface != "screen" else []
         parts += [SCREEN_RULES] if interface != "shell" else []
-        rules = "\n".join(["Do the chores. One action in a reply:", *parts, "done, when all is done"])
-        chores = [f"{n}. {chore.say(interface)}" for n, chore in enumerate(self._office.chores, start=1)]
-        screen = f"\n\n{self._screen()}" if interface != "shell" else ""
+        parts += ["done, when all is done", REPORT_BY_FILE if interface == "shell" else REPORT_BY_FORM]
+        rules = "\n".join(["Do the chores. One action in a reply:", *parts])
+        chores = [f"{n}. {chore.say()}" for n, chore in enumerate(self._office.chores, start=1)]
+        screen = f"\n\n{await self._portal.show()}" if interface != "shell" else ""
         return [system(rules), user("\n".join(chores) + screen)]
 
     async def step(self, reply: Message) -> EnvStep:
@@ -215,8 +234,11 @@ class WorkspaceEnv:
         return EnvStep(messages=[user(answer)], is_unparsable=is_unparsable)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        try:
+            await self._portal.close()
+        finally:
+            if self._session is not None:
+                await self._session.close()
 
     def state_key(self) -> str:
         """The whole dialogue, because the shell's state depends on all of it."""
@@ -225,6 +247,7 @@ class WorkspaceEnv:
     def _fork(self) -> WorkspaceEnv:
         """An env that goes on from here: its own screens, and a fork of the session."""
         other = WorkspaceEnv(self._world, self._sandbox, self._office)
+        assert isinstance(self._portal, OfficeScreens)
         other._portal = self._portal.copy()
         other._turn, other._said = self._turn, self._said.copy()
         other._session = self._session.fork() if self._session is not None else None
@@ -249,14 +272,11 @@ class WorkspaceEnv:
         return result.to_text(self._world.observation_chars)
 
     async def _act(self, action: ScreenAction) -> str:
-        problem, is_download = self._portal.act(action)
-        if is_download:
-            (await self._shell()).files.write("orders.csv", self._office.csv.encode())
-            problem = "orders.csv was saved to /work."
-        return f"{problem}\n\n{self._screen()}" if problem else self._screen()
-
-    def _screen(self) -> str:
-        return self._portal.to_text(self._world.observation_chars)
+        seen, downloads = await self._portal.act(action)
+        for name, content in downloads.items():
+            (await self._shell()).files.write(name, content)
+        saved = [f"{name} was saved to /work." for name in downloads]
+        return "\n\n".join([*saved, seen])
 
     async def _judge(self, *, is_unparsable: bool) -> EnvStep:
         chores = self._office.chores
@@ -281,9 +301,13 @@ class WorkspaceEnv:
             return all(self._read(f"done/{name}") == self._office.notes[name] for name in wanted) and not any(
                 self._read(f"notes/{name}") for name in wanted
             )
+        return self._reported(chore.name) == chore.value
+
+    def _reported(self, name: str) -> str | None:
+        """The report about a customer that the office has: the portal's, or without one the file's."""
         if self._office.interface == "shell":
-            return (self._read(f"reports/{chore.name}.txt") or "").strip() == chore.value
-        return self._portal.sent.get(chore.name) == chore.value
+            return (self._read(f"reports/{name}.txt") or "").strip()
+        return self._portal.sent.get(name)
 
     def _read(self, path: str) -> str | None:
         """A file that the policy may have left; None if there is no such regular file."""

@@ -37,15 +37,14 @@ class OfficeChore:
     def is_report(self) -> bool:
         return self.kind in ("total", "count", "largest")
 
-    def say(self, interface: Interface) -> str:
+    def say(self) -> str:
         what = {
             "total": f"the sum of all amounts of {self.name}",
             "count": f"the number of orders of {self.name}",
             "largest": f"the largest amount of {self.name}",
         }
         if self.is_report:
-            where = f"write it to reports/{self.name}.txt" if interface == "shell" else "send it as a report"
-            return f"Find {what[self.kind]} in the orders and {where}."
+            return f"Find {what[self.kind]} in the orders and report it."
         if self.kind == "balance":
             return f"In shop.db, set the balance of {self.name} to {self.value}."
         return f"Move all files in notes that hold the word {self.name} to the folder done."
@@ -235,6 +234,37 @@ class OfficePortal:
         return ""
 
 
+class OfficeScreens:
+    """The portal as screens of a state machine, with the methods of the one that is a real page."""
+
+    def __init__(self, office: OfficeWork, max_chars: int) -> None:
+        self._office = office
+        self._max_chars = max_chars
+        self._portal = OfficePortal(office.orders, has_download=office.interface == "both")
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        return self._portal.sent
+
+    async def show(self) -> str:
+        return self._portal.to_text(self._max_chars)
+
+    async def act(self, action: ScreenAction) -> tuple[str, dict[str, bytes]]:
+        """Do what the action says. Return what is on the screen, and what was downloaded."""
+        problem, is_download = self._portal.act(action)
+        screen = self._portal.to_text(self._max_chars)
+        downloads = {"orders.csv": self._office.csv.encode()} if is_download else {}
+        return f"{problem}\n\n{screen}" if problem else screen, downloads
+
+    async def close(self) -> None:
+        pass
+
+    def copy(self) -> OfficeScreens:
+        other = OfficeScreens(self._office, self._max_chars)
+        other._portal = self._portal.copy()
+        return other
+
+
 def expert_replies(office: OfficeWork) -> list[str]:
     """What an expert says, up to `done`."""
     portal = OfficePortal(office.orders, has_download=office.interface == "both")
@@ -262,6 +292,12 @@ def expert_replies(office: OfficeWork) -> list[str]:
         act("type", "Customer", chore.name)
         act("type", "Value", chore.value)
         act("click", "Send")
+    return [*replies, *shell_replies(office), "done"]
+
+
+def shell_replies(office: OfficeWork) -> list[str]:
+    """What an expert says to the shell about chores that screens have no part in."""
+    replies: list[str] = []
     for chore in office.chores:
         if chore.kind == "balance":
             replies.append(f"```sql\nUPDATE customers SET balance = {chore.value} WHERE name = '{chore.name}'\n```")
@@ -269,4 +305,4 @@ def expert_replies(office: OfficeWork) -> list[str]:
             replies.append(f"$ mkdir -p done && grep -l {chore.name} notes/* | xargs mv -t done")
         elif office.interface == "shell":
             replies.append(f"$ mkdir -p reports && {chore.awk()} > reports/{chore.name}.txt")
-    return [*replies, "done"]
+    return replies

@@ -30,12 +30,16 @@ TASK = Task(
     },
 )
 RIGHT = "```python\ndef solve(n):\n    return n * 2\n```"
+SHELL: dict[str, Any] = {"shell": True, "max_turns": 8}
 
 
 async def play(*replies: str, task: Task = TASK, **options: Any) -> list[EnvStep]:
     env = Code(**options).make_env(task, 0)
     await env.start()
-    return [await env.step(assistant(reply)) for reply in replies]
+    try:
+        return [await env.step(assistant(reply)) for reply in replies]
+    finally:
+        await env.close()
 
 
 async def test_code_that_passes_is_told_so_and_submit_is_judged_by_the_hidden_tests() -> None:
@@ -115,6 +119,42 @@ async def test_replies_without_code_are_unparsable_and_the_attempt_ends_in_time(
 )
 def test_replies_are_read_as_people_write_them(text: str, code: str | None, says_submit: bool) -> None:
     assert read_reply(text) == (code, says_submit)
+
+
+async def test_with_a_shell_the_code_is_a_file_that_commands_change_and_the_hidden_tests_judge() -> None:
+    wrong = RIGHT.replace("n * 2", "n * 3")
+    steps = await play("$ ls", wrong, "$ sed -i 's/3/2/' solution.py; cat solution.py", "test", "submit", **SHELL)
+    assert [step.messages[0].content for step in steps[:4]] == [
+        "[no output]",
+        "0 of 2 tests pass.\nsolve(2) gave 6, expected 4.\nsolve(5) gave 15, expected 10.",
+        "def solve(n):\n    return n * 2",
+        "2 of 2 tests pass. Say submit, or write it again.",
+    ]
+    assert [sum(step.reward_parts.values()) for step in steps] == [0.0, 0.1, 0.0, 0.0, 1.0]
+
+
+async def test_what_a_shell_leaves_in_place_of_the_code_is_not_followed() -> None:
+    link = "$ rm -f solution.py; ln -s /etc/passwd solution.py"
+    steps = await play(RIGHT, link, "$ rm solution.py; mkdir solution.py", RIGHT, "submit", **SHELL)
+    assert steps[-1].is_success  # the last code counts
+    (ended,) = await play("$ true", max_turns=1, shell=True)
+    assert (ended.terminated, ended.is_success) == (True, False)
+    (step,) = await play("$ ls")  # without the option a command is no code
+    assert step.is_unparsable
+
+
+async def test_a_fork_goes_on_in_a_shell_of_its_own() -> None:
+    env = Code(**SHELL).make_env(TASK, 0)
+    await env.start()
+    for reply in (RIGHT, "$ X=7"):
+        await env.step(assistant(reply))
+    fork = env.fork()
+    await env.step(assistant("$ X=8; echo 'def solve(n): return 0' > solution.py"))
+    assert (await fork.step(assistant("$ echo $X"))).messages[0].content == "7"
+    assert (await fork.step(assistant("submit"))).is_success
+    assert not (await env.step(assistant("submit"))).is_success
+    for one in (env, fork):
+        await one.close()
 
 
 @pytest.mark.parametrize("level", LEVELS)
