@@ -362,14 +362,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
     parser.add_argument("--horizon-s", type=float, default=0, help="of these, seconds for attempts of other lengths")
     parser.add_argument("--arms", nargs="*", help="default: all")
-    parser.add_argument("options", nargs="*", help="more options of every run, and tokens=N")
+    parser.add_argument("--tokens", type=int, help="sampled tokens of every run")
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
     options = parser.parse_args(argv)
     study = STUDIES[options.study]
-    own = [text for text in options.options if not text.startswith("tokens=")]
-    for text in set(options.options) - set(own):
-        study = replace(study, tokens=int(text.removeprefix("tokens=")))
     arms = {arm: study.arms[arm] for arm in options.arms or study.arms}
-    run = StudyRun(options.study, replace(study, world=(*study.world, *own), arms=arms), options)
+    study = replace(study, world=(*study.world, *options.set), arms=arms, tokens=options.tokens or study.tokens)
+    run = StudyRun(options.study, study, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs) as pool:  # its end kills what still runs

@@ -144,7 +144,7 @@ def python_value(files: dict[str, str], file: str, name: str, number: int) -> in
                     module = types.ModuleType(one)
                     sys.modules[one] = module
                     added.append(one)
-                    exec(waiting.pop(one), vars(module))
+                    exec(waiting.pop(one), vars(module))  # noqa: S102 - our own repo, as Python runs it
         return vars(sys.modules[file])[name](number)
     finally:
         for one in added:
@@ -165,13 +165,12 @@ def test_the_interpreter_computes_what_python_computes(level: int) -> None:
 def test_the_script_does_every_ticket_in_the_actions_that_it_is_given(level: int) -> None:
     world = Repository(level=level, patience=1.0)
     env = world.make_env(world.tasks("test", 1, seed=0)[0], seed=0)
-    for count in range(1, world.max_turns + 1):
-        (step,) = play(env, env.demonstrate())
-        if step.is_over:
-            break
-    assert step.is_success
-    assert count >= 3
-    assert step.info["tickets"] == LEVELS[level].tickets
+    steps: list[EnvStep] = []
+    while not steps or not steps[-1].is_over:
+        steps += play(env, env.demonstrate())
+    assert 3 <= len(steps) <= world.max_turns
+    assert steps[-1].is_success
+    assert steps[-1].info["tickets"] == LEVELS[level].tickets
 
 
 def test_a_fork_goes_its_own_way() -> None:
