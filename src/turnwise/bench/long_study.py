@@ -120,8 +120,10 @@ def warm_up(study: Study, out: Path, seed: int, number: int) -> float:
     if not done.is_file():
         begin = [f"model.from={before}"] if number else []
         rounds = ["train.steps=0", "eval.tasks=0", f"train.seed={1000 * number + seed}"]
-        _silently([*study.world, *study.warm, *begin, *rounds], place)
-        played = evaluate(place, overrides=[text for text in study.world[1:] if text.startswith("env.")])
+        world = [text for text in study.world if not text.startswith("eval.")]
+        _silently([*world, *study.warm, *begin, *rounds], place)
+        own = [text for text in study.world if text.startswith(("env.", "eval.tasks"))]
+        played = evaluate(place, overrides=own)
         done.write_text(json.dumps(played.row.success), encoding="utf-8")
     return float(json.loads(done.read_text(encoding="utf-8")))
 
@@ -293,15 +295,16 @@ class StudyRun:
     def play(self, pool: Pool) -> None:
         """The attempts of other lengths, with every policy that is there."""
         places = sorted(place.name for place in self.out.iterdir() if place.is_dir() and is_run(place))
-        last = [max(place for place in places if place.startswith(f"warm-{seed}-")) for seed in self.seeds]
         trained = [_name(arm, seed) for seed in self.seeds for arm in self.study.arms]
-        for place, seed in zip(last, self.seeds, strict=True):
-            if not (self.out / f"warm_up-{seed}").exists():
-                (self.out / f"warm_up-{seed}").symlink_to(place)
+        for seed in self.seeds:
+            rounds = [place for place in places if place.startswith(f"warm-{seed}-")]
+            if rounds and not (self.out / f"warm_up-{seed}").exists():
+                (self.out / f"warm_up-{seed}").symlink_to(max(rounds))
         jobs = [
             partial(play_horizon, self.study, self.out, place, horizon)
             for horizon in self.study.horizons
-            for place in [*(f"warm_up-{seed}" for seed in self.seeds), *(one for one in trained if one in places)]
+            for place in [*(f"warm_up-{seed}" for seed in self.seeds), *trained]
+            if is_run(self.out / place)
         ]
         self._wait(pool, jobs, self.deadline_s, self.played.append)
         self.write(None)
@@ -334,23 +337,24 @@ class StudyRun:
 
     def _wait(self, pool: Pool, jobs: Sequence[Callable[[], Any]], until_s: float, done: Callable[[Any], None]) -> None:
         """Run the jobs until all have ended or the time is up. A job that fails is told and does not end the study."""
-        waiting = [pool.apply_async(job) for job in jobs]
+        waiting = [pool.apply_async(_attempt, (job,)) for job in jobs]
         while waiting and time.monotonic() < until_s:
             time.sleep(0.5)
             for one in [one for one in waiting if one.ready()]:
                 waiting.remove(one)
-                if one.successful():
-                    done(one.get())
+                value, failure = one.get()
+                if failure:
+                    print(f"a job failed: {failure}", flush=True)
                 else:
-                    print(f"a job failed: {_failure(one)}", flush=True)
+                    done(value)
 
 
-def _failure(job: Any) -> str:
+def _attempt(job: Callable[[], Any]) -> tuple[Any, str]:
+    """The job's value, or why it failed; some errors cannot travel between processes."""
     try:
-        job.get()
+        return job(), ""
     except Exception as error:  # noqa: BLE001 - whatever it was, it is told
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return None, f"{type(error).__name__}: {error}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
