@@ -31,6 +31,7 @@ SHIPPED_WORLDS: Mapping[str, str] = {
     "tic_tac_toe": "turnwise.envs.library.tic_tac_toe:TicTacToe",
     "twenty_questions": "turnwise.envs.library.twenty_questions:TwentyQuestions",
     "search": "turnwise.envs.library.search:Search",
+    "repository": "turnwise.envs.library.repository:Repository",
     "household": "turnwise.envs.library.household:Household",
     "workflow": "turnwise.envs.library.workflow:Workflow",
     "workspace": "turnwise.envs.library.workspace:Workspace",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from turnwise.envs.base import Split, Task
 from turnwise.errors import ConfigError
@@ -55,3 +56,8 @@ def draw_tasks(make_task: Callable[[random.Random], Task], split: Split, count: 
 def in_split(tasks: Iterable[Task], split: Split) -> list[Task]:
     """The tasks of one split, by the hash of their ids."""
     return [task for task in tasks if split_of(task.id) == split]
+
+
+def content_id(data: Mapping[str, Any]) -> str:
+    """A short name for JSON values. Tasks named by their content are never in both splits."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode("utf-8")).hexdigest()[:12]

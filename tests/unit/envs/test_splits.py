@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
+from cases import for_each
 from turnwise.envs.base import Task
+from turnwise.envs.registry import get_world
 from turnwise.envs.splits import draw, draw_tasks, in_split, random_for, split_of
 from turnwise.errors import ConfigError
 
@@ -60,3 +63,12 @@ def test_splits_make_up_the_whole() -> None:
 
 def test_text_seeds_mean_the_same_everywhere() -> None:
     assert random_for("world", "train", 3).randrange(10**6) == random.Random("world:train:3").randrange(10**6)
+
+
+@for_each("name", ["household", "workflow", "repository"])
+def test_the_smallest_tasks_of_long_worlds_are_held_out_by_what_they_hold(name: str) -> None:
+    world = get_world(name, level=0)
+    train, test = ({json.dumps(task.data) for task in world.tasks(split, 100, 0)} for split in ("train", "test"))
+    assert train
+    assert test
+    assert not train & test

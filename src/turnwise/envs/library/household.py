@@ -32,7 +32,7 @@ from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.household_house import LEVELS, ROOMS, THINGS, Size, draw_house, shortest_play, way
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
-from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.envs.splits import content_id, draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
@@ -109,7 +109,7 @@ class Household:
 
     def _draw_task(self, rng: random.Random) -> Task:
         house = draw_house(self.size, rng)
-        return Task(id=f"house-{self.level}-{rng.getrandbits(40):010x}", data=house)
+        return Task(id=f"house-{self.level}-{content_id(house)}", data=house)
 
     def _player(self, rng: random.Random) -> ScriptedPlayer:
         """Do the chore that is due; look for what was not seen yet."""

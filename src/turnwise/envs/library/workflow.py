@@ -29,7 +29,7 @@ from turnwise.envs.base import EnvStep, Split, Task, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
-from turnwise.envs.splits import draw_tasks, random_for
+from turnwise.envs.splits import content_id, draw_tasks, random_for
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
 
@@ -110,9 +110,10 @@ class Workflow:
     def _draw_task(self, rng: random.Random) -> Task:
         words = [rng.choice(WORDS) for _ in range(self.num_cells)]
         seals = [rng.choice(WORDS) for _ in range(self.shape[2])]
-        form = f"{self.shape[0]}x{self.shape[1]}"
-        name = f"form-{form}-{'-'.join(seals)}-{rng.getrandbits(32):08x}"
-        return Task(id=name, data={"words": words, "seals": seals, "columns": self.shape[1]})
+        for index, seal in enumerate(seals, start=1):  # a word that nobody sees would make two tasks of one
+            words[-(-index * self.num_cells // len(seals)) - 1] = seal
+        form = {"words": words, "seals": seals, "columns": self.shape[1]}
+        return Task(id=f"form-{self.shape[0]}x{self.shape[1]}-{content_id(form)}", data=form)
 
     def _player(self, rng: random.Random) -> ScriptedPlayer:
         def reply(dialogue: Sequence[Message]) -> str:
