@@ -17,6 +17,7 @@ from turnwise.client.fake import ScriptedSampler
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import VersionedSampler
 from turnwise.commands.inspect import run_certify, run_replay
+from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
 from turnwise.envs.base import assistant
@@ -116,7 +117,9 @@ async def test_an_address_that_is_dead_hangs_or_talks_garbage_is_to_blame_and_no
             assert played.stats.metrics()["rollout/failures_opponent"] == 8  # each was tried twice
 
 
-def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished(tmp_path: Path) -> None:
+def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool = {"snapshot_every": 1, "last_weight": 50.0, "panel": ["base", "random"], "keep_last": 2, "best_weight": 0}
     env = {"options": {"opponent": "pool", "max_turns": 2}}
     changes = {"eval": {"tasks": 1, "keep_best": False}, "train": {**QUICK["train"], "keep_checkpoints": 1}}
@@ -141,6 +144,9 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     assert not orphan.exists()
     kept = {place.name for place in run.directory.glob("checkpoints/*/sampler_weights/*")}
     assert kept == {"opponent-000003", "opponent-000004"}, "the files of those that left the pool are gone"
+    capsys.readouterr()
+    assert run_eval(str(run.directory), None, "last", [], as_json=True) == 0
+    assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"base", "random"}
 
 
 def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:
