@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -24,9 +25,18 @@ def turnwise(*arguments: str) -> int:
 @pytest.mark.parametrize("kind", ["dpo", "refuel"])
 def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.parquet"
-    assert turnwise("pairs", "tiny", "--env", WORLD, "--kind", kind, "--tasks", "6", "--out", str(file)) == 0
-    assert f"{kind} pairs from" in capsys.readouterr().out
+    play = ("pairs", "tiny", "--env", WORLD, "--kind", kind, "--out", str(file))
+    assert turnwise(*play, "--tasks", "6") == 0
+    said = capsys.readouterr().out
+    assert f"{kind} pairs from" in said
     stored = read_pairs(file)
+    assert all(len(one.rest) == (6 if kind == "dpo" else 0) for one in stored), "the other dialogues of a task are kept"
+    assert turnwise(*play, "--tasks", "64", "--tokens", "1") == 0
+    first = int(re.search(r"from (\d+) attempts", capsys.readouterr().out)[1])  # type: ignore[index]
+    assert first == 16 * (8 if kind == "dpo" else 2), "one part of the tasks is enough"
+    assert turnwise(*play, "--tasks", "2", "--tokens", "1000000") == 2
+    assert "add --tasks" in capsys.readouterr().err
+    assert turnwise(*play, "--tasks", "6") == 0
     assert {(one.kind, one.model, one.run) for one in stored} == {(kind, "tiny", "")}
     for one in stored:
         assert one.pair.reward_difference > 0

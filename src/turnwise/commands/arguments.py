@@ -351,6 +351,9 @@ def _add_pairs(commands: Any) -> None:
     parser.add_argument("--env", metavar="NAME", help="the world (default: the world of the run)")
     parser.add_argument("--tasks", type=int, default=64, metavar="N", help="number of train tasks to play (default 64)")
     parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="stop once N tokens were sampled (default: play all tasks)"
+    )
+    parser.add_argument(
         "--samples", type=int, metavar="N", help="dialogues per task (default: 8 for dpo, 2 for refuel)"
     )
     parser.add_argument(
@@ -379,7 +382,7 @@ def _run_pairs(options: argparse.Namespace) -> int:
     from turnwise.commands.pairs import PairOptions, run_pairs
     from turnwise.errors import ConfigError
 
-    for name, least in (("tasks", 1), ("samples", 2)):
+    for name, least in (("tasks", 1), ("tokens", 0), ("samples", 2)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}; expected at least {least}")
@@ -398,6 +401,7 @@ def _run_pairs(options: argparse.Namespace) -> int:
             out=Path(options.out).expanduser(),
             env=options.env,
             num_tasks=options.tasks,
+            num_tokens=options.tokens,
             samples=options.samples,
             turn=options.turn,
             is_stored=options.stored,

@@ -43,6 +43,8 @@ from turnwise.training.setup import find_facts
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
+TASKS_AT_ONCE = 16
+"""With a limit on tokens: how many tasks are played before they are counted."""
 DEFAULT_SAMPLES = {"dpo": 8, "refuel": 2}
 ADVICE = {
     "constant": "every attempt at a task got the same reward: try another policy, or more --samples",
@@ -62,6 +64,8 @@ class PairOptions:
     out: Path
     env: str | None = None
     num_tasks: int = 64
+    num_tokens: int = 0
+    """Stop once so many tokens were sampled; 0: play all tasks."""
     samples: int | None = None
     turn: TurnDistribution = "uniform"
     is_stored: bool = False
@@ -80,6 +84,8 @@ class _Found:
     pairs: list[StoredPair] = field(default_factory=list[StoredPair])
     dropped: Counter[str] = field(default_factory=Counter[str])
     num_attempts: int = 0
+    num_tokens: int = 0
+    """Sampled tokens; 0 where nothing was played."""
 
     def add(self, group: TrajectoryGroup, kind: PairKind, store: Callable[[PreferencePair], StoredPair]) -> None:
         """The pairs that a group gives, if any."""
@@ -95,7 +101,8 @@ class _Found:
         for pair in pairs:
             why = _why_useless(pair, kind)
             if why is None:
-                self.pairs.append(store(pair))
+                rest = [one for one in group.trajectories if one not in (pair.chosen, pair.rejected)]
+                self.pairs.append(replace(store(pair), rest=tuple(rest) if kind == "dpo" else ()))
             else:
                 self.dropped[why] += 1
         if kind == "refuel" and len(group.trajectories) % 2:
@@ -139,7 +146,9 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
         raise ConfigError(f"no pairs from {found.num_attempts} attempts (left out: {lost or 'none'}){advice}")
     write_pairs(options.out, found.pairs)
     gap = sum(stored.pair.reward_difference for stored in found.pairs) / len(found.pairs)
-    print(f"{len(found.pairs)} {options.kind} pairs from {found.num_attempts} attempts, mean difference {gap:.3g}")
+    tokens = f" and {found.num_tokens:,} sampled tokens" if found.num_tokens else ""
+    attempts = f"{found.num_attempts} attempts{tokens}"
+    print(f"{len(found.pairs)} {options.kind} pairs from {attempts}, mean difference {gap:.3g}")
     if lost:
         print(f"left out: {lost}")
     print(f"wrote {options.out} ({options.out.stat().st_size / 1000:,.0f} kB)")
@@ -164,14 +173,25 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
         with policy.opposed(parts.world, parts.rollout) as world:
             seated = replace(parts, world=world)
             played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))
-    origin = origin_of(policy.config)
-    found = _Found(num_attempts=len(played.stats.kept) + played.stats.dropped.total())
-    found.dropped.update(group.why.replace("_", " ") for group in played.dropped)
+    origin, found = origin_of(policy.config), _Found()
     data = {task.id: task.data for task in tasks}
-    for group in played.groups:
-        store = partial(_store, options.kind, origin, _where(target, policy), policy.step)
-        found.add(group, options.kind, partial(store, data[group.task_id]))
+    for part in played:
+        found.num_attempts += len(part.stats.kept) + part.stats.dropped.total()
+        found.num_tokens += _num_sampled(part)
+        found.dropped.update(group.why.replace("_", " ") for group in part.dropped)
+        for group in part.groups:
+            store = partial(_store, options.kind, origin, _where(target, policy), policy.step)
+            found.add(group, options.kind, partial(store, data[group.task_id]))
+    if found.num_tokens < options.num_tokens:
+        raise ConfigError(
+            f"{options.num_tasks} tasks gave {found.num_tokens:,} sampled tokens, less than --tokens "
+            f"{options.num_tokens:,}; add --tasks"
+        )
     return found
+
+
+def _num_sampled(played: RolloutResult) -> int:
+    return int(played.stats.metrics().get("rollout/tokens_drawn", 0))
 
 
 def _where(target: str, policy: PolicySampler) -> str:
@@ -180,7 +200,8 @@ def _where(target: str, policy: PolicySampler) -> str:
 
 async def _play_tasks(
     policy: PolicySampler, sampler: SamplingClient, parts: Parts, tasks: Sequence[Task], options: PairOptions
-) -> RolloutResult:
+) -> list[RolloutResult]:
+    """Play all tasks at once; with a limit on tokens, some at a time."""
     renderer = make_renderer(sampler.get_tokenizer(), policy.config.rollout, policy.config.memory)
     samples = options.samples or DEFAULT_SAMPLES[options.kind]
     seed = derive_seed(policy.config.train.seed, "pairs")
@@ -189,14 +210,27 @@ async def _play_tasks(
         rollout = parts.rollout.model_copy(update=changes)
         player = Rollout(parts.world, sampler, renderer, rollout)
         player.rules = lambda task: parts.rules(task).model_copy(update=changes)
-        return await player.play(tasks, seed=seed)
+        return await _play_parts(player, tasks, seed, options)
     for world in leaves(parts.world).values():
         await check_can_branch(scripted_twin(world), parts.rollout)
     rollout = parts.rollout.model_copy(update={"group_size": samples, "min_group_size": 2})
     plan = PlayBranches(continuations=samples, turn=options.turn)
     player = BranchRollout(parts.world, sampler, renderer, rollout, plan=plan)
     player.rules = parts.rules
-    return await player.play(tasks, seed=seed)
+    return await _play_parts(player, tasks, seed, options)
+
+
+async def _play_parts(
+    player: Rollout | BranchRollout, tasks: Sequence[Task], seed: int, options: PairOptions
+) -> list[RolloutResult]:
+    if not options.num_tokens:
+        return [await player.play(tasks, seed=seed)]
+    played: list[RolloutResult] = []
+    for begin in range(0, len(tasks), TASKS_AT_ONCE):
+        played.append(await player.play(tasks[begin : begin + TASKS_AT_ONCE], seed=derive_seed(seed, begin)))
+        if sum(_num_sampled(part) for part in played) >= options.num_tokens:
+            break
+    return played
 
 
 def _store(

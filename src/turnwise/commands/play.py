@@ -44,14 +44,13 @@ def run_eval(target: str, env: str | None, step: str | None, overrides: Sequence
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
     with open_policy(target, env, step, overrides) as policy:
         evaluation = policy.evaluate()
-    row, rows = evaluation.row, evaluation.by_world
+    row, parts = evaluation.row, {"by_world": evaluation.by_world, "by_opponent": evaluation.by_opponent}
     if as_json:
-        worlds = {"by_world": {name: asdict(one) for name, one in rows.items()}} if rows else {}
-        print(json.dumps(asdict(row) | worlds))
+        told = {key: {name: asdict(one) for name, one in rows.items()} for key, rows in parts.items() if rows}
+        print(json.dumps(asdict(row) | told))
         return ExitCode.OK
-    for name, one in rows.items():
-        print(f"{name}: {evaluation_line(one)}")
-    print(f"together: {evaluation_line(row)}" if rows else evaluation_line(row))
+    lines = [f"{name}: {evaluation_line(one)}" for rows in parts.values() for name, one in rows.items()]
+    print("\n".join([*lines, f"together: {evaluation_line(row)}" if lines else evaluation_line(row)]))
     return ExitCode.OK
 
 

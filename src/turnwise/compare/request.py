@@ -2,7 +2,8 @@
 
     methods=grpo,grpo[credit=reward_to_go],ppo worlds=study_chain,study_luck[tokens=30000] seeds=10 jobs=8
 
-An option in brackets belongs to one method or one world; every other `section.key=value` is for all runs.
+An option in brackets belongs to one method or one world; every other `section.key=value` is for all runs. `{seed}` in
+a value is the run's seed: `refuel[data.pairs=pairs-{seed}.parquet]`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from turnwise.training.setup import read_config
 
 OWN_OPTIONS = ("methods", "env", "worlds", "seeds", "tokens", "jobs", "dir")
 EXAMPLE = "turnwise compare methods=grpo,ppo worlds=guess_number seeds=3"
+SEED = "{seed}"
+"""Stands for a run's seed in the value of an option."""
 MANY_STEPS = 1_000_000
 """More steps than any run needs: the limit on tokens ends the run."""
 
@@ -68,7 +71,8 @@ class CompareRequest:
 
     def config(self, world: ComparedWorld, variant: Variant, seed: int) -> Config:
         """The config of one run, before its limit on tokens is known."""
-        return read_config(world.name, [*self._overrides(world, variant), f"train.seed={seed}", "run.dialogues=0"])
+        own = [text.replace(SEED, str(seed)) for text in self._overrides(world, variant)]
+        return read_config(world.name, [*own, f"train.seed={seed}", "run.dialogues=0"])
 
     def notes(self) -> list[str]:
         """Notes about options of a world's file that this method does not read, or that the limit on tokens

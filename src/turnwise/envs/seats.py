@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from turnwise.envs.base import EnvStep, Task, assistant
@@ -26,6 +26,11 @@ from turnwise.trajectory import Message
 
 W = TypeVar("W")
 
+RESULT = "result"
+"""The label of a finished attempt: whether the policy's seat got more of the game's reward than the opponent's. Pools
+are rated by it."""
+WON_SHARES: Mapping[str, float] = {"won": 1.0, "drawn": 0.5, "lost": 0.0}
+"""How much of a win a result is."""
 OPPONENT_DEADLINE_S = 45.0
 """How long an opponent may take for one reply, if nobody says otherwise."""
 
@@ -91,6 +96,13 @@ class ScriptedOpponent:
         return self._world.scripted_reply(self.name, self._task, game, seed)
 
 
+def result_of(own: float, other: float) -> str:
+    """Whoever has the larger reward won; equal rewards are a draw."""
+    if abs(own - other) < 1e-9:
+        return "drawn"
+    return "won" if own > other else "lost"
+
+
 def scripted_env(world: TwoSidedWorld, task: Task, seed: int) -> SeatedEnv:
     """The env of a task against the script that the world's option `opponent` names."""
     if world.opponent not in world.scripted_opponents:
@@ -136,6 +148,7 @@ class SeatedEnv:
         if self.game.to_move is not None:
             return EnvStep(messages=self.game.view(self._seat), is_unparsable=not is_read, labels=labels)
         outcome = self.game.outcome(self._seat)
+        labels[RESULT] = result_of(outcome.reward, self.game.outcome(1 - self._seat).reward)
         return EnvStep(
             messages=outcome.messages,
             reward=outcome.reward,

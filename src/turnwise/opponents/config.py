@@ -62,10 +62,16 @@ class OpponentConfig(Section):
     best_weight: float = Field(
         default=1.0,
         ge=0,
-        description="With env.options.opponent=pool: weight of the snapshot that leaves the policy the least reward.",
+        description="With env.options.opponent=pool: weight of the snapshot with the highest Elo.",
     )
     scripted_weight: float = Field(
         default=1.0, ge=0, description="With env.options.opponent=pool: weight of the world's scripted players."
+    )
+
+    keep_files: Literal["needed", "all"] = Field(
+        default="needed",
+        description="With env.options.opponent=pool: keep the files of snapshots that the pool or a kept checkpoint "
+        "has, or of all, for a tournament of them.",
     )
 
     @field_validator("panel", mode="before")

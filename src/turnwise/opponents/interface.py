@@ -31,6 +31,10 @@ class RunOpponents(Protocol):
         """Let a snapshot of the policy join, if it is time."""
         ...
 
+    def let_go(self, kept: Sequence[PoolState]) -> list[str]:
+        """The paths of snapshots whose files nobody needs: neither the pool nor these states of checkpoints."""
+        ...
+
     def to_state(self) -> PoolState | None:
         """What a checkpoint keeps."""
         ...

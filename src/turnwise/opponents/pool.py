@@ -3,34 +3,34 @@
     pool.draw(task, seed) -> Opponent          # the same for all attempts of a group, whatever joins meanwhile
 
 A policy that plays only against itself forgets how to play others. Earlier snapshots in the pool keep them in its
-data. A member's rating is what it leaves the policy: the mean reward of the policy against it, with recent games
-counted more. `best` is the snapshot that leaves the least.
+data. Members are rated on the Elo scale (`turnwise.opponents.elo`) by the attempts that they were recorded in: the side
+with the larger reward won. The policy itself changes, so its games count as those of the snapshot that it was last, and
+before the first snapshot as those of `start`. `best` is the snapshot with the highest rating.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+import numpy as np
+
 from turnwise.envs.base import Task
-from turnwise.envs.seats import Opponent
+from turnwise.envs.seats import WON_SHARES, Opponent
 from turnwise.envs.splits import random_for
 from turnwise.opponents.config import OpponentConfig
+from turnwise.opponents.elo import elo_ratings
 
-RATING_DECAY = 0.9
-"""How much of the old rating is left after one more step with games."""
+START = "start"
+"""Who the policy is before its first snapshot."""
+SNAPSHOT_FILES = "opponent-"
+"""How the names of the snapshots' checkpoints begin."""
 _REMEMBERED = 4096
 """Groups whose opponent is remembered; more are never under way at once."""
-
-
-class RatingState(TypedDict):
-    """How the policy did against one member."""
-
-    num_games: int
-    reward: float
 
 
 class PoolState(TypedDict):
@@ -38,7 +38,10 @@ class PoolState(TypedDict):
 
     snapshots: dict[str, str]
     """Name to checkpoint, oldest first."""
-    ratings: dict[str, RatingState]
+    newest: str
+    """The snapshot that the policy was last, or `start`."""
+    results: dict[str, dict[str, list[float]]]
+    """Who the policy was, to opponent, to the games that it won and all games."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,23 +55,40 @@ class OpponentPool:
     snapshots: OrderedDict[str, Opponent] = field(default_factory=OrderedDict[str, Opponent])
     """By name, oldest first."""
     paths: dict[str, str] = field(default_factory=dict[str, str])
-    """Of every snapshot that ever joined: where its checkpoint is."""
-    ratings: dict[str, RatingState] = field(default_factory=dict[str, RatingState])
+    """Of every snapshot that joined and whose files were not let go: where its checkpoint is."""
+    newest: str = START
+    results: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     _drawn: OrderedDict[tuple[str, int], Opponent] = field(default_factory=OrderedDict[tuple[str, int], Opponent])
 
     def add_snapshot(self, name: str, opponent: Opponent, path: str) -> None:
-        """Let a snapshot join. Those that are neither among the last ones nor the best leave."""
-        self.snapshots[name], self.paths[name] = opponent, path
-        best = self.best
+        """Let a snapshot join. Those that are neither among the last ones nor the best leave; where the best has no
+        weight, it leaves, too."""
+        self.snapshots[name], self.paths[name], self.newest = opponent, path, name
+        best = self.best if self.config.best_weight else None
         for old in list(self.snapshots)[: -self.config.keep_last]:
             if old != best:
                 del self.snapshots[old]
 
     @property
     def best(self) -> str | None:
-        """The snapshot that leaves the policy the least reward; the newest one while nobody has played."""
-        rated = {name: self.ratings[name]["reward"] for name in self.snapshots if name in self.ratings}
-        return min(rated, key=lambda name: rated[name]) if rated else next(reversed(self.snapshots), None)
+        """The snapshot with the highest rating, of equals the newest; None if there is none yet."""
+        ratings = self.ratings()
+        return max(reversed(self.snapshots), key=lambda name: ratings.get(name, 0.0), default=None)
+
+    def ratings(self) -> dict[str, float]:
+        """The Elo of everybody with a game, with mean 0. Games of the policy against what it was last say nothing."""
+        games = [
+            (own, other, *counts)
+            for own, against in self.results.items()
+            for other, counts in against.items()
+            if own != other
+        ]
+        names = list(dict.fromkeys(name for own, other, *_ in games for name in (own, other)))
+        index, wins = {name: number for number, name in enumerate(names)}, np.zeros((len(names), len(names)))
+        for own, other, won, played in games:
+            wins[index[own], index[other]] += won
+            wins[index[other], index[own]] += played - won
+        return dict(zip(names, elo_ratings(wins).tolist(), strict=True)) if names else {}
 
     def draw(self, task: Task, seed: int) -> Opponent:
         """The opponent of the attempts at a task that share this seed."""
@@ -95,17 +115,24 @@ class OpponentPool:
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items() if weight}
 
-    def record(self, rewards: Mapping[str, Sequence[float]]) -> None:
-        """Count the policy's rewards of one step, by opponent."""
-        for name, own in rewards.items():
-            if not own:
-                continue
-            mean, old = sum(own) / len(own), self.ratings.get(name)
-            rating = mean if old is None else RATING_DECAY * old["reward"] + (1 - RATING_DECAY) * mean
-            self.ratings[name] = {"num_games": len(own) + (0 if old is None else old["num_games"]), "reward": rating}
+    def record(self, results: Mapping[str, Sequence[str]]) -> None:
+        """Count the games of one step: the policy's results against each opponent (`envs.seats.RESULT`)."""
+        for name, own in results.items():
+            counts = self.results.setdefault(self.newest, {}).setdefault(name, [0.0, 0.0])
+            counts[0] += sum(WON_SHARES[result] for result in own)
+            counts[1] += len(own)
 
     def to_state(self) -> PoolState:
-        return PoolState(snapshots={name: self.paths[name] for name in self.snapshots}, ratings=dict(self.ratings))
+        return PoolState(
+            snapshots={name: self.paths[name] for name in self.snapshots},
+            newest=self.newest,
+            results=copy.deepcopy(self.results),
+        )
+
+    def let_go(self, kept: Iterable[PoolState]) -> list[str]:
+        """The paths of snapshots that neither the pool nor one of these states has; the pool forgets them."""
+        needed = set(self.snapshots).union(*(state["snapshots"] for state in kept))
+        return [self.paths.pop(name) for name in list(self.paths) if name not in needed]
 
     def _draw(self, task: Task, point: float) -> Opponent:
         shares = self.shares()

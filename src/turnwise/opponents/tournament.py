@@ -20,15 +20,13 @@ from itertools import combinations
 import numpy as np
 
 from turnwise.envs.base import Task, assistant
-from turnwise.envs.seats import OPPONENT_DEADLINE_S, Opponent, ScriptedOpponent, TwoSidedWorld
+from turnwise.envs.seats import OPPONENT_DEADLINE_S, WON_SHARES, Opponent, ScriptedOpponent, TwoSidedWorld, result_of
 from turnwise.envs.splits import random_for
 from turnwise.errors import AttemptFailed, DataError, Party
+from turnwise.opponents.elo import elo_ratings
 from turnwise.trajectory import Message
 
-ELO_SCALE = 400 / math.log(10)
 NUM_RESAMPLES = 400
-PRIOR_GAMES = 1.0
-"""Half-won games against an average player that everybody is given, so that a player who won all has a rating."""
 _MAX_MOVES = 200
 
 
@@ -148,26 +146,16 @@ def standings(games: Sequence[TournamentGame], *, seed: int = 0) -> Standings:
 
 
 def bradley_terry(games: Sequence[TournamentGame], names: Sequence[str]) -> dict[str, float]:
-    """Elo ratings with mean 0: the strengths that make the won games most likely (Hunter 2004, the MM algorithm)."""
+    """Elo ratings with mean 0."""
     index = {name: number for number, name in enumerate(names)}
     wins = np.zeros((len(names), len(names)))
     for game in games:
         assert game.rewards is not None, "only scored games are rated"
         first, second = (index[name] for name in game.names)
-        difference = game.rewards[0] - game.rewards[1]
-        share = 0.5 if abs(difference) < 1e-9 else float(difference > 0)
+        share = WON_SHARES[result_of(*game.rewards)]
         wins[first, second] += share
         wins[second, first] += 1 - share
-    strength = np.ones(len(names))
-    played, won = wins + wins.T, wins.sum(axis=1) + PRIOR_GAMES / 2
-    for _ in range(500):
-        against = (played / (strength[:, None] + strength[None, :])).sum(axis=1) + PRIOR_GAMES / (strength + 1.0)
-        new = won / against
-        if np.abs(np.log(new / strength)).max() < 1e-9:
-            break
-        strength = new
-    elo = ELO_SCALE * np.log(strength)
-    return {name: float(elo[index[name]] - elo.mean()) for name in names}
+    return dict(zip(names, elo_ratings(wins).tolist(), strict=True))
 
 
 def _rewards(game: TournamentGame, name: str, other: str | None) -> list[float]:

@@ -29,6 +29,7 @@ from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
 from turnwise.training.deal import CurriculumRules, CurriculumTasks, Deal, MixedTasks, TaskDeck
+from turnwise.training.demonstrations import has_scripts
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.workers import bounded_by_workers, make_played_world
 from turnwise.types import AdamParams
@@ -77,7 +78,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         model = open_outcome_model(config.reward.model)
         world = wrap_leaves(world, lambda inner: OutcomeWorld(inner=inner, model=model))
     for name, leaf in leaves(world).items() if config.warmup.steps else ():
-        if not leaf.demonstrations(1, 0):
+        if not has_scripts(leaf):
             raise ConfigError(
                 f"{name or leaf.name} has no scripted dialogues to warm up with; give the env class a method "
                 "demonstrate() (docs/tutorials/demonstrations.md), or set warmup.steps=0"
@@ -108,7 +109,7 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
         case "rollouts":
             return
         case "demonstrations":
-            for leaf in (leaf for leaf in leaves(world).values() if not leaf.demonstrations(1, 0)):
+            for leaf in (leaf for leaf in leaves(world).values() if not has_scripts(leaf)):
                 raise ConfigError(f"{leaf.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
         case path:
             if not is_run(Path(path).expanduser()):

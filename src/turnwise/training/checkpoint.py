@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from turnwise.client.base import TrainingClient
-from turnwise.client.checkpoints import CheckpointStore, read_info
+from turnwise.client.checkpoints import CheckpointStore, read_info, remove_directory
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import CheckpointError, ServiceError
-from turnwise.opponents.pool import PoolState
+from turnwise.opponents.pool import SNAPSHOT_FILES, PoolState
 from turnwise.rollout.group import QuarantineState
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow, PoolRow
@@ -180,6 +180,15 @@ class RunCheckpoints:
         await self._prune(step)
         return row
 
+    @property
+    def pools(self) -> list[PoolState]:
+        """The pools of opponents that the kept checkpoints go on with."""
+        return _pools(self._kept)
+
+    async def remove(self, path: str) -> None:
+        """Delete a checkpoint that is none of these, such as a snapshot for the pool of opponents."""
+        await self._remove(path)
+
     async def reload(self) -> None:
         """Give the trainer a fresh optimizer: its weights are written, read and forgotten again."""
         saved = await self._trainer.save_state("reload", overwrite=True)
@@ -293,6 +302,21 @@ def remove_orphans(directory: Path, kept: Sequence[CheckpointRow]) -> None:
     critics = [saved_critic(directory, row) for row in kept]
     paths = [saved.path for saved in (*kept, *critics) if saved is not None]
     CheckpointStore(directory).keep_only(paths, kinds=("weights",))
+
+
+def remove_snapshots(directory: Path, kept: Sequence[CheckpointRow]) -> None:
+    """Delete snapshots of opponents that no kept checkpoint has: they came after the one that the run goes on from."""
+    store = CheckpointStore(directory)
+    needed = {store.directory(path) for pool in _pools(kept) for path in pool["snapshots"].values()}
+    for place in directory.glob(f"checkpoints/*/sampler_weights/{SNAPSHOT_FILES}*"):
+        if place not in needed:
+            remove_directory(place)
+
+
+def _pools(rows: Sequence[CheckpointRow]) -> list[PoolState]:
+    """The pools of opponents in the states of checkpoints."""
+    states = [json.loads(row.state) for row in rows if row.state is not None]
+    return [state["opponents"] for state in states if state.get("opponents")]
 
 
 def evaluation_score(row: EvaluationRow) -> float:

@@ -18,6 +18,7 @@ from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.types import Datum
 
 MIN_FITTING_SHARE = 0.5
+_NUM_ASKED = 16
 SHORTER = "let a prompt show the last turns only (docs/memory.md)"
 
 
@@ -28,6 +29,12 @@ class Demonstrations:
     dialogues: Sequence[list[Datum]]
     left_out: Finding | None = None
     """Says how many did not fit; None: all fit."""
+
+
+def has_scripts(world: World) -> bool:
+    """Whether the world has scripted dialogues. It may leave out a task that no script of it solves, so several tasks
+    are asked for."""
+    return any(world.demonstrations(count, 0) for count in (1, _NUM_ASKED))
 
 
 def read_demonstrations(

@@ -349,6 +349,9 @@ class Loop:
             )
         work = self._checkpoints.save(self.done_step, self._done_warmup, self._state)
         row = await self.watchdog.call("trainer", "save a checkpoint", work)
+        if self._opponents is not None:
+            for path in self._opponents.let_go(self._checkpoints.pools):
+                await self._checkpoints.remove(path)
         self._recorder.checkpoint(row)
         return row
 

@@ -32,7 +32,7 @@ from turnwise.engine.budget import format_bytes
 from turnwise.engine.device_info import find_device
 from turnwise.envs.base import Task, World
 from turnwise.envs.remote.client import WorkedWorld, worked_part
-from turnwise.envs.seats import Opponent, ScriptedOpponent, TwoSidedWorld
+from turnwise.envs.seats import RESULT, Opponent, ScriptedOpponent, TwoSidedWorld
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from turnwise.judges.models import AddressModel
@@ -40,7 +40,7 @@ from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.opponents.config import OpponentConfig
 from turnwise.opponents.players import AddressOpponent, SamplerOpponent
-from turnwise.opponents.pool import OpponentPool, PoolState
+from turnwise.opponents.pool import SNAPSHOT_FILES, OpponentPool, PoolState
 from turnwise.opponents.seating import seat, seat_script, two_sided
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
@@ -167,6 +167,7 @@ READ_BY: Mapping[str, tuple[Kind, ...]] = {
     "last_weight": ("pool",),
     "best_weight": ("pool",),
     "scripted_weight": ("pool",),
+    "keep_files": ("pool",),
 }
 """Which opponents read an option of the section. The others are read by every opponent that is a model."""
 
@@ -272,7 +273,7 @@ class Opponents:
         """Let a snapshot join the pool, if it is time."""
         if self.pool is None or step % self._config.opponent.snapshot_every:
             return
-        saved = await trainer.save_weights_for_sampler(f"opponent-{step:06d}")
+        saved = await trainer.save_weights_for_sampler(f"{SNAPSHOT_FILES}{step:06d}")
         sampler = await self._service.create_sampling_client_async(model_path=saved.path)
         name = f"snapshot_{step}"
         self.pool.add_snapshot(name, self._as_opponent(name, sampler), saved.path)
@@ -280,17 +281,25 @@ class Opponents:
     def count(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Take the games of a step into the ratings; the metrics of the step, by opponent."""
         rewards: dict[str, list[float]] = {}
-        for group in groups:
-            for one in group.trajectories:
-                if "opponent" in one.labels:
-                    rewards.setdefault(one.labels["opponent"], []).append(one.total_reward)
+        results: dict[str, list[str]] = {}
+        for one in (one for group in groups for one in group.trajectories if "opponent" in one.labels):
+            rewards.setdefault(one.labels["opponent"], []).append(one.total_reward)
+            if RESULT in one.labels:  # the game came to its end
+                results.setdefault(one.labels["opponent"], []).append(one.labels[RESULT])
         if self.pool is not None:
-            self.pool.record(rewards)
+            self.pool.record(results)
         found = _collapse_metrics(groups, rewards)
         for name, own in rewards.items():
             found[f"opponent/reward_{metric_word(name)}_mean"] = sum(own) / len(own)
             found[f"opponent/attempts_{metric_word(name)}"] = float(len(own))
-        return found
+        ratings = {} if self.pool is None else self.pool.ratings()
+        return found | {f"opponent/elo_{metric_word(name)}": elo for name, elo in ratings.items()}
+
+    def let_go(self, kept: Sequence[PoolState]) -> list[str]:
+        """The paths of snapshots whose files nobody needs any more."""
+        if self.pool is None or self._config.opponent.keep_files == "all":
+            return []
+        return self.pool.let_go(kept)
 
     def to_state(self) -> PoolState | None:
         return None if self.pool is None else self.pool.to_state()
@@ -298,7 +307,7 @@ class Opponents:
     def restore(self, state: PoolState) -> list[str]:
         """Bring back the snapshots of a checkpoint. Those whose files are gone are left out; the answer names them."""
         assert self.pool is not None, "only a pool has a state"
-        self.pool.ratings = dict(state["ratings"])
+        self.pool.results = {name: dict(against) for name, against in state.get("results", {}).items()}
         lost: list[str] = []
         for name, path in state["snapshots"].items():
             try:
@@ -307,6 +316,7 @@ class Opponents:
                 lost.append(f"opponent {name} is left out of the pool: {error}")
                 continue
             self.pool.add_snapshot(name, self._as_opponent(name, sampler), path)
+        self.pool.newest = state.get("newest", self.pool.newest)
         return lost
 
     def close(self) -> None:
@@ -352,11 +362,13 @@ class Opponents:
                 return self._as_opponent(BASE, self._service.create_sampling_client(base_model=self._config.model.name))
             case "checkpoint":
                 service = self._service_of(source)
-                return self._as_opponent(source.words, service.create_sampling_client(model_path=str(source.files)))
+                sampler = service.create_sampling_client(model_path=str(source.files))
+                return self._as_opponent(source.words, sampler, self._context_of(source))
             case _:
                 service = self._service_of(source)
                 name = self._config.model.name if service is self._service else source.words
-                return self._as_opponent(source.words, service.create_sampling_client(base_model=name))
+                sampler = service.create_sampling_client(base_model=name)
+                return self._as_opponent(source.words, sampler, self._context_of(source))
 
     def _service_of(self, source: OpponentSource) -> AnyService:
         """The run's own service for weights of the policy's base model; for another one, a service of its own."""
@@ -364,11 +376,17 @@ class Opponents:
             return self._service
         if "other" not in self._services:
             config, engine = self._config.opponent, self._config.engine_in_use
-            update = {"kv_cache_gib": config.kv_cache_gib, "merge_adapter": "never"}
+            update = {"kv_cache_gib": config.kv_cache_gib, "merge_adapter": "never", "context_length": 0}
             update |= {"device": config.device} if config.device else {}
             self._services["other"] = service = ServiceClient(engine=engine.model_copy(update=update))
             self._stack.callback(service.close)
         return self._services["other"]
+
+    def _context_of(self, source: OpponentSource) -> int:
+        """The context of another base model, which `engine.context_length` does not change; 0 for the policy's own."""
+        if source.base is None or not self._is_other_base(source):
+            return 0
+        return read_facts(source.base, runs_here=True).context_length
 
     def _tinker_sampler(self, source: OpponentSource) -> SamplingClient:
         address, config = source.words.removeprefix(TINKER_PREFIX), self._config.opponent
@@ -383,7 +401,8 @@ class Opponents:
     def _max_tokens(self) -> int:
         return self._config.opponent.max_tokens or self._rollout.max_tokens_per_turn
 
-    def _as_opponent(self, name: str, sampler: SamplingClient) -> SamplerOpponent:
+    def _as_opponent(self, name: str, sampler: SamplingClient, context_length: int = 0) -> SamplerOpponent:
+        """`context_length`: that of the opponent's own model; 0: it is the policy's."""
         tokenizer, rollout = sampler.get_tokenizer(), self._rollout
         is_own = name in (BASE, SELF) or name.startswith("snapshot_")
         return SamplerOpponent(
@@ -392,7 +411,7 @@ class Opponents:
             renderer=make_renderer(tokenizer, rollout) if is_own else get_renderer(tokenizer),
             temperature=self._config.opponent.temperature,
             max_tokens=self._max_tokens,
-            context_length=rollout.max_trajectory_tokens,
+            context_length=context_length or rollout.max_trajectory_tokens,
         )
 
 

@@ -49,6 +49,8 @@ class StoredPair:
     """Who had the other side; empty where the world has one side, or a file was written without it."""
     task: Mapping[str, Any]
     """The task's data."""
+    rest: tuple[Trajectory, ...] = ()
+    """Of kind dpo: the other dialogues of the task, neither the best nor the worst. No loss reads them."""
 
 
 def check_can_write(path: Path) -> None:
@@ -172,6 +174,7 @@ def _schema(pa: Any) -> pa.Schema:
         ("start", pa.string()),
         ("chosen", side),
         ("rejected", side),
+        ("rest", pa.list_(side)),
     ]
     return pa.schema(fields, metadata={FORMAT_KEY: FORMAT})
 
@@ -193,6 +196,7 @@ def _to_row(stored: StoredPair) -> dict[str, Any]:
         "start": messages_to_json(pair.chosen.start),
         "chosen": _side_to_row(pair.chosen),
         "rejected": _side_to_row(pair.rejected),
+        "rest": [_side_to_row(trajectory) for trajectory in stored.rest],
     }
 
 
@@ -244,6 +248,7 @@ def _from_row(row: Mapping[str, Any]) -> StoredPair:
         opponent=row.get("opponent") or "",
         step=row["step"],
         task=json.loads(row["task"]),
+        rest=tuple(_side_from_row(row["task_id"], start, side) for side in row.get("rest") or ()),
     )
 
 

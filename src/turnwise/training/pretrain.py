@@ -31,7 +31,7 @@ from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts, make_optim
 from turnwise.training.critic import Critic
 from turnwise.training.deal import ShuffledItems
-from turnwise.training.demonstrations import Demonstrations, read_demonstrations
+from turnwise.training.demonstrations import Demonstrations, has_scripts, read_demonstrations
 from turnwise.training.metrics import strip_reductions
 from turnwise.training.stored import read_critic_attempts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -144,7 +144,7 @@ class Batches:
     async def _demonstrations(self) -> list[Trajectory]:
         """The world's scripted dialogues with the rewards that its envs give them."""
         parts = self._parts
-        if not await in_thread(lambda: parts.world.demonstrations(1, 0)):
+        if not await in_thread(lambda: has_scripts(parts.world)):
             raise ConfigError(f"{parts.world.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
         found = await play_demonstrations(parts, self._renderer, parts.config.warmup.demonstrations)
         if not found:

@@ -27,7 +27,7 @@ from turnwise.runlog.writer import RunWriter
 from turnwise.runtime import tolerances
 from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
-from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, saved_critic
+from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, remove_snapshots, saved_critic
 from turnwise.training.critic import Critic
 from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
@@ -164,6 +164,8 @@ class TrainingSession:
             writer.event(done.step, "resumed", path=done.path)
             writer.commit(done.step)
             remove_orphans(directory, setup.start.checkpoints)
+            if config.opponent.keep_files == "needed":
+                remove_snapshots(directory, setup.start.checkpoints)
         writer.set_meta("plan", "\n".join(setup.plan_lines()))
         writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 

@@ -249,6 +249,11 @@ CATALOGUE: tuple[Metric, ...] = (
             "reward",
             "Reward of the policy against this opponent.",
         ),
+        (
+            "opponent/elo_{opponent}",
+            "Elo",
+            "Rating in the pool, from the results of all attempts so far; the mean is 0.",
+        ),
     ),
     *_rows(
         "training/evaluate.py",

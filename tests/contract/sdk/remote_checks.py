@@ -14,12 +14,17 @@ from turnwise import types
 from turnwise.cli import main
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
+from turnwise.config.config import Config
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.credit.weights import token_mean, weigh
+from turnwise.envs.base import assistant
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.certify import certify
+from turnwise.rollout.config import RolloutConfig
 from turnwise.runlog.reader import RunReader
 from turnwise.training.checkpoint import saved_critic
+from turnwise.training.opponents import Opponents, check_opponents
 from turnwise.trajectory import trajectory_from_json
 
 URL = os.environ["TINKER_BASE_URL"]
@@ -275,6 +280,35 @@ def what_the_service_refuses_is_told_with_its_words():
     bad = types.Datum(types.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
     _refused(lambda: trainer.forward_backward([bad], "cross_entropy").result(), "token id 1000000")
     trainer.forward_backward([_datum()], "cross_entropy").result()  # the client goes on
+
+
+async def a_tinker_service_plays_the_other_seat_with_a_base_model_or_with_saved_weights():
+    trainer = OURS.create_lora_training_client("tiny", rank=8, seed=5)
+    for _ in range(4):
+        trainer.forward_backward([_datum()], "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    path = trainer.save_weights_for_sampler("opponent").result().path
+    said = {}
+    for words, model in (("base", ""), (f"tinker+{URL}", "tiny"), (f"tinker+{URL}", path)):
+        world = get_world("negotiate", opponent=words)
+        config = Config.model_validate(
+            {
+                "model": {"name": "tiny"},
+                "env": {"name": "negotiate", "options": {"opponent": words}},
+                "opponent": {"model": model} if model else {},
+            }
+        )
+        check_opponents(config, world)
+        rollout = RolloutConfig(max_trajectory_tokens=1024).for_world(world)
+        with Opponents(config, world, LOCAL, rollout) as opponents:
+            opponents.open()
+            env = opponents.world.make_env(world.tasks("train", 1, 0)[0], 7)
+            await env.start()
+            step = await env.step(assistant("Hello."))
+        assert step.labels["opponent"] == words
+        said[model] = step.labels["opponent_said"]
+    assert said["tiny"] == said[""], "the service samples what this process samples"
+    assert said[path] != said["tiny"]
 
 
 def a_captured_agent_is_trained_exactly_on_what_it_sampled():

@@ -55,6 +55,8 @@ def test_methods_and_worlds_may_come_with_options_of_their_own() -> None:
     assert (request.seeds, request.jobs, request.overrides) == (2, 4, ("model=tiny",))
     config = request.config(request.worlds[0], request.variants[1], 1)
     assert (config.env.options["num_rooms"], config.method.gamma, config.train.seed) == (2, 0.9, 1)
+    stored = parse_request(["methods=dpo[data.pairs=pairs-{seed}.parquet]", "worlds=bargain", "model=tiny"])
+    assert stored.config(stored.worlds[0], stored.variants[0], 2).data.pairs == "pairs-2.parquet"
 
 
 def test_env_and_out_are_other_words_for_worlds_and_dir() -> None:

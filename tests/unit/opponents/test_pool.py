@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def test_weights_of_members_that_are_not_there_go_to_the_others() -> None:
     pool = make_pool()
     assert pool.shares() == pytest.approx({"base": 1 / 2, "fair": 1 / 4, "tough": 1 / 4})
     add(pool, 10, 20)
-    pool.record({"snapshot_10": [0.1], "snapshot_20": [0.9]})
+    pool.record({"snapshot_10": ["lost"], "base": ["won"]})
     expected = {"base": 1 / 5, "snapshot_10": 2 / 5, "snapshot_20": 1 / 5, "fair": 1 / 10, "tough": 1 / 10}
     assert pool.shares() == pytest.approx(expected)
     found = draw(pool)
@@ -62,15 +63,34 @@ def test_a_group_keeps_its_opponent_whatever_joins_meanwhile() -> None:
     assert pool.draw(Task(id="game"), 8).name == "snapshot_10"
 
 
-def test_the_last_snapshots_and_the_best_one_stay() -> None:
+def test_the_last_snapshots_and_the_best_one_stay_and_the_files_of_the_others_go() -> None:
     pool = make_pool()
     add(pool, 10)
-    pool.record({"snapshot_10": [0.0, 0.2], "base": [0.5]})
-    add(pool, 20, 30, 40)
-    assert list(pool.snapshots) == ["snapshot_10", "snapshot_30", "snapshot_40"]
+    pool.record({"base": ["won"] * 8})
+    add(pool, 20)
+    pool.record({"base": ["lost"] * 8, "snapshot_10": ["lost"] * 8})
+    add(pool, 30)
+    early = pool.to_state()
+    add(pool, 40, 50)
     assert pool.best == "snapshot_10"
-    pool.record({"snapshot_10": [1.0] * 4, "snapshot_40": [0.05]})
-    assert pool.ratings["snapshot_10"] == {"num_games": 6, "reward": pytest.approx(0.19)}
-    assert pool.best == "snapshot_40"
-    state = pool.to_state()
-    assert state["snapshots"] == {"snapshot_10": "path 10", "snapshot_30": "path 30", "snapshot_40": "path 40"}
+    assert list(pool.snapshots) == ["snapshot_10", "snapshot_40", "snapshot_50"]
+    assert pool.let_go([early]) == [], "a checkpoint may go on with 20 and 30"
+    assert pool.let_go([pool.to_state()]) == ["path 20", "path 30"]
+    assert pool.let_go([]) == []
+    assert pool.to_state()["snapshots"] == {f"snapshot_{step}": f"path {step}" for step in (10, 40, 50)}
+
+
+def test_ratings_are_elo_from_the_results_of_all_policies_that_were() -> None:
+    pool = make_pool()
+    pool.record({"fair": ["won", "lost", "drawn"] * 100})
+    add(pool, 10)
+    pool.record({"fair": ["won"] * 300 + ["lost"] * 100, "snapshot_10": ["lost"] * 50})
+    add(pool, 20)
+    pool.record({"fair": ["lost"] * 300 + ["won"] * 100})
+    ratings = pool.ratings()
+    assert ratings["start"] == pytest.approx(ratings["fair"], abs=2)
+    gap = 400 * math.log10(3)  # three games of four
+    assert ratings["snapshot_10"] - ratings["fair"] == pytest.approx(gap, abs=3), "games against itself say nothing"
+    assert ratings["fair"] - ratings["snapshot_20"] == pytest.approx(gap, abs=3)
+    assert pool.best == "snapshot_10"
+    assert make_pool().best is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from turnwise.client.fake import ScriptedSampler
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import VersionedSampler
 from turnwise.commands.inspect import run_certify, run_replay
+from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
 from turnwise.envs.base import assistant
@@ -115,11 +117,15 @@ async def test_an_address_that_is_dead_hangs_or_talks_garbage_is_to_blame_and_no
             assert played.stats.metrics()["rollout/failures_opponent"] == 8  # each was tried twice
 
 
-def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished(tmp_path: Path) -> None:
-    pool = {"snapshot_every": 1, "last_weight": 50.0, "panel": ["base", "random"]}
+def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = {"snapshot_every": 1, "last_weight": 50.0, "panel": ["base", "random"], "keep_last": 2, "best_weight": 0}
     env = {"options": {"opponent": "pool", "max_turns": 2}}
-    run = tw.train("negotiate", steps=2, directory=tmp_path / "run", env=env, opponent=pool, **QUICK)
+    changes = {"eval": {"tasks": 1, "keep_best": False}, "train": {**QUICK["train"], "keep_checkpoints": 1}}
+    run = tw.train("negotiate", steps=2, directory=tmp_path / "run", env=env, opponent=pool, **{**QUICK, **changes})
     (gone,) = run.directory.glob("checkpoints/*/sampler_weights/opponent-000001")
+    orphan = shutil.copytree(gone, gone.with_name("opponent-000009"))  # after the checkpoint that the run goes on from
     with RunReader(run.directory) as before:
         names = Counter(before.attempt(row.id).trajectory.labels["opponent"] for row in before.attempts())
         assert names["base"] >= 2
@@ -127,13 +133,20 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
         assert "opponent/eval_reward_random" in before.metric_names()
     run.close()
     shutil.rmtree(gone)
-    again = tw.Run.resume(run.directory, overrides=["train.steps=3"], observer=tw.Observer())
+    again = tw.Run.resume(run.directory, overrides=["train.steps=4"], observer=tw.Observer())
     with RunReader(again.directory) as after:
         (lost,) = [event for event in after.events() if event.kind == "opponent_lost"]
         assert "snapshot_1 is left out" in lost.detail["why"]
         later = {after.attempt(row.id).trajectory.labels["opponent"] for row in after.attempts() if row.step == 3}
         assert "snapshot_1" not in later
         assert "snapshot_2" in later
+        assert {"opponent/elo_start", "opponent/elo_snapshot_2"} <= set(after.metric_names())
+    assert not orphan.exists()
+    kept = {place.name for place in run.directory.glob("checkpoints/*/sampler_weights/*")}
+    assert kept == {"opponent-000003", "opponent-000004"}, "the files of those that left the pool are gone"
+    capsys.readouterr()
+    assert run_eval(str(run.directory), None, "last", [], as_json=True) == 0
+    assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"base", "random"}
 
 
 def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:
@@ -231,8 +244,11 @@ def _group(results: list[tuple[int | None, float]]) -> TrajectoryGroup:
 def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(fetch_model("tiny").directory, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 768}))
     env = {"name": "twenty_questions", "options": {"opponent": str(other)}}
-    run = tw.train("twenty_questions", steps=1, directory=tmp_path / "run", env=env, **QUICK)
+    engine = {"context_length": 1000}  # of the policy; the opponent's own context is shorter
+    run = tw.train("twenty_questions", steps=1, directory=tmp_path / "run", env=env, engine=engine, **QUICK)
     with RunReader(run.directory) as reader:
         assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
     run.close()

@@ -192,3 +192,7 @@ async def test_an_opponent_that_fails_is_to_blame_and_one_that_talks_is_labelled
     assert step.labels == {"opponent": "talker", "opponent_said": '["Offer: rent=900"]'}
     assert talker.seeds[0] != talker.seeds[1], "a branch draws its own luck"
     assert env.state_key() == twin.state_key()
+    end = await env.step(assistant("Accept"))
+    assert end.terminated
+    own, other = env.game.outcome(0).reward, env.game.outcome(1).reward
+    assert end.labels["result"] == ("won" if own > other else "lost")
