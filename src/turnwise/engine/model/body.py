@@ -84,7 +84,7 @@ class _StackPass:
 
 
 @dataclass(slots=True)
-class _KeptPass:
+class KeptPass:
     """What the backward pass of the whole stack reads."""
 
     work: _StackPass
@@ -106,7 +106,7 @@ class _KeptParts:
     work: _StackPass
     """Of the whole sequence."""
     first: int
-    """As in `_KeptPass`."""
+    """As in `KeptPass`."""
     input_ids: Tensor
     parts: Sequence[Part]
 
@@ -230,8 +230,25 @@ class FusedBody:
             past = PastKeys(len(weights.blocks), len(input_ids))
             whole = _KeptParts(replace(work, wanted=None, past=past), first, input_ids, parts)
             return _PartedStack.apply(self._anchor, self, whole)
-        kept = _KeptPass(work, first, how.keeps_all, input_ids)
+        kept = KeptPass(work, first, how.keeps_all, input_ids)
         return _Stack.apply(self._anchor, self, embedded, kept)
+
+    def keeps_all(self, num_tokens: int, route: Route) -> bool:
+        """Whether a pass of this route has something to train in the blocks, and keeps all that its backward reads."""
+        trained = {name for span in route.spans for name in span.weights.grad_pairs or ()}
+        rank = max((span.weights.lora.rank for span in route.spans), default=0)
+        one = PassSizes(self.sizes, self.base.embedding.itemsize, rank, self.ops.facts)
+        is_trained = any(name in trained for names in self._block_names for name in names)
+        return is_trained and self.room.choose(one, num_tokens, can_split=True).is_whole
+
+    def start(self, input_ids: Tensor, position_ids: Tensor, plan: TreePlan, route: Route) -> tuple[Tensor, KeptPass]:
+        """Last hidden states [N, H], and what `run_backward` reads; autograd sees nothing of it (`keeps_all`)."""
+        weights, grads = self._weights_of(route)
+        embedded = nn.functional.embedding(input_ids, weights.embedding)
+        spans = read_spans(route, embedded.dtype)
+        work = _StackPass(Rotation(*self._angles, position_ids), plan, route, spans, None, weights, grads)
+        kept = KeptPass(work, self._first_trained(spans) or 0, keeps_all=True, input_ids=input_ids)
+        return self.run(embedded, work, kept), kept
 
     def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
         """The weights that a pass reads, and where the gradients of all of them go."""
@@ -253,7 +270,7 @@ class FusedBody:
                 return index
         return None
 
-    def run(self, h: Tensor, work: _StackPass, kept: _KeptPass | None = None) -> Tensor:
+    def run(self, h: Tensor, work: _StackPass, kept: KeptPass | None = None) -> Tensor:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
@@ -325,7 +342,7 @@ class FusedBody:
         assert isinstance(plan, PagedPlan | GroupedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, rule), query)
 
-    def run_backward(self, dx: Tensor, kept: _KeptPass) -> None:
+    def run_backward(self, dx: Tensor, kept: KeptPass) -> None:
         """Add the gradients of what is trained, from the gradient of the normed hidden states down to block
         `kept.first`, and to the embedding if all weights are trained."""
         assert kept.last is not None, "the forward pass fills it"
@@ -358,7 +375,7 @@ class FusedBody:
         for part in reversed(whole.parts):
             work, input_ids = self._work_of(part, whole)
             embedded = nn.functional.embedding(input_ids, work.weights.embedding)
-            kept = _KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
+            kept = KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
             self.run(embedded, work, kept)
             self.run_backward(_spread(dx[part.places], part.rows, len(input_ids)), kept)
 
