@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
-from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
+from turnwise.engine.model.body_weights import BlockWeights, BodyWeights, join_linears, weight_of
 from turnwise.engine.model.expert_layers import TokenRouter
+from turnwise.engine.model.few_rows import has_plain_blocks, is_plain_step, run_few_rows
 from turnwise.engine.model.fused_parts import is_fused
 from turnwise.engine.model.gated_mlp import GatedMlp, Mlp, MlpPass, Scratch
 from turnwise.engine.model.kept import KeptRoom, PassSizes
 from turnwise.engine.model.kept_block import BlockInput, KeptBlock
-from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
+from turnwise.engine.model.lora import LinearGroup, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
     SpanWeights,
@@ -50,7 +51,7 @@ from turnwise.engine.model.weight_gradients import (
     add_product_gradient,
 )
 from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import AttentionRule, Heads, Rotation, Saved
+from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Heads, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -126,7 +127,7 @@ class FusedBody:
         """[blocks] how each block attends."""
         layers = enumerate(model.get_submodule(names.layers).children())
         blocks = [self._read_block(index, layer) for index, layer in layers]
-        self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
+        self.base = BodyWeights(weight_of(model, names.embedding), blocks, weight_of(model, names.last_norm))
         """The frozen weights that were loaded."""
         self.groups = self.base.groups
         self._block_names = [block.names for block in blocks]
@@ -166,23 +167,23 @@ class FusedBody:
             num_query=sizes.num_heads,
             num_kv=sizes.num_kv_heads,
             size=sizes.head_size,
-            query_norm=_weight(layer, names.query_norm) if is_normed else None,
-            key_norm=_weight(layer, names.key_norm) if is_normed else None,
+            query_norm=weight_of(layer, names.query_norm) if is_normed else None,
+            key_norm=weight_of(layer, names.key_norm) if is_normed else None,
             eps=self.eps,
         )
         return BlockWeights(
-            input_norm=_weight(layer, names.input_norm),
-            qkv=_join(layer, names.query, names.key, names.value),
+            input_norm=weight_of(layer, names.input_norm),
+            qkv=join_linears(layer, names.query, names.key, names.value),
             heads=heads,
-            out=_join(layer, names.out),
-            inner_norm=_weight(layer, names.inner_norm),
+            out=join_linears(layer, names.out),
+            inner_norm=weight_of(layer, names.inner_norm),
             mlp=self._read_mlp(index, layer),
         )
 
     def _read_mlp(self, index: int, layer: nn.Module) -> Mlp:
         names, spec = self.spec.names, self.sizes.experts
         if spec is None or index in spec.dense_layers:
-            return GatedMlp(_join(layer, names.gate, names.up), _join(layer, names.down))
+            return GatedMlp(join_linears(layer, names.gate, names.up), join_linears(layer, names.down))
         shared = names.shared
         router = cast(TokenRouter, layer.get_submodule(names.router))
         return RoutedMlp(
@@ -192,11 +193,12 @@ class FusedBody:
             correction=router.correction,
             experts=cast(Any, layer.get_submodule(names.experts)).expert_layer.weights(),
             shared=GatedMlp(
-                _join(layer, f"{shared}.gate_proj", f"{shared}.up_proj"), _join(layer, f"{shared}.down_proj")
+                join_linears(layer, f"{shared}.gate_proj", f"{shared}.up_proj"),
+                join_linears(layer, f"{shared}.down_proj"),
             )
             if spec.shared_size
             else None,
-            shared_gate=_join(layer, names.shared_gate) if spec.has_shared_gate else None,
+            shared_gate=join_linears(layer, names.shared_gate) if spec.has_shared_gate else None,
         )
 
     def hidden(
@@ -274,6 +276,9 @@ class FusedBody:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
+        if kept is None and (few := self._few_rows(h, work)) is not None:
+            h = run_few_rows(few, h, weights, work.route, (work.rotation, work.plan), self.eps)
+            return self.ops.layers.add_norm(h, None, weights.last_norm, self.eps)[1]
         if self.trace is not None:
             self.trace.add(EMBEDDING, h)
         for index in range(len(weights.blocks)):
@@ -286,6 +291,14 @@ class FusedBody:
         if kept is not None:
             kept.last = h, rstd
         return x
+
+    def _few_rows(self, h: Tensor, work: _StackPass) -> FewRowOps | None:
+        """The kernels of a decode step of few rows, if they compute this one."""
+        few = self.ops.few_rows
+        if few is None or not few.takes(len(h), h.dtype) or self.trace is not None or not self._is_whole:
+            return None
+        is_plain = work.wanted is None and is_plain_step(work.plan, work.route, len(h))
+        return few if is_plain and has_plain_blocks(work.weights, self.rules) else None
 
     def run_block(self, index: int, before: BlockInput, work: _StackPass) -> tuple[Tensor, Tensor, KeptBlock]:
         """The residual stream, what the MLP adds to it, and what backward reads."""
@@ -483,11 +496,3 @@ class _PartedStack(torch.autograd.Function):
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """The gradient of all rows, when only `rows` were read."""
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
-
-
-def _weight(module: nn.Module, name: str) -> Tensor:
-    return module.get_parameter(f"{name}.weight").detach()
-
-
-def _join(layer: nn.Module, *names: str) -> LinearGroup:
-    return LinearGroup.join([cast(LoraLinear, layer.get_submodule(name)) for name in names])

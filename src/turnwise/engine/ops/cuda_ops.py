@@ -34,7 +34,7 @@ def make_ops(device: torch.device) -> Ops:
 
 
 def _with_triton(plain: Ops) -> Ops:
-    from turnwise.engine.ops import triton_head, triton_layers
+    from turnwise.engine.ops import triton_head, triton_layers, triton_rows
     from turnwise.engine.ops.triton_draw import draw_rows
     from turnwise.engine.ops.triton_experts import TritonExperts
     from turnwise.engine.ops.triton_lora import add_low_rank
@@ -51,6 +51,7 @@ def _with_triton(plain: Ops) -> Ops:
         draw=draw,
         experts=TritonExperts(),
         add_low_rank=add_low_rank,
+        few_rows=triton_rows,
     )
 
 

@@ -2,7 +2,8 @@
 
 With few rows a step is a chain of small kernels, and starting them takes longer than reading the weights. So the steps
 between the products are part of the products here: the norm before, the residual sum or the gate after, and the
-rotation of query and key before attention. Sums and roundings are those of `triton_layers.py`.
+rotation of query and key before attention. Sums and roundings are those of `triton_layers.py`. On a Hopper card a
+kernel starts to read its weights while the one before it still runs.
 
 Shape legend: M rows, I inputs, O outputs, Q query heads, K key (and value) heads, D head size, S splits of a context.
 """
@@ -12,71 +13,70 @@ Shape legend: M rows, I inputs, O outputs, Q query heads, K key (and value) head
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnwise.engine.ops.interface import AttentionRule, CacheSlots, Heads, Rotation
+from turnwise.engine.ops.interface import Heads, Rotation
 
-MOST_ROWS = 32
-"""With more rows the matrix units of a library's products pay."""
-OUTPUTS, INPUTS = 16, 256
-"""Outputs that one program computes, and inputs that it reads at once."""
-WARPS, STAGES = 4, 4
-TILE = 64
+if TYPE_CHECKING:
+    from turnwise.engine.attention.plans import PagedPlan
+
+MOST_ROWS = 4
+"""With more rows, a library's products on the matrix units are as fast."""
+TILE_VALUES = 8192
+"""Weights that one program holds in registers."""
+WARPS = 8
+KEYS = 64
 """Keys per inner step of attention."""
 MAX_SPLITS = 16
 TARGET_PROGRAMS = 264
+HOPPER = 9
+"""First digit of the compute capability from which a kernel can start before the one ahead of it has ended."""
 
 
 @triton.jit
 def _project_kernel(
-    x, norm, weight, bias, rest, out, rows, eps, OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_REST: tl.constexpr, IS_GATED: tl.constexpr,
+    x, norm, weight, bias, rest, out, eps, OUT: tl.constexpr, IN: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr,
+    IS_GATED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_out = column < OUT
-    row = tl.arange(0, ROWS)
-    is_row = (row < rows)[:, None]
-    within = tl.arange(0, INPUTS)
-    from_x = x + row[:, None] * IN
-    from_weight = weight + column.to(tl.int64)[:, None] * IN
-    rstd = tl.zeros([ROWS], tl.float32)
-    if HAS_NORM:
-        for start in range(0, IN, INPUTS):
-            place = (start + within)[None, :]
-            wide = tl.load(from_x + place, mask=is_row & (place < IN), other=0.0).to(tl.float32)
-            rstd += tl.sum(wide * wide, 1)
-        rstd = 1.0 / tl.sqrt(rstd / IN + eps)
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    second = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in range(0, IN, INPUTS):
-        place = (start + within)[None, :]
-        is_in = place < IN
-        value = tl.load(from_x + place, mask=is_row & is_in, other=0.0)
-        if HAS_NORM:
-            scale = tl.load(norm + place, mask=is_in, other=0.0).to(tl.float32)
-            value = (value.to(tl.float32) * rstd[:, None] * scale).to(value.dtype)
-        tile = tl.load(from_weight + place, mask=is_out[:, None] & is_in, other=0.0)
-        total = tl.dot(value, tl.trans(tile), total)
-        if IS_GATED:
-            tile = tl.load(from_weight + OUT * IN + place, mask=is_out[:, None] & is_in, other=0.0)
-            second = tl.dot(value, tl.trans(tile), second)
+    place = tl.arange(0, PAD)
+    is_out, is_in = column < OUT, place < IN
     dtype = out.dtype.element_ty
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=is_out, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            second += tl.load(bias + OUT + column, mask=is_out, other=0.0).to(tl.float32)[None, :]
+    at = weight + column.to(tl.int64)[:, None] * IN + place[None, :]
+    inside = is_out[:, None] & is_in[None, :]
+    tile = tl.load(at, mask=inside, other=0.0)
     if IS_GATED:
-        gate, up = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-        total = gate * tl.sigmoid(gate) * up
-    at = row[:, None] * OUT + column[None, :]
-    mask = is_row & is_out[None, :]
-    if HAS_REST:
-        total = total.to(dtype).to(tl.float32) + tl.load(rest + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(dtype), mask=mask)
+        up_tile = tl.load(at + OUT * IN, mask=inside, other=0.0)
+    if HAS_NORM:
+        scale = tl.load(norm + place, mask=is_in, other=0.0).to(tl.float32)
+    if OVERLAPS:  # weights never change within a step; all else waits for the kernels before
+        gdc_launch_dependents()
+        gdc_wait()
+    for row in tl.static_range(ROWS):
+        value = tl.load(x + row * IN + place, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            rstd = 1.0 / tl.sqrt(tl.sum(value * value, 0) / IN + eps)
+            value = (value * rstd * scale).to(dtype).to(tl.float32)
+        total = tl.sum(tile.to(tl.float32) * value[None, :], 1)
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=is_out, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up = tl.sum(up_tile.to(tl.float32) * value[None, :], 1)
+            if HAS_BIAS:
+                up += tl.load(bias + OUT + column, mask=is_out, other=0.0).to(tl.float32)
+            gate, up = total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+            total = gate * tl.sigmoid(gate) * up
+        to = row * OUT + column
+        if HAS_REST:
+            total = total.to(dtype).to(tl.float32) + tl.load(rest + to, mask=is_out, other=0.0).to(tl.float32)
+        tl.store(out + to, total.to(dtype), mask=is_out)
 
 
 @triton.jit
@@ -100,11 +100,14 @@ def _turned(source, norm, cos, sin, position, dim, mask, eps, SIZE: tl.constexpr
 def _attend_kernel(
     qkv, cos, sin, positions, query_norm, key_norm, cache_k, cache_v, slots, block_table, out, maxima, sums, eps, scale,
     table_stride, BLOCK: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_NORM: tl.constexpr,
+    SIZE_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = SIZE // 2
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     dtype = cache_k.dtype.element_ty
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     position = tl.load(positions + row).to(tl.int64)
     member = tl.arange(0, ROWS)
     in_group = (member < GROUP)[:, None]
@@ -163,8 +166,12 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    parts, maxima, sums, out, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, SPLITS: tl.constexpr, PAD: tl.constexpr
-):
+    parts, maxima, sums, out, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, SPLITS: tl.constexpr, PAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PAD)
     dim = tl.arange(0, SIZE_PAD)
@@ -176,6 +183,11 @@ def _merge_kernel(
     values = tl.load(parts + part[:, None] * SIZE + dim[None, :], mask=mask, other=0.0)
     merged = tl.sum(values * weight[:, None], 0) / total
     tl.store(out + head * SIZE + dim, merged.to(out.dtype.element_ty), mask=dim < SIZE)
+
+
+def takes(num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels are the fastest way; attention here takes 16-bit numbers."""
+    return num_rows <= MOST_ROWS and dtype in (torch.bfloat16, torch.float16)
 
 
 def project(
@@ -198,27 +210,32 @@ def project(
     outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
     out = torch.empty(rows, outputs, dtype=x_MI.dtype, device=x_MI.device)
     scale, eps = (x_MI, 0.0) if norm is None else norm
-    _project_kernel[(triton.cdiv(outputs, OUTPUTS),)](
-        x_MI, scale, weight_OI, x_MI if bias_O is None else bias_O, x_MI if rest is None else rest, out, rows, eps,
-        outputs, inputs, max(16, triton.next_power_of_2(rows)), OUTPUTS, INPUTS, norm is not None, bias_O is not None,
-        rest is not None, is_gated, num_warps=WARPS, num_stages=STAGES,
+    pad = triton.next_power_of_2(inputs)
+    each = max(1, TILE_VALUES // pad // (2 if is_gated else 1))
+    _project_kernel[(triton.cdiv(outputs, each),)](
+        x_MI, scale, weight_OI, x_MI if bias_O is None else bias_O, x_MI if rest is None else rest, out, eps, outputs,
+        inputs, pad, rows, each, norm is not None, bias_O is not None, rest is not None, is_gated,
+        num_warps=WARPS, **_overlap(x_MI),
     )  # fmt: skip
     return out
+
+
+def _overlap(like: Tensor) -> dict[str, bool]:
+    """The settings of a kernel that may start early, where the card can."""
+    can = torch.cuda.get_device_capability(like.device)[0] >= HOPPER
+    return {"OVERLAPS": True, "launch_pdl": True} if can else {"OVERLAPS": False}
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_context: int) -> int:
     """Enough programs to fill the card, but each reads at least one tile."""
     wanted = TARGET_PROGRAMS // max(1, num_rows * num_kv_heads)
-    return max(1, min(wanted, max_context // TILE, MAX_SPLITS))
+    return max(1, min(wanted, max_context // KEYS, MAX_SPLITS))
 
 
-def attend(
-    qkv: Tensor, heads: Heads, rotation: Rotation, cache: CacheSlots, table: Tensor, max_context: int,
-    rule: AttentionRule,
-) -> Tensor:  # fmt: skip
+def attend(qkv: Tensor, heads: Heads, rotation: Rotation, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """Rotate the rows' queries and keys, write keys and values to the cache, attend: [M, Q D]."""
     rows, group = len(qkv), heads.num_query // heads.num_kv
-    splits = num_splits(rows, heads.num_kv, max_context)
+    splits = num_splits(rows, heads.num_kv, plan.max_context)
     out = torch.empty(rows, heads.num_query * heads.size, dtype=qkv.dtype, device=qkv.device)
     parts = maxima = sums = out
     if splits > 1:
@@ -226,15 +243,16 @@ def attend(
         parts = torch.empty(*shape, heads.size, dtype=torch.float32, device=qkv.device)
         maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
     norms = (qkv, qkv) if heads.query_norm is None else (heads.query_norm, heads.key_norm)
-    pad = max(32, triton.next_power_of_2(heads.size))
+    cache, table, pad = plan.cache_slots(layer), plan.block_table, max(32, triton.next_power_of_2(heads.size))
     _attend_kernel[(rows, heads.num_kv, splits)](
         qkv, rotation.cos, rotation.sin, rotation.positions, *norms, cache.keys, cache.values, cache.slots, table,
-        parts, maxima, sums, heads.eps, rule.scale, table.stride(0), 16, heads.num_kv, group,
-        max(16, triton.next_power_of_2(group)), heads.size, pad, TILE, splits, heads.query_norm is not None,
-        num_warps=4, num_stages=3,
+        parts, maxima, sums, heads.eps, scale, table.stride(0), plan.cache.block_size, heads.num_kv, group,
+        max(16, triton.next_power_of_2(group)), heads.size, pad, KEYS, splits, heads.query_norm is not None,
+        num_warps=4, num_stages=3, **_overlap(qkv),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows * heads.num_query,)](
-            parts, maxima, sums, out, heads.size, pad, splits, triton.next_power_of_2(splits), num_warps=1
-        )
+            parts, maxima, sums, out, heads.size, pad, splits, triton.next_power_of_2(splits), num_warps=1,
+            **_overlap(qkv),
+        )  # fmt: skip
     return out
