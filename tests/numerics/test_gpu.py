@@ -98,6 +98,31 @@ def test_a_bfloat16_tree_has_the_gradient_of_unshared_rows(wide_dir: Path) -> No
     assert relative_error(shared, exact) < 1.5 * relative_error(unshared, exact) + 0.005
 
 
+def test_captured_passes_have_the_gradient_of_launched_ones(wide_dir: Path) -> None:
+    prompts = [random_ids(150, i) for i in range(3)]
+    alone = [rl_datum(random_ids(300 + 20 * i, i), start=100, seed=i) for i in range(5)]
+    groups = [rl_datum(prompts[i % 3] + random_ids(40 + i, 10 + i), start=149, seed=i) for i in range(12)]
+    turn = prompts[0] + random_ids(60, 99)
+    deep = [*groups, *(rl_datum(turn + random_ids(30 + i, 50 + i), start=200, seed=i) for i in range(4))]
+    exact = Engine(wide_dir, EngineConfig(device="cuda", dtype="float32", kv_cache_gib=0.1), name="wide")
+    engine = Engine(wide_dir, EngineConfig(device="cuda", dtype="bfloat16", kv_cache_gib=0.1), name="wide")
+    wanted, adapter = displaced_adapter(exact, rank=8, size=0.01), displaced_adapter(engine, rank=8, size=0.01)
+    graphs = engine.trainer.graphs
+    assert graphs is not None
+    for datums in (alone, groups, deep):
+        run(exact.forward_backward(wanted, datums, "importance_sampling", None))
+        errors = []
+        for _ in range(4):
+            run(engine.forward_backward(adapter, datums, "importance_sampling", None))
+            errors.append(relative_error(adapter.grad, wanted.grad))
+            adapter.grad.zero_()
+        print(f"relative errors {errors}: launched, then captured")
+        assert errors[0] < 0.05
+        assert max(errors[1:]) < 1.2 * errors[0] + 0.002
+        wanted.grad.zero_()
+    assert len(graphs) == 3
+
+
 @pytest.fixture
 def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A card on which neither Triton nor flash attention runs."""

@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3Config
 
 from naive import displaced_adapter, make_model, random_ids, run, sample_many
-from turnwise.engine.attention.plans import Pair, TreePlan
+from turnwise.engine.attention.plans import PagedPlan, Pair, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.ops import cuda_attention, flash4, for_device, torch_draw, torch_layers
+from turnwise.engine.ops import cuda_attention, flash4, for_device, torch_attention, torch_draw, torch_layers
 from turnwise.engine.ops.interface import (
     AttentionRule,
     CacheSlots,
@@ -24,6 +24,7 @@ from turnwise.engine.ops.interface import (
     SoftmaxGradients,
 )
 from turnwise.engine.ops.torch_attention import merge
+from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.types import Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -201,3 +202,74 @@ def test_many_adapters_in_one_launch_sample_what_each_samples_alone(blocks_of_64
         torch.testing.assert_close(
             torch.tensor(known["logprobs"].data[-24:]), torch.tensor(reply.sequences[0].logprobs), atol=1e-4, rtol=1e-4
         )
+
+
+def plain_projection(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    rest: torch.Tensor | None,
+    is_gated: bool,
+) -> torch.Tensor:
+    if norm is not None:
+        x = torch_layers.add_norm(x, None, *norm)[1]
+    y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    y = torch_layers.swiglu(y) if is_gated else y
+    return y if rest is None else rest + y
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (1536, 68)])
+def test_products_of_few_rows_equal_plain_torch(rows: int, inputs: int, outputs: int) -> None:
+    from turnwise.engine.ops import triton_rows
+
+    x, norm = rand(rows, inputs, dtype=torch.bfloat16), (rand(inputs, dtype=torch.bfloat16), 1e-6)
+    weight = rand(outputs, inputs, dtype=torch.bfloat16) / inputs**0.5
+    bias = rand(outputs, dtype=torch.bfloat16)
+    for is_gated in (False, True):
+        rest = rand(rows, outputs // 2 if is_gated else outputs, dtype=torch.bfloat16, seed=5)
+        for given in ((None, None, None), (norm, bias, rest), (norm, None, None), (None, None, rest)):
+            settings = {"norm": given[0], "rest": given[2], "is_gated": is_gated}
+            got = triton_rows.project(x, weight, given[1], **settings)
+            want = plain_projection(x, weight, bias=given[1], **settings)
+            torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads", "size"), [(16, 8, 128), (6, 2, 64), (4, 4, 80)])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("width", [16, 128])
+def test_attention_of_few_rows_equals_plain_torch_and_fills_the_cache(
+    query_heads: int, kv_heads: int, size: int, has_norm: bool, width: int
+) -> None:
+    from turnwise.engine.ops import triton_rows
+
+    rows, block = 3, 16
+    norms = [rand(size, dtype=torch.bfloat16, seed=i) for i in range(2)] if has_norm else [None, None]
+    heads = Heads(query_heads, kv_heads, size, *norms, 1e-6)
+    most = width * block
+    angles = [torch.rand(most, size // 2, device="cuda") for _ in range(2)]
+    positions = torch.tensor([0, most // 3, most - 1], device="cuda")
+    qkv = rand(rows, (query_heads + 2 * kv_heads) * size, dtype=torch.bfloat16)
+    table = torch.randperm(rows * width).view(rows, width).int().cuda()
+    slots = table.gather(1, positions[:, None] // block)[:, 0].long() * block + positions % block
+    found = []
+    for run_step in (plain_attention, triton_rows.attend):
+        shape = KvShape(1, kv_heads, size)
+        cache = KvCache(shape, [rows * width], block, torch.bfloat16, torch.device("cuda"))
+        for index, side in enumerate(cache.layer(0)):
+            side.copy_(rand(*side.shape, dtype=torch.bfloat16, seed=7 + index))
+        plan = PagedPlan(cache, slots, rows, table, (positions + 1).int(), most, chunks=())
+        out = run_step(qkv, heads, Rotation(*angles, positions), plan, 0, size**-0.5)
+        found.append((out, *(side.clone() for side in cache.layer(0))))
+    (want, *want_cache), (got, *got_cache) = found
+    torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
+    torch.testing.assert_close(got_cache, want_cache, atol=2e-2, rtol=2e-2)
+
+
+def plain_attention(
+    qkv: torch.Tensor, heads: Heads, rotation: Rotation, plan: PagedPlan, layer: int, scale: float
+) -> torch.Tensor:
+    query, _, _ = torch_layers.rotate(qkv, heads, rotation, plan.cache_slots(layer))
+    return torch_attention.paged_decode(query, plan.cache.layer(layer), plan, AttentionRule(scale)).flatten(1)

@@ -123,6 +123,13 @@ class TreePlan:
     levels: Sequence[Sequence[Pair]]
     """Per depth, inner node -> all its descendants; the pairs of one level do not overlap."""
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[Varlen]) -> TreePlan:
+        """A forest that is known only on the device; kernels that work over `varlen` run it."""
+        plan = cls((), ())
+        plan.__dict__["_varlen"] = list(parts)
+        return plan
+
     def attend(
         self,
         layer: int,  # noqa: ARG002 - every layer sees the same tree

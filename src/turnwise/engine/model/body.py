@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
-from turnwise.engine.model.body_weights import BlockWeights, BodyWeights
+from turnwise.engine.model.body_weights import BlockWeights, BodyWeights, join_linears, weight_of
 from turnwise.engine.model.expert_layers import TokenRouter
+from turnwise.engine.model.few_rows import has_plain_blocks, is_plain_step, run_few_rows
 from turnwise.engine.model.fused_parts import is_fused
 from turnwise.engine.model.gated_mlp import GatedMlp, Mlp, MlpPass, Scratch
 from turnwise.engine.model.kept import KeptRoom, PassSizes
 from turnwise.engine.model.kept_block import BlockInput, KeptBlock
-from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route
+from turnwise.engine.model.lora import LinearGroup, Route
 from turnwise.engine.model.lora_products import (
     NormedInput,
     SpanWeights,
@@ -50,7 +51,7 @@ from turnwise.engine.model.weight_gradients import (
     add_product_gradient,
 )
 from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import AttentionRule, Heads, Rotation, Saved
+from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Heads, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -84,7 +85,7 @@ class _StackPass:
 
 
 @dataclass(slots=True)
-class _KeptPass:
+class KeptPass:
     """What the backward pass of the whole stack reads."""
 
     work: _StackPass
@@ -106,7 +107,7 @@ class _KeptParts:
     work: _StackPass
     """Of the whole sequence."""
     first: int
-    """As in `_KeptPass`."""
+    """As in `KeptPass`."""
     input_ids: Tensor
     parts: Sequence[Part]
 
@@ -126,7 +127,7 @@ class FusedBody:
         """[blocks] how each block attends."""
         layers = enumerate(model.get_submodule(names.layers).children())
         blocks = [self._read_block(index, layer) for index, layer in layers]
-        self.base = BodyWeights(_weight(model, names.embedding), blocks, _weight(model, names.last_norm))
+        self.base = BodyWeights(weight_of(model, names.embedding), blocks, weight_of(model, names.last_norm))
         """The frozen weights that were loaded."""
         self.groups = self.base.groups
         self._block_names = [block.names for block in blocks]
@@ -166,23 +167,23 @@ class FusedBody:
             num_query=sizes.num_heads,
             num_kv=sizes.num_kv_heads,
             size=sizes.head_size,
-            query_norm=_weight(layer, names.query_norm) if is_normed else None,
-            key_norm=_weight(layer, names.key_norm) if is_normed else None,
+            query_norm=weight_of(layer, names.query_norm) if is_normed else None,
+            key_norm=weight_of(layer, names.key_norm) if is_normed else None,
             eps=self.eps,
         )
         return BlockWeights(
-            input_norm=_weight(layer, names.input_norm),
-            qkv=_join(layer, names.query, names.key, names.value),
+            input_norm=weight_of(layer, names.input_norm),
+            qkv=join_linears(layer, names.query, names.key, names.value),
             heads=heads,
-            out=_join(layer, names.out),
-            inner_norm=_weight(layer, names.inner_norm),
+            out=join_linears(layer, names.out),
+            inner_norm=weight_of(layer, names.inner_norm),
             mlp=self._read_mlp(index, layer),
         )
 
     def _read_mlp(self, index: int, layer: nn.Module) -> Mlp:
         names, spec = self.spec.names, self.sizes.experts
         if spec is None or index in spec.dense_layers:
-            return GatedMlp(_join(layer, names.gate, names.up), _join(layer, names.down))
+            return GatedMlp(join_linears(layer, names.gate, names.up), join_linears(layer, names.down))
         shared = names.shared
         router = cast(TokenRouter, layer.get_submodule(names.router))
         return RoutedMlp(
@@ -192,11 +193,12 @@ class FusedBody:
             correction=router.correction,
             experts=cast(Any, layer.get_submodule(names.experts)).expert_layer.weights(),
             shared=GatedMlp(
-                _join(layer, f"{shared}.gate_proj", f"{shared}.up_proj"), _join(layer, f"{shared}.down_proj")
+                join_linears(layer, f"{shared}.gate_proj", f"{shared}.up_proj"),
+                join_linears(layer, f"{shared}.down_proj"),
             )
             if spec.shared_size
             else None,
-            shared_gate=_join(layer, names.shared_gate) if spec.has_shared_gate else None,
+            shared_gate=join_linears(layer, names.shared_gate) if spec.has_shared_gate else None,
         )
 
     def hidden(
@@ -230,8 +232,25 @@ class FusedBody:
             past = PastKeys(len(weights.blocks), len(input_ids))
             whole = _KeptParts(replace(work, wanted=None, past=past), first, input_ids, parts)
             return _PartedStack.apply(self._anchor, self, whole)
-        kept = _KeptPass(work, first, how.keeps_all, input_ids)
+        kept = KeptPass(work, first, how.keeps_all, input_ids)
         return _Stack.apply(self._anchor, self, embedded, kept)
+
+    def keeps_all(self, num_tokens: int, route: Route) -> bool:
+        """Whether a pass of this route has something to train in the blocks, and keeps all that its backward reads."""
+        trained = {name for span in route.spans for name in span.weights.grad_pairs or ()}
+        rank = max((span.weights.lora.rank for span in route.spans), default=0)
+        one = PassSizes(self.sizes, self.base.embedding.itemsize, rank, self.ops.facts)
+        is_trained = any(name in trained for names in self._block_names for name in names)
+        return is_trained and self.room.choose(one, num_tokens, can_split=True).is_whole
+
+    def start(self, input_ids: Tensor, position_ids: Tensor, plan: TreePlan, route: Route) -> tuple[Tensor, KeptPass]:
+        """Last hidden states [N, H], and what `run_backward` reads; autograd sees nothing of it (`keeps_all`)."""
+        weights, grads = self._weights_of(route)
+        embedded = nn.functional.embedding(input_ids, weights.embedding)
+        spans = read_spans(route, embedded.dtype)
+        work = _StackPass(Rotation(*self._angles, position_ids), plan, route, spans, None, weights, grads)
+        kept = KeptPass(work, self._first_trained(spans) or 0, keeps_all=True, input_ids=input_ids)
+        return self.run(embedded, work, kept), kept
 
     def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
         """The weights that a pass reads, and where the gradients of all of them go."""
@@ -253,10 +272,13 @@ class FusedBody:
                 return index
         return None
 
-    def run(self, h: Tensor, work: _StackPass, kept: _KeptPass | None = None) -> Tensor:
+    def run(self, h: Tensor, work: _StackPass, kept: KeptPass | None = None) -> Tensor:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
+        if kept is None and (few := self._few_rows(h, work)) is not None:
+            h = run_few_rows(few, h, weights, work.route, (work.rotation, work.plan), self.eps)
+            return self.ops.layers.add_norm(h, None, weights.last_norm, self.eps)[1]
         if self.trace is not None:
             self.trace.add(EMBEDDING, h)
         for index in range(len(weights.blocks)):
@@ -269,6 +291,14 @@ class FusedBody:
         if kept is not None:
             kept.last = h, rstd
         return x
+
+    def _few_rows(self, h: Tensor, work: _StackPass) -> FewRowOps | None:
+        """The kernels of a decode step of few rows, if they compute this one."""
+        few = self.ops.few_rows
+        if few is None or not few.takes(len(h), h.dtype) or self.trace is not None or not self._is_whole:
+            return None
+        is_plain = work.wanted is None and is_plain_step(work.plan, work.route, len(h))
+        return few if is_plain and has_plain_blocks(work.weights, self.rules) else None
 
     def run_block(self, index: int, before: BlockInput, work: _StackPass) -> tuple[Tensor, Tensor, KeptBlock]:
         """The residual stream, what the MLP adds to it, and what backward reads."""
@@ -325,7 +355,7 @@ class FusedBody:
         assert isinstance(plan, PagedPlan | GroupedPlan), "sampling runs over a paged cache"
         return Saved(query, key, value, plan.attend_written(index, query, key, value, rule), query)
 
-    def run_backward(self, dx: Tensor, kept: _KeptPass) -> None:
+    def run_backward(self, dx: Tensor, kept: KeptPass) -> None:
         """Add the gradients of what is trained, from the gradient of the normed hidden states down to block
         `kept.first`, and to the embedding if all weights are trained."""
         assert kept.last is not None, "the forward pass fills it"
@@ -358,7 +388,7 @@ class FusedBody:
         for part in reversed(whole.parts):
             work, input_ids = self._work_of(part, whole)
             embedded = nn.functional.embedding(input_ids, work.weights.embedding)
-            kept = _KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
+            kept = KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
             self.run(embedded, work, kept)
             self.run_backward(_spread(dx[part.places], part.rows, len(input_ids)), kept)
 
@@ -466,11 +496,3 @@ class _PartedStack(torch.autograd.Function):
 def _spread(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """The gradient of all rows, when only `rows` were read."""
     return grad.new_zeros(num_rows, grad.shape[1]).index_add_(0, rows, grad)
-
-
-def _weight(module: nn.Module, name: str) -> Tensor:
-    return module.get_parameter(f"{name}.weight").detach()
-
-
-def _join(layer: nn.Module, *names: str) -> LinearGroup:
-    return LinearGroup.join([cast(LoraLinear, layer.get_submodule(name)) for name in names])

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from turnwise.engine.model.gated_mlp import JoinedGroup, Mlp, TensorByName
-from turnwise.engine.model.lora import LinearGroup
+from turnwise.engine.model.lora import LinearGroup, LoraLinear
 from turnwise.engine.ops.interface import Heads
 from turnwise.models.blocks import PartNames
 
@@ -79,3 +80,13 @@ class BodyWeights:
         ]
         embedding, last_norm = (tensor(f"{prefix}{place}.weight") for place in (names.embedding, names.last_norm))
         return BodyWeights(embedding, blocks, last_norm)
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The weight of a module's part."""
+    return module.get_parameter(f"{name}.weight").detach()
+
+
+def join_linears(layer: nn.Module, *names: str) -> LinearGroup:
+    """The linears of a layer that read the same input."""
+    return LinearGroup.join([cast(LoraLinear, layer.get_submodule(name)) for name in names])

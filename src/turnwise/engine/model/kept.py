@@ -132,6 +132,11 @@ class KeptChoice:
     part_tokens: int = 0
     """Tokens of a part; 0: the pass runs as a whole."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass runs as a whole and keeps everything."""
+        return self.keeps_all and not self.part_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class KeptRoom:

@@ -16,6 +16,8 @@ from turnwise.engine.ops.interface import Captured, DrawSettings, Ops
 from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import PinnedTransfer
 
+LARGE_BYTES = 1 << 28
+
 
 def make_ops(device: torch.device) -> Ops:
     plain = Ops(
@@ -34,7 +36,7 @@ def make_ops(device: torch.device) -> Ops:
 
 
 def _with_triton(plain: Ops) -> Ops:
-    from turnwise.engine.ops import triton_head, triton_layers
+    from turnwise.engine.ops import triton_head, triton_layers, triton_rows
     from turnwise.engine.ops.triton_draw import draw_rows
     from turnwise.engine.ops.triton_experts import TritonExperts
     from turnwise.engine.ops.triton_lora import add_low_rank
@@ -51,6 +53,7 @@ def _with_triton(plain: Ops) -> Ops:
         draw=draw,
         experts=TritonExperts(),
         add_low_rank=add_low_rank,
+        few_rows=triton_rows,
     )
 
 
@@ -65,9 +68,12 @@ class CudaGraphRecorder:
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
+        before = torch.cuda.memory_reserved(self._device)
         with torch.cuda.stream(side):
             step(inputs)  # the first launch sets things up that a graph must not capture
         torch.cuda.current_stream(self._device).wait_stream(side)
+        if torch.cuda.memory_reserved(self._device) - before > LARGE_BYTES:
+            torch.cuda.empty_cache()  # only the side stream could use what it freed
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = step(inputs)
         self._pool = self._pool or graph.pool()

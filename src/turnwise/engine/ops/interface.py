@@ -305,6 +305,34 @@ class ExpertOps(Protocol):
         ...
 
 
+class FewRowOps(Protocol):
+    """A decode step of few rows, in few launches; none of them records a gradient."""
+
+    def takes(self, num_rows: int, dtype: torch.dtype) -> bool:
+        """Whether this is the fastest way for so many rows."""
+        ...
+
+    def project(
+        self,
+        x_MI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        rest: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """x W' + b, where x goes through a norm (weight, epsilon) first, gate and up become silu(gate) * up, and `rest`
+        is added."""
+        ...
+
+    def attend(
+        self, qkv: Tensor, heads: Heads, rotation: Rotation, plan: PagedPlan, layer: int, scale: float
+    ) -> Tensor:
+        """`LayerOps.rotate` with the cache, then `AttentionOps.paged_decode` over everything: [M, Q D]."""
+        ...
+
+
 class PendingRead(Protocol):
     """A tensor on its way from the device to the host."""
 
@@ -370,6 +398,8 @@ class Ops:
     experts: ExpertOps
     add_low_rank: AddLowRank | None = None
     """Serves rows of many adapters in one launch; None where there is no such kernel."""
+    few_rows: FewRowOps | None = None
+    """Kernels for a decode step of few rows, for 16-bit weights; None where there are none."""
     new_graph_recorder: Callable[[], GraphRecorder] | None = None
     """None where steps cannot be captured."""
     prepare_process: Callable[[], None] = lambda: None

@@ -32,6 +32,7 @@ from turnwise.engine.training.pack import (
     pack,
     split_batches,
 )
+from turnwise.engine.training.pass_graphs import PassGraphs
 from turnwise.engine.training.routing_memory import RoutingMemory, replayed, routing_metrics
 from turnwise.types import ForwardBackwardOutput, TensorData
 
@@ -120,6 +121,8 @@ class Trainer:
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
         self.routing: RoutingMemory | None = None
         """The sampler's choice of experts, where passes use it."""
+        self.graphs = PassGraphs(model) if PassGraphs.supports(model) else None
+        """Captured passes, where the device can capture them."""
 
     def read(
         self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
@@ -237,6 +240,10 @@ class Trainer:
     def _hidden(self, work: _Pass) -> Tensor:
         """Hidden states [R, H] of the rows that the head reads."""
         batch = work.batch
+        if torch.is_grad_enabled() and self.graphs is not None:
+            hidden = self.graphs.hidden(batch, work.route, work.entries.row_tokens)
+            if hidden is not None:
+                return hidden
         input_ids, position_ids = self.model.ops.transfer.upload_all([batch.input_ids, batch.position_ids])
         return self.model.hidden(input_ids, position_ids, batch.plan, work.route, work.entries.row_tokens)
 
