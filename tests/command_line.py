@@ -12,6 +12,41 @@ import pytest
 
 from turnwise.cli import main
 
+SMALL_RUN = (
+    "model=tiny",
+    "train.steps=2",
+    "train.tasks_per_step=2",
+    "rollout.group_size=4",
+    "eval.tasks=4",
+    "eval.every=0",
+    "warmup.steps=2",
+    "warmup.batch_size=2",
+    "warmup.demonstrations=4",
+    "run.dialogues=1",
+)
+"""Options of a run that does everything once or twice."""
+ECHO_RUN = (
+    "model=tiny",
+    "train.steps=2",
+    "train.tasks_per_step=2",
+    "train.num_tasks=8",
+    "rollout.group_size=4",
+    "run.dialogues=0",
+)
+"""Options of a run in `echo_world.py`."""
+ONE_STEP = (
+    "model=tiny",
+    "method=rft",
+    "method.threshold=-1000",
+    "rollout.group_size=2",
+    "train.tasks_per_step=2",
+    "train.steps=1",
+    "warmup.steps=0",
+    "eval.tasks=1",
+    "eval.every=0",
+    "run.dialogues=1",
+)
+"""Options of a run that learns from every attempt of one step, whatever it earned."""
 SECONDS = 280
 """A deadline that only a hang can miss."""
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +52,27 @@ class Environment:
             is_editable: also find what is installed with us as editable, such as turnwise itself.
         """
         ours = sysconfig.get_path("purelib")
-        line = f"import site; site.addsitedir({ours!r})" if is_editable else ours
-        (self.site_packages / "zz_ours.pth").write_text(line + "\n", encoding="utf-8")
+        if is_editable:
+            self.end_with(Path(ours))
+        else:
+            self._search(ours)
+
+    def end_with(self, site_packages: Path) -> None:
+        """Let the search path end with the packages of another environment, and with what those end with."""
+        self._search(f"import site; site.addsitedir({str(site_packages)!r})")
+
+    def _search(self, line: str) -> None:
+        (self.site_packages / "zz_others.pth").write_text(line + "\n", encoding="utf-8")
+
+
+def run_in(python: Path, *arguments: str, env: Mapping[str, str], timeout_s: float) -> str:
+    """What a program prints in such an environment; it must end well."""
+    done = subprocess.run(
+        [str(python), *arguments], env=dict(env), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    print(done.stderr)
+    return done.stdout
 
 
 def make_environment(

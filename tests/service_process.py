@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from environments import ROOT, Environment, make_environment
+from environments import ROOT, Environment, make_environment, run_in
 
 START_S = 240.0
 CHECKS_S = 500.0
@@ -127,22 +127,13 @@ def check_names(checks: Path) -> list[str]:
 def run_checks(python: Path, checks: Path, url: str, environment: dict[str, str]) -> dict[str, Any]:
     """Run a file of checks in an SDK's environment: {check: None, or what went wrong}."""
     runner = ROOT / "tests" / "contract" / "sdk" / "runner.py"
-    done = subprocess.run(
-        [str(python), str(runner), str(checks)],
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ["HOME"],
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TINKER_BASE_URL": url,
-            "MINT_BASE_URL": url,
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=CHECKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TINKER_BASE_URL": url,
+        "MINT_BASE_URL": url,
+        **environment,
+    }
+    return json.loads(run_in(python, str(runner), str(checks), env=env, timeout_s=CHECKS_S).splitlines()[-1])

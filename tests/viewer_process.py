@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service_process import ROOT, sdk_python
+from environments import ROOT, run_in
+from service_process import sdk_python
 
 BROWSER_SCRIPTS = ROOT / "tests" / "e2e" / "browser"
 PLAYWRIGHT = "1.65.0"
@@ -53,14 +54,5 @@ def viewer(place: Path, *, folder: Path = ROOT) -> Iterator[str]:
 
 
 def in_browser(script: Path, *arguments: str, url: str, more: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        [str(sdk_python("playwright", PLAYWRIGHT)), str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": "", "VIEW_URL": url, **(more or {})},
-        capture_output=True,
-        text=True,
-        timeout=CHECKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stderr)
-    return done.stdout
+    env = {**os.environ, "PYTHONPATH": "", "VIEW_URL": url, **(more or {})}
+    return run_in(sdk_python("playwright", PLAYWRIGHT), str(script), *arguments, env=env, timeout_s=CHECKS_S)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from turnwise import __version__
 from turnwise.commands import arguments as train_cli
@@ -20,6 +21,7 @@ from turnwise.commands import serve as service_cli
 from turnwise.errors import TurnwiseError
 from turnwise.retriever import cli as retriever_cli
 from turnwise.runtime.exit_codes import ExitCode
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.runtime.torchrun import refuse_torchrun
 
 if TYPE_CHECKING:
@@ -128,10 +130,25 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
     """Parse the arguments; overrides such as train.steps=5 may also come after options."""
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(text.startswith("-") or "=" not in text for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = _as_overrides(rest) if hasattr(options, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _as_overrides(arguments: Sequence[str]) -> str:
+    """How a flag such as `--steps 4` is written: `train.steps=4`; nothing if no option of a run is called like it."""
+    from turnwise.config.files import option_paths
+
+    flag, _, value = arguments[0].partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    found = [path for path in option_paths() if path == name or path.endswith(f".{name}")]
+    if not flag.startswith("--") or not found:
+        return ""
+    value = value or next(iter(arguments[1:]), "VALUE")
+    likeliest = min(found, key=lambda path: not path.startswith("train."))
+    return f"; options of a run are written without dashes: {likeliest}={value}"
 
 
 def _run_model(options: argparse.Namespace) -> int:
@@ -182,9 +199,18 @@ def _print_models(rows: Sequence[ModelRow]) -> None:
             console.print(f"{row.name} is missing: {row.how_to_get}", soft_wrap=True, markup=False)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers a misspelt command with the nearest one, where argparse lists them all."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message)
+        near = did_you_mean(found[1], re.findall(r"[\w-]+", found[2]), cutoff=0.6) if found else ""
+        super().error(message if found is None or not near else f"{message[: found.start()]}no {found[1]!r}{near}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command but the benchmarks, which have their own."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="turnwise",
         description="Multi-turn reinforcement learning for LLM agents.",
         epilog=_EXAMPLES,

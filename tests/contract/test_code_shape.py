@@ -6,6 +6,7 @@ Each list of exceptions below states its reason. An exception that is no longer 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -39,6 +40,20 @@ MANY_PARAMETERS = {
     "envs/adapters/verifiers_harness.py": "the signature of the peer's interface",
     "judges/world.py:judged_by_model": WORLD_OPTIONS,
     "training/run.py:train": "the front door: each keyword is an option of a run",
+}
+
+MIN_BLOCK_LINES = 6
+OF_AN_SDK = "the checks of each SDK are a program that runs in the SDK's own environment"
+TO_COPY = "recipes are programs to read and copy; each shows all that it does"
+REPEATED_BLOCKS = {
+    "src/turnwise/__init__.py ~ tests/contract/test_public_names.py": "the test freezes the list of public names",
+    "src/turnwise/envs/library/household.py ~ src/turnwise/envs/library/phone.py": "how an attempt ends is read in the "
+    "file of its world",
+    "src/turnwise/methods/grpo.py ~ src/turnwise/methods/gspo.py": "each method's file shows all that the method uses",
+    "src/turnwise/recipes/code.py ~ src/turnwise/recipes/": TO_COPY,
+    "src/turnwise/recipes/swe.py ~ src/turnwise/recipes/": TO_COPY,
+    "src/turnwise/service/wire/schemas.py ~ src/turnwise/types.py": "the protocol's defaults, and our own",
+    "tests/contract/sdk/mint_checks.py ~ tests/contract/sdk/tinker_checks.py": OF_AN_SDK,
 }
 
 SPLATS: dict[str, str] = {}
@@ -122,6 +137,39 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert not unexcused, f"class names that stand for two things: {unexcused}"
     unused = SHARED_CLASS_NAMES.keys() - repeated.keys()
     assert not unused, f"nothing needs these exceptions any more, remove them: {sorted(unused)}"
+
+
+def code_lines(path: Path) -> list[str]:
+    """The statements of a file, line by line: no imports, signatures, docstrings, comments or lone brackets."""
+    text = path.read_text()
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, Function):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            left_out.update(range(first, node.body[0].lineno))
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    kept = [line for number, line in enumerate(lines, start=1) if number not in left_out]
+    return [line for line in kept if any(map(str.isalnum, line)) and not line.startswith("#")]
+
+
+def test_a_block_of_six_lines_stands_once() -> None:
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    data = (str(SOURCE / TASK_DATA), str(TESTS / LISTINGS))
+    for path in sorted([*SOURCE.rglob("*.py"), *TESTS.rglob("*.py")]):
+        if not str(path).startswith(data):
+            lines = code_lines(path)
+            for first in range(len(lines) - MIN_BLOCK_LINES + 1):
+                block = tuple(lines[first : first + MIN_BLOCK_LINES])
+                found[block].append(str(path.relative_to(TESTS.parent)))
+    repeated = {
+        f"{one} ~ {other}": block[0]
+        for block, places in found.items()
+        for one, other in itertools.combinations(places, 2)
+    }
+    check(repeated, REPEATED_BLOCKS, f"blocks of {MIN_BLOCK_LINES} equal lines that stand in two places")
 
 
 def test_a_function_fits_on_a_screen() -> None:

@@ -12,25 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from command_line import ONE_STEP
 from openenv_servers import ECHO, openenv_server
 from turnwise.cli import main
 from turnwise.envs.registry import get_world
 from turnwise.runlog.reader import RunReader
 
-SMALL = (
-    "model=tiny",
-    "method=rft",
-    "method.threshold=-1000",
-    "rollout.group_size=2",
-    "rollout.max_turns=2",
-    "env.options.max_tokens=6",
-    "train.tasks_per_step=2",
-    "train.steps=1",
-    "warmup.steps=0",
-    "eval.tasks=1",
-    "eval.every=0",
-    "run.dialogues=1",
-)
+SMALL = (*ONE_STEP, "rollout.max_turns=2", "env.options.max_tokens=6")
 SUMS = """\
 import verifiers.v1 as vf
 

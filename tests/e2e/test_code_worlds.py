@@ -9,27 +9,14 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from command_line import run_here, run_module
+from command_line import SMALL_RUN, run_here, run_module
 from turnwise.runlog.reader import RunReader
-
-SMALL = (
-    "model=tiny",
-    "train.steps=2",
-    "train.tasks_per_step=2",
-    "rollout.group_size=4",
-    "eval.tasks=2",
-    "eval.every=0",
-    "warmup.steps=2",
-    "warmup.batch_size=2",
-    "warmup.demonstrations=4",
-    "run.dialogues=1",
-)
 
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_repos_are_fixed_with_tool_calls_from_the_command_line(tmp_path: Path) -> None:
     options = ("env.options.protocol=tool_call", "env.options.max_turns=3", "warmup.steps=0")
-    out = run_here("train", "swe", *SMALL, *options, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", "swe", *SMALL_RUN, *options, f"run.dir={tmp_path / 'run'}")
     assert "step 2/2" in out
     with RunReader(tmp_path / "run") as reader:
         assert len(reader.attempts(phase="train")) == 16
@@ -50,14 +37,16 @@ def test_a_file_in_mbpps_layout_trains_from_the_command_line(tmp_path: Path) -> 
     path = tmp_path / "mbpp.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     options = (f"env.options.path={path}", "env.options.partial_credit=0.5", f"run.dir={tmp_path / 'run'}")
-    out = run_here("train", "code", *SMALL, *options)
+    out = run_here("train", "code", *SMALL_RUN, *options)
     assert re.search(r"Write a function to add \d+\.", out)
     assert "step 2/2" in out
 
 
 @pytest.mark.parametrize("world", ["code", "swe"])
 def test_without_bubblewrap_a_run_is_refused_with_what_to_install(world: str, tmp_path: Path) -> None:
-    said = run_module("turnwise.cli", "train", world, *SMALL, f"run.dir={tmp_path / 'run'}", code=2, PATH=str(tmp_path))
+    said = run_module(
+        "turnwise.cli", "train", world, *SMALL_RUN, f"run.dir={tmp_path / 'run'}", code=2, PATH=str(tmp_path)
+    )
     assert said.startswith("turnwise: bubblewrap is not installed; install it with")
     assert "`sandbox: subprocess`" in said
     assert not (tmp_path / "run").exists()

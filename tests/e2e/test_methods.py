@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from command_line import ECHO_RUN
 from turnwise.cli import main
 from turnwise.losses.table import LOSSES
 from turnwise.methods.lookup import SHIPPED
@@ -14,16 +15,7 @@ from turnwise.methods.registry import METHODS
 from turnwise.runlog.reader import RunReader
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
-SMALL = (
-    "model=tiny",
-    "train.steps=2",
-    "train.tasks_per_step=2",
-    "train.num_tasks=8",
-    "rollout.group_size=4",
-    "eval.tasks=2",
-    "eval.every=0",
-    "run.dialogues=0",
-)
+SMALL = (*ECHO_RUN, "eval.tasks=2", "eval.every=0")
 SHORTER = {"ppo": ("critic.pretrain_steps=2",)}
 
 

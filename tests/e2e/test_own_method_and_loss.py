@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import ECHO_RUN
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 
@@ -31,16 +32,11 @@ def importance_sampling_again(logprobs, columns, *, scale: float = 1.0):
 """
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = (
-    "model=tiny",
-    "train.steps=2",
-    "train.tasks_per_step=2",
-    "train.num_tasks=8",
+    *ECHO_RUN,
     "train.grad_clip_norm=0",
     "train.learning_rate=1e-6",
-    "rollout.group_size=4",
     "rollout.deterministic=true",
     "eval.tasks=0",
-    "run.dialogues=0",
 )
 
 

@@ -13,22 +13,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from command_line import run_here
+from command_line import SMALL_RUN, run_here
 from local_server import serving, unused_address
 from turnwise.runlog.reader import RunReader
-
-SMALL = (
-    "model=tiny",
-    "train.tasks_per_step=2",
-    "train.steps=2",
-    "rollout.group_size=4",
-    "eval.tasks=4",
-    "eval.every=0",
-    "warmup.steps=2",
-    "warmup.batch_size=2",
-    "warmup.demonstrations=4",
-    "run.dialogues=1",
-)
 
 
 def _check(directory: Path) -> None:
@@ -41,7 +28,7 @@ def _check(directory: Path) -> None:
 @pytest.mark.usefixtures("tiny_dir")
 def test_search_trains_without_a_server(tmp_path: Path) -> None:
     out = run_here(
-        "train", "search", *SMALL, "env.options.kind=mixed", "env.options.max_turns=4", f"run.dir={tmp_path}/r"
+        "train", "search", *SMALL_RUN, "env.options.kind=mixed", "env.options.max_turns=4", f"run.dir={tmp_path}/r"
     )
     assert "step 2/2" in out
     _check(tmp_path / "r")
@@ -64,7 +51,7 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_search_trains_against_a_retriever_server(retriever: str, tmp_path: Path) -> None:
-    run_here("train", "search", *SMALL, f"env.options.retriever_url={retriever}", f"run.dir={tmp_path}/r")
+    run_here("train", "search", *SMALL_RUN, f"env.options.retriever_url={retriever}", f"run.dir={tmp_path}/r")
     _check(tmp_path / "r")
 
 
@@ -90,7 +77,7 @@ def test_any_world_trains_with_a_judge_from_the_command_line(tmp_path: Path) -> 
         run_here(
             "train",
             "turnwise.judges:judged_by_model",
-            *SMALL,
+            *SMALL_RUN,
             "env.options.world=search",
             "env.options.world_options={max_turns: 2}",
             "env.options.rubric=It searched before it answered.",

@@ -11,21 +11,12 @@ import pytest
 
 import turnwise as tw
 from sglang_stub import SglangStub, sglang_stubs
+from skyrl_guide import BASIC_MULTI_TURN
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 
 pytestmark = pytest.mark.model
 
-GUIDE = """\
-generator:
-  backend: sglang
-  use_conversation_multi_turn: true  # REQUIRED for SGLang
-  max_turns: 5                        # Maximum turns per episode
-
-  sampling_params:
-    max_generate_length: 1024
-    temperature: 1.0
-"""
 WORLD = """
 from turnwise.envs.base import EnvStep, user
 
@@ -61,7 +52,7 @@ def stubs(tmp_path: Path, tiny_dir: Path) -> Iterator[list[SglangStub]]:
 
 def files(tmp_path: Path, stubs: list[SglangStub]) -> tuple[str, list[str]]:
     """The guide's YAML, and the options that let it run here."""
-    (tmp_path / "guide.yaml").write_text(GUIDE)
+    (tmp_path / "guide.yaml").write_text(BASIC_MULTI_TURN)
     (tmp_path / "talk.py").write_text(WORLD)
     where = (f"generator.url={','.join(stub.url for stub in stubs)}", f"run.dir={tmp_path / 'run'}")
     return str(tmp_path / "guide.yaml"), [f"env={tmp_path / 'talk.py'}:Talk", "engine.dtype=float32", *SMALL, *where]

@@ -10,21 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line import run_here, run_module
+from command_line import SMALL_RUN, run_here, run_module
 from turnwise.runlog.reader import RunReader
-
-SMALL = (
-    "model=tiny",
-    "train.steps=2",
-    "train.tasks_per_step=2",
-    "rollout.group_size=4",
-    "eval.tasks=4",
-    "eval.every=0",
-    "warmup.steps=2",
-    "warmup.batch_size=2",
-    "warmup.demonstrations=4",
-    "run.dialogues=1",
-)
 
 
 @pytest.mark.usefixtures("tiny_dir")
@@ -36,7 +23,7 @@ SMALL = (
     ],
 )
 def test_worlds_train_with_their_options(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    out = run_here("train", *arguments, *SMALL, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", *arguments, *SMALL_RUN, f"run.dir={tmp_path / 'run'}")
     assert "step 2/2" in out
     with RunReader(tmp_path / "run") as reader:
         assert len(reader.attempts(phase="train")) == 16
@@ -58,7 +45,7 @@ def test_a_folder_in_spiders_layout_trains_from_the_command_line(tmp_path: Path)
         (tmp_path / "spider" / file).write_text(json.dumps(rows), encoding="utf-8")
     path = f"env.options.path={tmp_path / 'spider'}"
     short = "rollout.max_tokens_per_turn=16"
-    out = run_here("train", "text_to_sql", path, short, *SMALL, f"run.dir={tmp_path / 'run'}")
+    out = run_here("train", "text_to_sql", path, short, *SMALL_RUN, f"run.dir={tmp_path / 'run'}")
     assert "singer(name text, age integer)" in out
     assert str(tmp_path / "spider") not in out.split("--- attempt", 1)[1]
 

@@ -37,6 +37,13 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
+def _started(*arguments: str) -> subprocess.Popen[str]:
+    """A command that goes on, with all that it prints on one pipe."""
+    command = [sys.executable, "-m", "turnwise.cli", *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, text=True, env=_environment(), **pipes)
+
+
 def _turnwise(*arguments: str, stdin: str = "", code: int = 0) -> str:
     return run_module("turnwise.cli", *arguments, stdin=stdin, code=code)
 
@@ -183,13 +190,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_no
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _turnwise("train", "guess_number", *common, f"run.dir={whole}")
     said: list[str] = []
-    with subprocess.Popen(
-        [sys.executable, "-m", "turnwise.cli", "train", "guess_number", *common, f"run.dir={broken}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
-    ) as process:
+    with _started("train", "guess_number", *common, f"run.dir={broken}") as process:
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line)
@@ -211,13 +212,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_no
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments = (*SMALL, "warmup.steps=0", "train.steps=40", "train.save_every=1", f"run.dir={directory}")
-    with subprocess.Popen(
-        [sys.executable, "-m", "turnwise.cli", "train", "guess_number", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
-    ) as process:
+    with _started("train", "guess_number", *arguments) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 2/40"):  # the checkpoint of step 1 is there, that of step 2 is being written

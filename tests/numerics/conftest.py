@@ -10,22 +10,12 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from naive import make_model
+from turnwise.bench import family_samples
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 
-VOCAB = 97
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+VOCAB = family_samples.VOCAB
+SHAPE: dict[str, Any] = {**family_samples.SHAPE, "max_position_embeddings": 512}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),

@@ -26,6 +26,7 @@ from naive import (
     sample_many,
     with_ops,
 )
+from turnwise.bench import family_samples
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.kept import kept_bytes
@@ -37,16 +38,8 @@ from turnwise.models.tiny import build_tokenizer
 from turnwise.types import LoraConfig
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **family_samples.SHAPE,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from turnwise.errors import ConfigError, ModelError, ModelNotFoundError
 from turnwise.models.catalogue import CATALOG, CatalogEntry, Report
 from turnwise.models.directories import converted_directory, home, is_complete, models_directory
+from turnwise.runtime.suggest import did_you_mean
 
 __all__ = [
     "ALIASES_VARIABLE",
@@ -394,7 +395,12 @@ def _not_fetched_message(name: str, directory: Path) -> str:
 
 def _not_found_message(name: str, aliased_to: str | None, tried: list[str]) -> str:
     alias = "" if aliased_to is None else f" (an alias made that {aliased_to!r})"
-    lines = [f"no model under {name!r}{alias}. Tried:", *(f"  - {line}" for line in tried), "What you can do:"]
+    near = did_you_mean(name, [*CATALOG, *(row.name for row in list_models() if row.is_ready)], cutoff=0.6)
+    lines = [
+        f"no model under {name!r}{alias}{near or '.'} Tried:",
+        *(f"  - {line}" for line in tried),
+        "What you can do:",
+    ]
     asked = name if aliased_to is not None or name[0] not in "./~" else "Qwen/Qwen3-0.6B"
     lines += [
         "  - name a model directory (config.json and safetensors) or a .gguf file by its path",

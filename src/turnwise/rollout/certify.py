@@ -17,7 +17,7 @@ from typing import Literal
 
 from turnwise.credit.datums import trajectory_to_datums
 from turnwise.errors import DataError
-from turnwise.rollout.drift import DriftReport
+from turnwise.rollout.drift import DriftReport, SampledToken
 from turnwise.runtime import tolerances
 from turnwise.trajectory import Trajectory, Turn
 from turnwise.types import Datum
@@ -36,16 +36,9 @@ MAX_DRIFTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(SampledToken):
     """One turn that fails the check, and its first token that does."""
 
-    task_id: str
-    attempt: int
-    turn: int
-    token: int
-    """Index among the turn's sampled ids."""
-    token_id: int
-    sampler_logprob: float
     trainer_logprob: float | None
     """None if there is no logprob to compare."""
     cause: str

@@ -61,8 +61,8 @@ class LagDrift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorstToken:
-    """The token with the largest gap at lag 0, and where to find it."""
+class SampledToken:
+    """Where to find a token that was sampled, and its logprob then."""
 
     task_id: str
     attempt: int
@@ -71,6 +71,12 @@ class WorstToken:
     """Index among the turn's sampled ids."""
     token_id: int
     sampler_logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstToken(SampledToken):
+    """The token with the largest gap at lag 0."""
+
     trainer_logprob: float
 
     @property

@@ -57,7 +57,8 @@ class RunReader(ClosedOnExit):
         self.directory = place.parent if place.name == DATABASE else place
         file = self.directory / DATABASE
         if not file.is_file():
-            raise ConfigError(f"{place} is no run directory: it holds no {DATABASE}")
+            what = f"it holds no {DATABASE}" if self.directory.exists() else "it is not there"
+            raise ConfigError(f"{place} is no run directory: {what}")
         try:
             self._db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
             self._db.row_factory = sqlite3.Row

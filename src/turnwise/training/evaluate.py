@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from turnwise.envs.base import Task, World
 from turnwise.envs.joint import SEPARATOR, JointWorld, leaf_of
@@ -120,15 +121,7 @@ def _mean_row(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> EvaluationRo
     known = rows if all(one.num_attempts for one in rows) else ()
     success = mean_of([Interval(one.success, one.success_low, one.success_high) for one in known])
     reward = mean_of([Interval(one.reward, one.reward_low, one.reward_high) for one in known])
-    return replace(
-        row,
-        success=success.value,
-        success_low=success.low,
-        success_high=success.high,
-        reward=reward.value,
-        reward_low=reward.low,
-        reward_high=reward.high,
-    )
+    return replace(row, **_interval_columns(success=success, reward=reward))
 
 
 def summarize(played: RolloutResult, *, label: str, step: int) -> EvaluationRow:
@@ -142,13 +135,14 @@ def summarize(played: RolloutResult, *, label: str, step: int) -> EvaluationRow:
         num_tasks=len(played.groups),
         num_attempts=sum(len(group.trajectories) for group in played.groups),
         num_failed=sum(failed),
-        success=success.value,
-        success_low=success.low,
-        success_high=success.high,
-        reward=reward.value,
-        reward_low=reward.low,
-        reward_high=reward.high,
+        **_interval_columns(success=success, reward=reward),
     )
+
+
+def _interval_columns(**intervals: Interval) -> dict[str, Any]:
+    """Each interval as the three columns of a row: `success`, `success_low` and `success_high`."""
+    ends = {"": "value", "_low": "low", "_high": "high"}
+    return {f"{name}{end}": getattr(one, part) for name, one in intervals.items() for end, part in ends.items()}
 
 
 def _outcomes(groups: Sequence[TrajectoryGroup]) -> list[list[bool]] | None:

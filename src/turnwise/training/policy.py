@@ -34,6 +34,7 @@ from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.closing import ClosedOnExit
+from turnwise.runtime.suggest import nearest
 from turnwise.training.assemble import held_out_tasks, leaf_limits, make_eval_rollout, make_renderer
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import Evaluation, evaluate
@@ -314,6 +315,9 @@ def _served_by(config: Config) -> tuple[object, ...]:
     return config.model, config.engine, config.rollout.backend, config.rollout.url
 
 
+EXPECTED_POLICY = "expected a run, its directory, a checkpoint, a model's name, or a policy such as run.best"
+
+
 def find_policy(
     target: str,
     world: WorldChoice = OWN_WORLD,
@@ -345,9 +349,21 @@ def find_policy(
         settings = [f"model={_base_model(path)}", *_trained_part(path), *overrides]
         config = read_config(world.name or DEFAULT_WORLD, settings)
         return PolicySampler(config, checkpoint=target, objects=world.objects)
+    check_is_there(target)
     config = read_config(world.name or DEFAULT_WORLD, [f"model={target}", *overrides])
     find_model(config, report)  # a name that is neither is refused with what was tried
     return PolicySampler(config, objects=world.objects)
+
+
+def check_is_there(target: str | Path) -> None:
+    """Refuse a path at which there is nothing, before it is looked for as the name of a model."""
+    is_path = isinstance(target, Path) or target.startswith(("/", "./", "../", "~", "runs/"))
+    path = Path(target).expanduser()
+    if not is_path or path.exists():
+        return
+    runs = sorted(place.name for place in path.parent.glob("*") if is_run(place)) if path.parent.is_dir() else []
+    near = f"; did you mean {path.parent / close}?" if (close := nearest(path.name, runs)) else ""
+    raise ConfigError(f"{target} is not there{near}; {EXPECTED_POLICY}")
 
 
 def _base_model(checkpoint: Path) -> str:

@@ -38,7 +38,7 @@ from turnwise.training.arguments import Target, check_overrides_list, read_argum
 from turnwise.training.checkpoint import best_evaluation
 from turnwise.training.evaluate import Evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
+from turnwise.training.policy import EXPECTED_POLICY, PolicySampler, WorldChoice, check_is_there, find_policy
 from turnwise.training.session import TrainingSession
 from turnwise.training.setup import AnyService, Setup, check_service, set_up_new, set_up_resume
 from turnwise.training.steer import give_order, read_settings
@@ -169,13 +169,12 @@ def evaluate(
 
 def _check_policy(target: object) -> str:
     """Refuse what is no policy, and a path at which there is nothing."""
-    expected = "expected a run, its directory, a checkpoint, a model's name, or a policy such as run.best"
     if not isinstance(target, str | Path):
         name = getattr(target, "__name__", type(target).__name__)
-        raise ConfigError(f"{name} is no policy; {expected}. A world goes to env: turnwise.eval(run, env={name})")
-    is_path = isinstance(target, Path) or target.startswith(("/", "./", "../", "~", "runs/"))
-    if is_path and not Path(target).expanduser().exists():
-        raise ConfigError(f"{target} is not there; {expected}")
+        raise ConfigError(
+            f"{name} is no policy; {EXPECTED_POLICY}. A world goes to env: turnwise.eval(run, env={name})"
+        )
+    check_is_there(target)
     return str(target)
 
 

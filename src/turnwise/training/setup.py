@@ -22,6 +22,7 @@ from turnwise.client.remote_connection import probe
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device, share_among_engines
+from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
@@ -187,6 +188,8 @@ def _set_up(
         )
     publisher.check_options(config.rollout)
     check_loggers(config.run.loggers)
+    if objects.env is None and not config.env.mix and ":" not in config.env.name:
+        load_target(config.env.name)  # a misspelt world is told before a model is looked for, which may be a download
     facts = find_facts(config, report)
     if facts.has_other_angles and config.is_sampled_elsewhere:
         raise ConfigError(

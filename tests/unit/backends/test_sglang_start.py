@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.backends import BackendSetup
 from turnwise.backends.sglang import SglangPublisher
 from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
 from turnwise.types import ModelInput, SamplingParams
+from unit.backends.conftest import backend_setup
 
 LAUNCH_SERVER = """
 import json, os, sys
@@ -86,13 +86,7 @@ async def test_a_run_starts_its_own_server_starts_it_again_when_it_is_killed_and
     )
     config = load_config("guess_number", [*options, "rollout.server_args=--schedule-policy lpm", "engine.device=cpu"])
     SglangPublisher.check_options(config.rollout)
-    setup = BackendSetup(
-        rollout=config.rollout,
-        model_directory=tiny_dir,
-        run_directory=tmp_path,
-        engine=config.engine_in_use,
-        lora_rank=16,
-    )
+    setup = backend_setup(config, tiny_dir, tmp_path)
     starts = tmp_path / "site" / "sglang" / "starts"
     async with SglangPublisher(setup) as publisher:
         sampler = await publisher.serve(None)

@@ -79,7 +79,10 @@ def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) ->
             "NotImplementedError: `use_conversation_multi_turn=False` is not supported for SGLang backend",
         ),
         (["train", "guess_number", "model=nobody/nothing"], "no model under 'nobody/nothing'"),
-        (["train", "--resume", "nowhere"], "is no run directory"),
+        (["train", "guess_number", "model=tinny"], "no model under 'tinny'; did you mean 'tiny'?"),
+        (["train", "gues_number", "model=nobody/nothing"], "no world 'gues_number'; did you mean 'guess_number'?"),
+        (["export", "runs/nowhere", "--peft", "x"], "runs/nowhere is not there; expected a run"),
+        (["train", "--resume", "nowhere"], "is no run directory: it is not there"),
         (["certify", "nowhere"], "is no run directory"),
         (["replay", "nowhere"], "is no run directory"),
         (["eval", "tiny"], "add --env NAME"),
@@ -104,11 +107,20 @@ def test_a_mistake_is_one_message(
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 
-@pytest.mark.parametrize("arguments", [["train", "x", "--no-such-option"], ["certify", "run", "a=b"]])
-def test_unknown_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "x", "--no-such-option"], "unrecognized arguments: --no-such-option\n"),
+        (["train", "x", "--learning-rate", "1e-3"], "are written without dashes: train.learning_rate=1e-3\n"),
+        (["certify", "run", "a=b"], "unrecognized arguments: a=b\n"),
+        (["trian", "x"], "argument COMMAND: no 'trian'; did you mean 'train'?\n"),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_unknown_arguments_are_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_the_help_of_train_lists_presets_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 import turnwise
+from skyrl_guide import BASIC_MULTI_TURN
 from turnwise.config.config import Config
 from turnwise.config.files import (
     config_from_yaml,
@@ -32,16 +33,6 @@ from turnwise.methods.lookup import SHIPPED, read_method
 from turnwise.rollout.config import RolloutConfig
 from turnwise.trajectory import REWARD_PARTS
 
-BASIC_MULTI_TURN = """\
-generator:
-  backend: sglang
-  use_conversation_multi_turn: true  # REQUIRED for SGLang
-  max_turns: 5                        # Maximum turns per episode
-
-  sampling_params:
-    max_generate_length: 1024
-    temperature: 1.0
-"""
 SGLANG_REQUIREMENT = """\
 generator:
   backend: sglang

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from command_line import ONE_STEP
 from turnwise.cli import main
 from turnwise.client.local import ServiceClient
 from turnwise.credit.datums import dialogue_to_datums
@@ -30,16 +31,7 @@ CRITERIA = "Few guesses."
 RUBRIC = Rubric(criteria=CRITERIA)
 NAME = "turnwise.judges:judged_by_model"
 SMALL = (
-    "model=tiny",
-    "method=rft",
-    "method.threshold=-1000",
-    "rollout.group_size=2",
-    "train.tasks_per_step=2",
-    "train.steps=1",
-    "warmup.steps=0",
-    "eval.tasks=1",
-    "eval.every=0",
-    "run.dialogues=1",
+    *ONE_STEP,
     "env.options.world=guess_number",
     "env.options.world_options={max_turns: 1}",
     f"env.options.rubric={CRITERIA}",

@@ -7,34 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from attempts import rewarded
 from turnwise.credit.advantages import leave_one_out
 from turnwise.credit.weights import weighting
 from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import COMPARISONS, Grpo
-from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
-
-
-def _trajectory(rewards: Sequence[float], *, is_trained: bool = True, attempt: int = 0) -> Trajectory:
-    turns, ids = [], (1, 2)
-    for index, reward in enumerate(rewards):
-        sampled = tuple(range(10 + index, 12 + index))
-        turns.append(
-            Turn(
-                prompt_ids=ids,
-                sampled_ids=sampled,
-                sampler_logprobs=(-1.0, -1.0),
-                policy_version=0,
-                reply=Message(role="assistant", content="x"),
-                reward_parts={"outcome": reward},
-                is_trained=is_trained,
-            )
-        )
-        ids = (*ids, *sampled, 3)
-    return Trajectory(task_id="t", attempt=attempt, seed=0, turns=tuple(turns), end_reason=EndReason.TERMINATED)
+from turnwise.trajectory import TrajectoryGroup
 
 
 def _group(*rewards: Sequence[float], is_trained: bool = True) -> TrajectoryGroup:
-    return TrajectoryGroup(task_id="t", trajectories=tuple(_trajectory(r, is_trained=is_trained) for r in rewards))
+    return TrajectoryGroup(task_id="t", trajectories=tuple(rewarded(r, is_trained=is_trained) for r in rewards))
 
 
 def _grpo(**more: object) -> Grpo:

@@ -9,36 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attempts import rewarded
 from turnwise.credit.gae import Gae
 from turnwise.credit.values import TrajectoryValues
 from turnwise.errors import DataError
 from turnwise.methods.base import DataConfig, MethodSetup, datums_of
 from turnwise.methods.lookup import read_method
 from turnwise.methods.ppo import Ppo
-from turnwise.trajectory import WORLD_LABEL, EndReason, Message, Trajectory, TrajectoryGroup, Turn
-
-
-def _trajectory(rewards: Sequence[float], *, is_trained: bool = True) -> Trajectory:
-    turns, ids = [], (1, 2)
-    for index, reward in enumerate(rewards):
-        sampled = (10 + index, 11 + index)
-        turns.append(
-            Turn(
-                prompt_ids=ids,
-                sampled_ids=sampled,
-                sampler_logprobs=(-1.0, -1.0),
-                policy_version=0,
-                reply=Message(role="assistant", content="x"),
-                reward_parts={"outcome": reward},
-                is_trained=is_trained,
-            )
-        )
-        ids = (*ids, *sampled, 3)
-    return Trajectory(task_id="t", attempt=0, seed=0, turns=tuple(turns), end_reason=EndReason.TERMINATED)
+from turnwise.trajectory import WORLD_LABEL, TrajectoryGroup
 
 
 def _group(*rewards: Sequence[float], is_trained: bool = True) -> TrajectoryGroup:
-    return TrajectoryGroup(task_id="t", trajectories=tuple(_trajectory(r, is_trained=is_trained) for r in rewards))
+    return TrajectoryGroup(task_id="t", trajectories=tuple(rewarded(r, is_trained=is_trained) for r in rewards))
 
 
 def _values(group: TrajectoryGroup, value: float = 0.0) -> list[TrajectoryValues]:

@@ -26,6 +26,15 @@ from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
 
+SMALL: dict[str, Any] = {
+    "model": "tiny",
+    "train": {"tasks_per_step": 1, "max_empty_steps": 1000, "save_every": 0},
+    "rollout": {"group_size": 2, "max_turns": 1, "max_tokens_per_turn": 4},
+    "eval": {"tasks": 0},
+    "warmup": {"steps": 0},
+}
+"""Options of a run of the Python API that does as little as possible."""
+
 CONTEXT_LENGTH = 512
 
 

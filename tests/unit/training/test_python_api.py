@@ -18,18 +18,12 @@ from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.runlog.reader import is_run
 from turnwise.training.setup import claim_directory, set_up_new
 from turnwise.watch.observer import ObserverError
+from unit.training.conftest import SMALL as QUICK
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("tiny_dir")]
 
 SILENT = tw.Observer()
-SMALL: dict[str, Any] = {
-    "model": "tiny",
-    "train": {"tasks_per_step": 1, "max_empty_steps": 1000, "save_every": 0},
-    "rollout": {"group_size": 2, "max_turns": 1, "max_tokens_per_turn": 4},
-    "eval": {"tasks": 0},
-    "warmup": {"steps": 0},
-    "observer": SILENT,
-}
+SMALL: dict[str, Any] = {**QUICK, "observer": SILENT}
 
 
 class Quiz:

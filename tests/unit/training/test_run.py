@@ -20,16 +20,10 @@ from turnwise.methods.rloo import Rloo
 from turnwise.runlog.reader import is_run
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow
 from turnwise.watch.observer import ObserverError
+from unit.training.conftest import SMALL
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("tiny_dir")]
 
-SMALL: dict[str, Any] = {
-    "model": "tiny",
-    "train": {"tasks_per_step": 1, "max_empty_steps": 1000, "save_every": 0},
-    "rollout": {"group_size": 2, "max_turns": 1, "max_tokens_per_turn": 4},
-    "eval": {"tasks": 0},
-    "warmup": {"steps": 0},
-}
 SILENT = tw.Observer()
 
 

@@ -1,5 +1,6 @@
 """Envs of verifiers' older kind. The package is large and conflicts with the newer one that the other adapter needs, so
 its part is played by a stand-in with the same calls: `get_dataset`, `get_eval_dataset`, `run_rollout` and a client.
+`test_verifiers_classic_package.py` plays the package's own envs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import EnvStep, Task, assistant, system, user
+from attempts import play_replies, said
+from turnwise.envs.base import Task, system, user
 from turnwise.envs.check import check_env
 from turnwise.envs.library.bargain import Bargain, BargainGame, Mood, highest_price
 from turnwise.envs.seats import ScriptedOpponent, SeatedEnv
@@ -24,18 +25,10 @@ def make_env(mood: Mood) -> SeatedEnv:
     return SeatedEnv(BargainGame(GOODS, mood), 0, opponent, 0)
 
 
-async def play(env: SeatedEnv, *replies: str) -> list[EnvStep]:
-    return [await env.step(assistant(reply)) for reply in replies]
-
-
-def said(steps: list[EnvStep]) -> list[str]:
-    return [message.content for step in steps for message in step.messages]
-
-
 async def test_the_dialogue_of_the_docstring() -> None:
     env = make_env("glad")
     assert await env.start() == [system("Sell each thing. Say one price from 1 to 9."), user("The hat is worth 3.")]
-    steps = await play(env, "5", "8", "6", "8")
+    steps = await play_replies(env, "5", "8", "6", "8")
     assert said(steps) == [
         "I am glad. I take it. The key is worth 4.",
         "I am glad. I take it. The box is worth 2.",
@@ -49,7 +42,7 @@ async def test_the_mood_moves_the_payoff_more_than_any_price_does() -> None:
     best: dict[Mood, float] = {}
     for mood in ("glad", "sad"):
         prices = [str(highest_price(good["worth"], mood)) for good in GOODS]  # type: ignore[arg-type]
-        steps = await play(make_env(mood), *prices)
+        steps = await play_replies(make_env(mood), *prices)
         best[mood] = steps[-1].reward_parts["outcome"]
         assert steps[-1].is_success
     assert best["glad"] == 1.0
@@ -75,7 +68,7 @@ async def test_prices_given_the_mood_pay_more_than_any_fixed_rule() -> None:
             env = world.make_env(task, number)
             mood: Mood | None = None
             for turn, good in enumerate(task.data["goods"]):
-                (step,) = await play(env, str(price(good["worth"], mood)))
+                (step,) = await play_replies(env, str(price(good["worth"], mood)))
                 if turn == 0:
                     mood = "glad" if "I am glad" in said([step])[0] else "sad"
             total += step.reward_parts["outcome"]
@@ -88,17 +81,17 @@ async def test_prices_given_the_mood_pay_more_than_any_fixed_rule() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "10", "3 or 4", "much"])
 async def test_a_reply_without_one_price_sells_nothing(text: str) -> None:
-    (step,) = await play(make_env("glad"), text)
+    (step,) = await play_replies(make_env("glad"), text)
     assert step.is_unparsable
     assert "No deal." in said([step])[0]
 
 
 async def test_a_fork_in_the_middle_keeps_the_mood_and_goes_its_own_way() -> None:
     env = make_env("sad")
-    await play(env, "2")
+    await play_replies(env, "2")
     fork = env.fork()
     assert fork.state_key() == env.state_key() == "turn 1 sad earned 2+0"
-    await play(fork, "3")
+    await play_replies(fork, "3")
     assert (env.state_key(), fork.state_key()) == ("turn 1 sad earned 2+0", "turn 2 sad earned 2+3")
 
 
@@ -131,7 +124,7 @@ async def test_the_mood_can_come_with_the_first_price_so_that_it_differs_inside_
             for _ in range(2):
                 env = world.make_env(task, 7)
                 assert "None" in env.state_key(), "before the first price there is none"
-                (step,) = await play(env, str(price))
+                (step,) = await play_replies(env, str(price))
                 moods.append(step.messages[0].content.startswith("I am glad."))
             assert moods[-1] == moods[-2], "the same start and the same price, the same mood"
         glad.append(moods[::2])

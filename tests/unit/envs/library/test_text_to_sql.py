@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import EnvStep, Task, assistant, system, user
+from attempts import play_replies, said
+from turnwise.envs.base import Task, assistant, system, user
 from turnwise.envs.check import check_env
 from turnwise.envs.library.sql_databases import draw_database
 from turnwise.envs.library.sql_runner import QueryResult
@@ -30,21 +31,13 @@ def make_env(gold: str = GOLD, **options: Any) -> TextToSqlEnv:
     return TextToSql(**options).make_env(Task(id="t", data={**TASK.data, "gold": gold}), 0)
 
 
-async def play(env: TextToSqlEnv, *replies: str) -> list[EnvStep]:
-    return [await env.step(assistant(reply)) for reply in replies]
-
-
-def said(steps: list[EnvStep]) -> list[str]:
-    return [message.content for step in steps for message in step.messages]
-
-
 async def test_the_dialogue_of_the_docstring() -> None:
     env = make_env()
     assert await env.start() == [
         system("Answer with SQL. Write one query and see its result. Write submit when the last result is the answer."),
         user("cats(name, age, color)\nHow many cats have age over 3?"),
     ]
-    steps = await play(env, "SELECT COUNT(*) FROM cat WHERE age > 3", GOLD, "submit")
+    steps = await play_replies(env, "SELECT COUNT(*) FROM cat WHERE age > 3", GOLD, "submit")
     assert said(steps) == ["error: no such table: cat", str(RIGHT)]
     assert [message.role for step in steps for message in step.messages] == ["tool", "tool"]
     assert [dict(step.reward_parts) for step in steps] == [{"format": 0.0}, {"format": 0.1}, {"outcome": 1.0}]
@@ -65,7 +58,7 @@ async def test_the_dialogue_of_the_docstring() -> None:
     ],
 )
 async def test_a_submission_must_be_right_on_every_variant(sql: str, is_right: bool) -> None:
-    (step,) = await play(make_env(), f"submit {sql}")
+    (step,) = await play_replies(make_env(), f"submit {sql}")
     assert (step.terminated, step.is_success) == (True, is_right)
     assert step.reward_parts == {"outcome": float(is_right)}
 
@@ -78,44 +71,44 @@ async def test_order_is_judged_when_the_gold_has_one() -> None:
         ("SELECT name FROM cats", "SELECT name FROM cats ORDER BY name DESC", True),
         ("SELECT color FROM cats", "SELECT DISTINCT color FROM cats", False),
     ):
-        (step,) = await play(make_env(gold=gold), f"submit {given}")
+        (step,) = await play_replies(make_env(gold=gold), f"submit {given}")
         assert step.is_success is is_right
 
 
 async def test_submit_hands_in_the_last_query_that_ran() -> None:
-    steps = await play(make_env(), GOLD, "SELECT broken", "submit")
+    steps = await play_replies(make_env(), GOLD, "SELECT broken", "submit")
     assert steps[-1].is_success
-    steps = await play(make_env(), GOLD, COUNT, "submit")
+    steps = await play_replies(make_env(), GOLD, COUNT, "submit")
     assert steps[-1].is_success is False
 
 
 async def test_there_is_nothing_to_submit_before_a_query_ran() -> None:
-    steps = await play(make_env(), "submit", "SELECT broken", "submit")
+    steps = await play_replies(make_env(), "submit", "SELECT broken", "submit")
     assert said(steps)[0] == said(steps)[2] == "error: no query has run yet; write one first"
 
 
 async def test_the_format_reward_is_paid_once() -> None:
-    steps = await play(make_env(), COUNT, GOLD, "submit")
+    steps = await play_replies(make_env(), COUNT, GOLD, "submit")
     assert [step.reward_parts.get("format", 0.0) for step in steps] == [0.1, 0.0, 0.0]
-    steps = await play(make_env(format_reward=0.0), COUNT)
+    steps = await play_replies(make_env(format_reward=0.0), COUNT)
     assert steps[0].reward_parts == {"format": 0.0}
 
 
 async def test_turns_run_out_without_success() -> None:
-    steps = await play(make_env(max_turns=3), COUNT, COUNT, COUNT)
+    steps = await play_replies(make_env(max_turns=3), COUNT, COUNT, COUNT)
     assert [step.terminated for step in steps] == [False, False, True]
     assert steps[-1].is_success is False
 
 
 async def test_writing_is_told_to_be_refused_and_is_no_unreadable_reply() -> None:
-    (step,) = await play(make_env(), "DROP TABLE cats")
+    (step,) = await play_replies(make_env(), "DROP TABLE cats")
     assert said([step]) == ["error: only SELECT is allowed, and the database is read-only"]
     assert not step.is_unparsable
 
 
 async def test_a_gold_that_does_not_run_is_an_error_of_the_data() -> None:
     with pytest.raises(DataError, match="the gold query 'SELECT nothing FROM cats' does not run"):
-        await play(make_env(gold="SELECT nothing FROM cats"), f"submit {COUNT}")
+        await play_replies(make_env(gold="SELECT nothing FROM cats"), f"submit {COUNT}")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +140,7 @@ def test_one_action_is_read_from_a_reply(text: str, protocol: Protocol, action: 
 
 
 async def test_a_reply_that_is_no_action_is_unparsable() -> None:
-    (step,) = await play(make_env(), "The answer is 5")
+    (step,) = await play_replies(make_env(), "The answer is 5")
     assert step.is_unparsable
     assert said([step]) == ["Write one SQL query, or submit."]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import EnvStep, Task, assistant, system, user
+from attempts import play_replies
+from turnwise.envs.base import Task, assistant, system, user
 from turnwise.envs.check import check_env
 from turnwise.envs.library.tic_tac_toe import (
     EMPTY,
@@ -34,10 +35,6 @@ def make_env(board: str, **options: Any) -> SeatedEnv:
     return TicTacToe(**options).make_env(Task(id="t", data={"board": board, "opponent": 3}), 0)
 
 
-async def play(env: SeatedEnv, *replies: str) -> list[EnvStep]:
-    return [await env.step(assistant(reply)) for reply in replies]
-
-
 async def test_a_board_is_shown_with_the_numbers_of_free_squares() -> None:
     assert await make_env("X   O    ").start() == [
         system("You are X. Three in a row win. Say the number of a free square."),
@@ -48,41 +45,41 @@ async def test_a_board_is_shown_with_the_numbers_of_free_squares() -> None:
 
 
 async def test_three_in_a_row_win_and_end_the_game_before_the_opponent_moves() -> None:
-    (step,) = await play(make_env("XX OO    "), "3")
+    (step,) = await play_replies(make_env("XX OO    "), "3")
     assert (step.reward_parts, step.terminated, step.is_success) == ({"outcome": 1.0}, True, True)
     assert step.info["win"] == 1.0
 
 
 async def test_the_opponents_three_in_a_row_lose() -> None:
-    (step,) = await play(make_env("XX OO    ", opponent="minimax"), "9")
+    (step,) = await play_replies(make_env("XX OO    ", opponent="minimax"), "9")
     assert (step.reward_parts, step.terminated, step.is_success) == ({"outcome": -1.0}, True, False)
 
 
 async def test_a_full_board_is_a_draw_and_no_loss() -> None:
-    (step,) = await play(make_env("XOXXOOOX "), "9")
+    (step,) = await play_replies(make_env("XOXXOOOX "), "9")
     assert (step.reward_parts, step.is_success, step.info["win"]) == ({"outcome": 0.0}, True, 0.0)
 
 
 async def test_an_illegal_move_is_forgiven_once() -> None:
     env = make_env("X   O    ")
-    taken, unread = await play(env, "5", "no idea")
+    taken, unread = await play_replies(env, "5", "no idea")
     assert [message.content for message in taken.messages] == ["X 2 3\n4 O 6\n7 8 9"]
     assert (taken.is_over, taken.is_unparsable) == (False, False)
     assert (unread.terminated, unread.is_unparsable, unread.is_success) == (True, True, False)
     assert unread.reward_parts == {"outcome": -1.0}
-    (strict,) = await play(make_env("X   O    ", max_illegal=0), "1")
+    (strict,) = await play_replies(make_env("X   O    ", max_illegal=0), "1")
     assert strict.terminated
 
 
 @pytest.mark.parametrize("text", ["9", " 9\n", "I take 9.", "square 9 please"])
 async def test_a_square_is_read_in_whatever_words(text: str) -> None:
-    (step,) = await play(make_env("XX OO    "), text)
+    (step,) = await play_replies(make_env("XX OO    "), text)
     assert not step.is_unparsable
 
 
 @pytest.mark.parametrize("text", ["", "0", "10", "12", "1 or 2", "-3", "3.5", "x3", "nine"])
 async def test_no_square_or_two_are_unparsable(text: str) -> None:
-    (step,) = await play(make_env("XX OO    "), text)
+    (step,) = await play_replies(make_env("XX OO    "), text)
     assert step.is_unparsable
 
 
@@ -160,10 +157,10 @@ def test_the_two_seats_of_a_game_add_up_to_zero() -> None:
 
 async def test_a_fork_goes_its_own_way() -> None:
     env = make_env("X   O    ")
-    await play(env, "5")
+    await play_replies(env, "5")
     fork = env.fork()
     assert fork.state_key() == env.state_key() == "X...O.... illegal 1 0"
-    await play(fork, "5")
+    await play_replies(fork, "5")
     assert env.state_key() == "X...O.... illegal 1 0"
 
 

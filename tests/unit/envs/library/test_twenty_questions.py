@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import EnvStep, Task, assistant, system, user
+from attempts import play_replies, said
+from turnwise.envs.base import EnvStep, Task, system, user
 from turnwise.envs.check import check_env
 from turnwise.envs.library.twenty_questions import THINGS, WORDS, TwentyQuestions
 from turnwise.envs.seats import SeatedEnv
@@ -18,21 +19,13 @@ def make_env(**options: Any) -> SeatedEnv:
     return TwentyQuestions(**options).make_env(TASK, 0)
 
 
-async def play(env: SeatedEnv, *replies: str) -> list[EnvStep]:
-    return [await env.step(assistant(reply)) for reply in replies]
-
-
-def said(steps: list[EnvStep]) -> list[str]:
-    return [message.content for step in steps for message in step.messages]
-
-
 async def test_the_dialogue_of_the_docstring() -> None:
     env = make_env()
     assert await env.start() == [
         system("Find the thing. Ask about one word, or guess the thing. Words: alive big food hard home red sea wet"),
         user("It is one of: ant, bee, hat, sun. Ask."),
     ]
-    steps = await play(env, "alive", "big", "ant", "bee")
+    steps = await play_replies(env, "alive", "big", "ant", "bee")
     assert said(steps) == ["yes", "no", "no, not the ant"]
     assert [step.reward_parts["outcome"] for step in steps] == [0, 0, 0, 1]
     assert (steps[-1].terminated, steps[-1].is_success) == (True, True)
@@ -44,35 +37,35 @@ def test_no_two_things_are_alike_and_no_word_is_a_thing() -> None:
 
 
 async def test_turns_run_out() -> None:
-    steps = await play(make_env(max_turns=3), "red", "red", "red")
+    steps = await play_replies(make_env(max_turns=3), "red", "red", "red")
     assert [step.terminated for step in steps] == [False, False, True]
     assert steps[-1].is_success is False
 
 
 async def test_an_early_win_is_worth_more_with_a_decay() -> None:
-    steps = await play(make_env(turn_decay=0.5), "alive", "bee")
+    steps = await play_replies(make_env(turn_decay=0.5), "alive", "bee")
     assert steps[-1].reward_parts == {"outcome": 0.5}
 
 
 @pytest.mark.parametrize("text", ["alive", "Is it ALIVE?", "alive, is it alive?"])
 async def test_questions_are_read_in_whatever_words(text: str) -> None:
-    assert said(await play(make_env(), text)) == ["yes"]
+    assert said(await play_replies(make_env(), text)) == ["yes"]
 
 
 @pytest.mark.parametrize("text", ["", "alive big", "ant or bee", "dog", "redder"])
 async def test_no_word_or_two_are_unparsable(text: str) -> None:
-    (step,) = await play(make_env(), text)
+    (step,) = await play_replies(make_env(), text)
     assert step.is_unparsable
     assert said([step]) == ["Ask about one word, or guess one thing."]
 
 
 async def test_the_state_is_what_is_left_whatever_led_there() -> None:
     one, other = make_env(), make_env()
-    await play(one, "alive", "red")
-    await play(other, "red", "alive")
+    await play_replies(one, "alive", "red")
+    await play_replies(other, "red", "alive")
     assert one.state_key() == other.state_key() == "left ant bee turn 2"
     fork = one.fork()
-    await play(fork, "home")
+    await play_replies(fork, "home")
     assert (one.state_key(), fork.state_key()) == ("left ant bee turn 2", "left bee turn 3")
 
 
@@ -100,7 +93,7 @@ async def play_until_over(env: SeatedEnv, replies: Sequence[str]) -> list[EnvSte
     steps: list[EnvStep] = []
     for reply in replies:
         if not steps or not steps[-1].is_over:
-            steps += await play(env, reply)
+            steps += await play_replies(env, reply)
     return steps
 
 
