@@ -47,8 +47,6 @@ OF_AN_SDK = "the checks of each SDK are a program that runs in the SDK's own env
 TO_COPY = "recipes are programs to read and copy; each shows all that it does"
 REPEATED_BLOCKS = {
     "src/turnwise/__init__.py ~ tests/contract/test_public_names.py": "the test freezes the list of public names",
-    "src/turnwise/envs/library/household.py ~ src/turnwise/envs/library/phone.py": "how an attempt ends is read in the "
-    "file of its world",
     "src/turnwise/methods/grpo.py ~ src/turnwise/methods/gspo.py": "each method's file shows all that the method uses",
     "src/turnwise/recipes/code.py ~ src/turnwise/recipes/": TO_COPY,
     "src/turnwise/recipes/swe.py ~ src/turnwise/recipes/": TO_COPY,

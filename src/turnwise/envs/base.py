@@ -194,6 +194,20 @@ def system(content: str) -> Message:
     return Message(role="system", content=content)
 
 
+def env_answer(
+    text: str, info: Mapping[str, float], *, is_last: bool, reward: float = 0.0, is_unparsable: bool = False
+) -> EnvStep:
+    """What an env says next. If this was the last turn, the attempt ends without success, and its numbers are told."""
+    return EnvStep(
+        messages=[user(text)],
+        reward=reward,
+        terminated=is_last,
+        is_success=False if is_last else None,
+        is_unparsable=is_unparsable,
+        info=info if is_last else {},
+    )
+
+
 def user(content: str) -> Message:
     """Make a user message.
 

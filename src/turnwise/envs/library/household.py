@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.household_house import LEVELS, ROOMS, THINGS, Size, draw_house, shortest_play, way
 from turnwise.envs.schema import check_fractions
@@ -258,14 +258,7 @@ class HouseholdEnv:
 
     def _answer(self, text: str, *, outcome: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._max_turns
-        return EnvStep(
-            messages=[user(text)],
-            reward=outcome,
-            terminated=is_last,
-            is_success=False if is_last else None,
-            is_unparsable=is_unparsable,
-            info=self._info() if is_last else {},
-        )
+        return env_answer(text, self._info(), is_last=is_last, reward=outcome, is_unparsable=is_unparsable)
 
     def _info(self) -> dict[str, float]:
         return {"chores": float(self._chore), "refused": float(self._num_refused)}

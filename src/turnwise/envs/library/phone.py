@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.phone_device import CHOICES, PhoneData, PhoneDevice
 from turnwise.envs.library.phone_goals import (
@@ -228,14 +228,7 @@ class PhoneEnv:
     def _answer(self, problem: str, outcome: float, *, is_unparsable: bool) -> EnvStep:
         is_last = self._turn >= self._world.max_turns
         text = f"{problem}\n\n{self._screen()}" if problem else self._screen()
-        return EnvStep(
-            messages=[user(text)],
-            reward=outcome,
-            terminated=is_last,
-            is_success=False if is_last else None,
-            is_unparsable=is_unparsable,
-            info=self._numbers("") if is_last else {},
-        )
+        return env_answer(text, self._numbers(""), is_last=is_last, reward=outcome, is_unparsable=is_unparsable)
 
     def _judge(self, before: float, answer: str) -> EnvStep:
         is_success = self._check.is_success(self._device, answer)

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.repository_tickets import (
     FILES,
@@ -259,14 +259,7 @@ class RepositoryEnv:
 
     def _answer(self, text: str, *, outcome: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._max_turns
-        return EnvStep(
-            messages=[user(text)],
-            reward=outcome,
-            terminated=is_last,
-            is_success=False if is_last else None,
-            is_unparsable=is_unparsable,
-            info=self._info() if is_last else {},
-        )
+        return env_answer(text, self._info(), is_last=is_last, reward=outcome, is_unparsable=is_unparsable)
 
     def _info(self) -> dict[str, float]:
         return {"tickets": float(self._index), "refused": float(self._num_refused)}
