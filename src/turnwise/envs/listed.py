@@ -67,7 +67,7 @@ class ListedWorld(WorldWrapper):
         return self.levels.get(level, self.inner).make_env(task, seed)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """Those of the world's own tasks: a listed task has no script. The file's held-out tasks are left out.
+        """Demonstrations of the world's own tasks, because listed tasks have no script; none of a held-out task.
 
         The world's own split is not the file's: a task of its train split may be held out here.
         """

@@ -83,7 +83,7 @@ class TwoSidedWorld(Protocol):
 
 
 class ScriptedOpponent:
-    """A script of the world, at one task."""
+    """An opponent whose replies come from the world's own script, for one task."""
 
     is_scripted = True
 

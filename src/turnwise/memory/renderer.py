@@ -56,5 +56,5 @@ class MemoryRenderer:
 
 
 def _shown(messages: Sequence[Message]) -> list[Message]:
-    """Without the mark on requests for a summary, which is ours and no chat format's."""
+    """The messages without our own mark on requests for a summary, which no chat format knows."""
     return [replace(message, name=None) if is_request(message) else message for message in messages]

@@ -77,7 +77,7 @@ class TaskDial:
             self._store.add_held_out(found)
 
     def begin(self) -> int:
-        """Propose the tasks of the first round; how many there are."""
+        """Propose the tasks of the first round. Returns how many there are."""
         levels = self._source.levels
         if self._options.start_level not in (*levels, 0):
             raise ConfigError(

@@ -187,7 +187,10 @@ class Plateau:
         self._num_since = 0
 
     def is_reached(self, explained_variance: float, loss: float) -> bool:
-        """Tell the numbers of the next batch; a variance that could not be measured (nan) is not better."""
+        """Whether the last `patience` batches brought no progress, this one included.
+
+        A variance that could not be measured (nan) counts as no progress.
+        """
         is_rising = explained_variance >= self._best_variance + MIN_RISE
         is_falling = loss < self._best_loss * (1 - MIN_FALL)
         if is_rising:

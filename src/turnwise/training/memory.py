@@ -65,7 +65,7 @@ class Memory:
 
     @property
     def num_fixed(self) -> int:
-        """What cannot be smaller. The KV cache and the passes take what is left."""
+        """Bytes that the run needs in any case. The KV cache and the passes take what is left."""
         return self.weights + self.merged + self.adapter + self.gathered
 
     def check_fits(self) -> None:

@@ -311,7 +311,7 @@ class ServedPolicy:
 
 
 def _served_by(config: Config) -> tuple[object, ...]:
-    """What a policy that is loaded cannot change."""
+    """The settings that a loaded policy keeps: its model, its engine and who samples."""
     return config.model, config.engine, config.rollout.backend, config.rollout.url
 
 

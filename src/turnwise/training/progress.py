@@ -62,7 +62,7 @@ class Progress:
     """Counts the steps in a row that left nothing to learn from, and why."""
 
     def __init__(self, max_empty_steps: int, failures: FirstFailures | None = None) -> None:
-        """`failures`: their first exception is the cause of the error that ends a run of failed attempts."""
+        """If failed attempts end the run, the first exception of `failures` is named as the cause."""
         self._failures = failures or FirstFailures()
         self._max_empty_steps = max_empty_steps
         self._num_silent_steps = 0

@@ -38,14 +38,14 @@ Altered = Literal["rewards", "mask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where data was played."""
+    """The world in which stored data was played, and the model that played it."""
 
     world: str
     model: str
 
 
 def origin_of(config: Config, member: str = "") -> Origin:
-    """By names that hold in another folder too.
+    """The origin of a run's data, by names that also hold in another folder.
 
     Args:
         member: The member of a mix that is meant; empty: all of them, or the run has one world.

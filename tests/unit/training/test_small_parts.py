@@ -164,7 +164,9 @@ def test_an_evaluation_is_one_line() -> None:
 def test_the_line_view_prints_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
     view = LineView()
     view.step(3, 10, {"rollout/reward_mean": 0.25, "rollout/success_mean": 0.5, "train/grad_norm": math.nan})
-    assert capsys.readouterr().out.startswith("step 3/10  reward 0.250  success 50.0%  ")
+    out = capsys.readouterr().out
+    assert out.startswith("step 3/10  reward 0.250  success 50.0%  ")
+    assert re.search(r" s, about .+ left\n$", out), "also where there is no terminal"
 
 
 def test_a_step_says_how_many_attempts_were_dropped_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +182,18 @@ def test_a_run_that_ends_because_every_task_is_quarantined_says_what_failed() ->
     batch = Batch(played=played, kept=Kept(groups=(), reasons=()), items=())
     with pytest.raises(NothingToLearnError, match=r"1 quarantined.* not played again: .*disk full"):
         Progress(1).check(batch, is_empty=True)
+
+
+def test_the_live_view_shows_a_wait_whole() -> None:
+    view, slow = LiveView(10), "step of guess-1-16-s14-p3, attempt 3 (12 s), and of 15 other attempts"
+    try:
+        view.waiting(slow, 12.0)
+        console = Console(width=40, file=io.StringIO(), record=True)
+        console.print(view.panel())
+    finally:
+        view.close()
+    shown = " ".join(line.strip("│ ") for line in console.export_text().splitlines())
+    assert f"waiting for {slow}" in shown
 
 
 def test_the_live_view_has_a_line_for_progress_reward_success_and_speed() -> None:

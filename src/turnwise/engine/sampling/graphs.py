@@ -162,7 +162,7 @@ class DecodeGraphs(StepGraphs):
         self._batch: _Batch | None = None
 
     def forget_rows(self) -> None:
-        """Rows moved on without a replay."""
+        """Pack the rows anew for the next replay, because they moved on without one."""
         self._batch = None
 
     def decode(self, rows: Sequence[Row], route: Route) -> Tensor:
