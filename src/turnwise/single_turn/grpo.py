@@ -17,8 +17,9 @@ are trained with advantage 0.
 
 Why this loop does not call `turnwise.train`: the two give other numbers, and MinT's programs expect these.
 
-- A prompt is a list of token ids that the adapter makes, and a reward reads the decoded text. `train` plays worlds of
-  messages, and its renderer adds the chat template.
+- A prompt is a list of token ids that the adapter makes, such as those of `"Q: What is 3 + 5?\\nA:"`, and a reward
+  reads the decoded text. `train` plays worlds of messages, and its renderer adds the chat template. A world could not
+  hand the ids over as text either: text that is decoded and encoded again may give other ids.
 - All responses of a group come from one request with one seed. `train` plays each attempt with a seed of its own.
 - Every response token weighs 1, as in MinT's loop, and datums have Tinker's columns alone. `train` divides by the
   tokens of the batch and adds a `mask`.
