@@ -246,7 +246,8 @@ def build_parser() -> argparse.ArgumentParser:
         "sampling and training), agreement (sampler and trainer logprobs), tree (shared prefixes), branch (branched "
         "dialogues), tenants (many adapters), busy (a machine with other work), rollout (slow envs), async (training "
         "ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP), learners (several processes that "
-        "train), families (every model family against transformers)",
+        "train), env-workers (several processes that play), simulation (cluster simulate against real runs), families "
+        "(every model family against transformers)",
     )
     return parser
 

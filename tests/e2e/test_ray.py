@@ -33,11 +33,13 @@ def _campaign(*arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(HANG_S + 500)
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_run_whose_learner_is_killed_and_whose_node_is_lost_ends_with_the_weights_of_one_process() -> None:
+def test_a_run_that_loses_a_learner_a_sampler_and_a_node_ends_with_the_weights_of_one_process() -> None:
     found = _campaign(
-        "--kills", "learner,node", "--steps", "8", "--learners", "3", "--min-learners", "2", "--cpus", "1"
+        *("--kills", "learner,sampler,node", "--steps", "10", "--samplers", "1"),
+        *("--learners", "3", "--min-learners", "2", "--cpus", "1"),
     )
     assert found["state"] == "finished"
-    assert found["killed"] == ["learner", "node"]
-    assert found["steps"] == 8
+    assert found["killed"] == ["learner", "sampler", "node"]
+    assert found["steps"] == 10
     assert found["relative_error"] < 1e-5
+    assert (found["attempts_lost"], found["attempts_doubled"]) == (0, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,20 @@ def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(mode
         (learner,) = processes_below(os.getpid()) - others
         os.kill(learner, signal.SIGKILL)
 
+    def draw(one: Engine, trainable: Trainable, disturb: Callable[[], None]) -> list[list[int]]:
+        """Tokens of four replies; the engine with learners is disturbed in the middle of them."""
+        policy, done = one.publish(trainable), list[Any]()
+        params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, stop=[])
+        for prompt in ([3, 5, 7, 9], [3, 5, 8]):
+            one.sampler.submit(SampleRequest(prompt, params, num_samples=2), policy, on_done=done.append)
+        for number in itertools.count():
+            if not one.sampler.has_work:
+                return sorted(list(sequence.tokens) for response in done for sequence in response.sequences)
+            if number == 3 and one is engine:
+                disturb()
+            one.sample_step()
+        raise AssertionError("it has work for ever")
+
     try:
         expected, found = create(alone, "lora"), create(engine, "lora")
         train(alone, expected, "grpo", 2)
@@ -210,6 +225,9 @@ def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(mode
         train(engine, found, "grpo", 1)
         assert engine.num_restarts == 1
         assert relative_error(found.flat, expected.flat) < 1e-5
+        replies = [draw(one, trainable, kill) for one, trainable in ((alone, expected), (engine, found))]
+        assert replies[1] == replies[0], "a learner that is lost while the run samples is started again too"
+        assert engine.num_restarts == 2
         full = create(engine, "full")
         kill()
         with pytest.raises(LearnerError, match="held a part of the weights in training"):

@@ -11,6 +11,7 @@ from turnwise.bench import (
     both,
     branch,
     busy,
+    env_workers,
     families,
     learners,
     report,
@@ -18,6 +19,7 @@ from turnwise.bench import (
     sample,
     sandbox,
     service,
+    simulation,
     tenants,
     train,
     tree,
@@ -37,6 +39,8 @@ BENCHES = {
     "async": async_train,
     "busy": busy,
     "learners": learners,
+    "env-workers": env_workers,
+    "simulation": simulation,
     "families": families,
 }
 

@@ -1,16 +1,23 @@
 """Measure training by several learner processes against one, each with as many threads.
 
 A step is the gradient of a batch, summed over the learners, and AdamW's update. On a CPU every process gets
-`--threads`; on GPUs each learner has one if there are enough.
+`--threads`; on GPUs each learner has one if there are enough. One process and several run in turn, `--rounds` times.
+
+`speedup` is by the clock, and needs as many free cores as there are learners. `speedup_by_cpu_time` also holds on a
+machine that is busy: the CPU time of one process for a step, divided by that of the learner which needs most. It leaves
+out what learners wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from turnwise.bench.report import machine, median_of, model_directory, timed
@@ -46,6 +53,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": together,
         "one_learner_tokens_per_s": alone,
         "speedup": together / alone,
+        "one_learner_cpu_s": median_of(runs[1], "cpu_s"),
+        "busiest_learner_cpu_s": median_of(runs[args.learners], "cpu_s"),
+        "speedup_by_cpu_time": median_of(runs[1], "cpu_s") / median_of(runs[args.learners], "cpu_s"),
     }
 
 
@@ -68,7 +78,27 @@ def _run_side(args: argparse.Namespace) -> dict[str, Any]:
         engine = Engine(directory, config, name=args.model)
     else:
         engine = ReplicatedEngine(directory, config, ClusterConfig(learners=args.learners), name=args.model)
-    seconds = timed(step_of_ours(args, engine, updates=True), args, engine.device).median
-    result = {"machine": machine(engine.device), "tokens_per_s": args.sequences * args.tokens / seconds}
+    step = step_of_ours(args, engine, updates=True)
+    for _ in range(args.warmups):
+        step()
+    before = _cpu_seconds()
+    seconds = timed(step, argparse.Namespace(warmups=0, repeats=args.repeats), engine.device).median
+    busiest = max(after - before.get(pid, 0.0) for pid, after in _cpu_seconds().items())
+    result = {
+        "machine": machine(engine.device),
+        "tokens_per_s": args.sequences * args.tokens / seconds,
+        "cpu_s": busiest / args.repeats,
+    }
     engine.close()
     return {"bench": "learners", "model": args.model, **result}
+
+
+def _cpu_seconds() -> dict[int, float]:
+    """CPU time of this process and of the learners that it started, by process."""
+    found = {os.getpid(): time.process_time()}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (place / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found[int(place.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found

@@ -112,7 +112,8 @@ def _plan(options: argparse.Namespace, run: MeasuredRun | None) -> SimulationPla
 
 
 def _rates(options: argparse.Namespace, run: MeasuredRun | None) -> MeasuredRates:
-    from turnwise.training.simulation import MeasuredRates, lognormal_groups
+    from turnwise.training.simulation import MeasuredRates
+    from turnwise.training.simulation_attempts import lognormal_groups
 
     names = ("publish_s", "sync_s", "attempt_failure", "device_failures_per_h", "restart_s", "context_tokens")
     given = _given(options, names)

@@ -267,7 +267,7 @@ def _warmup(config: Config) -> str:
 def _learners(config: Config) -> dict[str, str]:
     """The lines about the processes that train and sample, where there are several."""
     cluster, count = config.cluster, config.cluster.learners
-    where = f"actors of Ray at {cluster.address}" if cluster.uses_ray else "on this machine"
+    where = f"on the Ray cluster {cluster.address}" if cluster.uses_ray else "on this machine"
     found: dict[str, str] = {}
     if count > 1:
         held = f"1/{count} of the weights" if cluster.shard else "the whole model"

@@ -21,26 +21,10 @@ from statistics import fmean
 from turnwise.envs.base import Task
 from turnwise.errors import ConfigError
 from turnwise.training.pool import GroupPlan, GroupState, Pool, PoolEntry, PoolRules
+from turnwise.training.simulation_attempts import AttemptShape, DrawGroups
 
-P99_SIGMAS = 2.3263
-"""Standard deviations from the median of a normal distribution to its 99th percentile."""
 ENDLESS = 1 << 40
 """More updates than any simulation makes, so that a run's end does not show in its numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptShape:
-    """What one attempt asks for."""
-
-    turns: int
-    tokens: float
-    """Sampled tokens of all turns."""
-    env_s: float
-    """Seconds in calls of the env, all turns together."""
-
-
-DrawGroups = Callable[[Random, int, int], Sequence[Sequence[AttemptShape]]]
-"""Draws the attempts of groups that are dealt at the same time, given how many groups, and attempts of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +83,8 @@ class ClusterShape:
     samplers: int
     learners: int
     is_colocated: bool = False
-    """Samplers and learners are the same devices: nothing is drawn while a step trains."""
+    """Samplers and learners are the same devices: while both have work, each gets half of the time, as in the engine
+    (`engine/worker.py`)."""
     tasks_per_step: int = 8
     group_size: int = 8
     max_staleness: int = 0
@@ -185,6 +170,7 @@ class _SimulatedSampler:
     num_attempts: int = 0
     stamp: int = 0
     is_down: bool = False
+    is_drawing: bool = False
     busy_s: float = 0.0
     num_tokens: float = 0.0
 
@@ -209,8 +195,13 @@ class Simulation:
         self._num_free = shape.num_slots
         self._samplers = [_SimulatedSampler(number) for number in range(shape.samplers)]
         self._by_load = [(0, number) for number in range(shape.samplers)]
-        self._is_paused = False
+        self._num_drawing = 0
+        """Samplers that draw now."""
         self._is_training = False
+        self._train_left_s = 0.0
+        """Of the step under way, if nothing else used the learners' devices."""
+        self._train_since = 0.0
+        self._train_stamp = 0
         self._version = 0
         self._learner_busy_s = 0.0
         self._env_busy_s = 0.0
@@ -310,24 +301,37 @@ class Simulation:
         """Draw what a sampler has drawn since it was looked at."""
         seconds, sampler.since = self._now - sampler.since, self._now
         count = len(sampler.replies)
-        if seconds and count and not self._is_stopped(sampler):
-            num_tokens = seconds * self._rates.sampler_rate(count)
+        if seconds and count and not sampler.is_down:
+            num_tokens = seconds * self._rates.sampler_rate(count) * self._sampler_share
             sampler.drawn += num_tokens / count
             sampler.num_tokens += num_tokens
             sampler.busy_s += seconds
 
-    def _is_stopped(self, sampler: _SimulatedSampler) -> bool:
-        return self._is_paused or sampler.is_down
+    @property
+    def _sampler_share(self) -> float:
+        """Of its device that a sampler has."""
+        return 0.5 if self._is_training and self._shape.is_colocated else 1.0
+
+    @property
+    def _learner_share(self) -> float:
+        """Of their devices that learners have: the slowest one holds up the others."""
+        return 0.5 if self._shape.is_colocated and self._num_drawing else 1.0
 
     def _plan_reply(self, sampler: _SimulatedSampler) -> None:
         """Plan the end of the reply that is done first; what was planned before no longer counts."""
         sampler.stamp += 1
         count = len(sampler.replies)
-        if not count or self._is_stopped(sampler):
+        is_drawing = count > 0 and not sampler.is_down
+        if is_drawing != sampler.is_drawing:
+            self._advance_training()
+            sampler.is_drawing = is_drawing
+            self._num_drawing += 1 if is_drawing else -1
+            self._plan_learned()
+        if not is_drawing:
             return
         left = max(0.0, sampler.replies[0][0] - sampler.drawn)
-        stamp = sampler.stamp
-        self._after(left * count / self._rates.sampler_rate(count), lambda: self._reply(sampler, stamp))
+        stamp, rate = sampler.stamp, self._rates.sampler_rate(count) * self._sampler_share
+        self._after(left * count / rate, lambda: self._reply(sampler, stamp))
 
     def _reply(self, sampler: _SimulatedSampler, stamp: int) -> None:
         if stamp != sampler.stamp:
@@ -369,10 +373,27 @@ class Simulation:
         self._staleness.append([self._version - group.oldest for group in taken if group.oldest is not None])
         num_attempts = len(taken) * self._shape.group_size
         num_tokens = sum(group.num_tokens for group in taken) + num_attempts * self._rates.context_tokens
-        seconds = self._train_s(num_tokens) + self._publish_s()
+        for sampler in self._samplers:
+            self._advance(sampler)
         self._is_training = True
-        self._pause(self._shape.is_colocated)
-        self._after(seconds, lambda: self._learned(seconds))
+        self._train_left_s, self._train_since = self._train_s(num_tokens) + self._publish_s(), self._now
+        for sampler in self._samplers:
+            self._plan_reply(sampler)
+        self._plan_learned()
+
+    def _advance_training(self) -> None:
+        """Train what was trained since this was looked at; called before a sampler begins to draw, or stops."""
+        if self._is_training:
+            seconds, self._train_since = self._now - self._train_since, self._now
+            self._train_left_s = max(0.0, self._train_left_s - seconds * self._learner_share)
+            self._learner_busy_s += seconds * self._learner_share
+
+    def _plan_learned(self) -> None:
+        """Plan the end of the step under way; what was planned before no longer counts."""
+        self._train_stamp += 1
+        if self._is_training:
+            stamp = self._train_stamp
+            self._after(self._train_left_s / self._learner_share, lambda: self._learned(stamp))
 
     def _train_s(self, num_tokens: float) -> float:
         """Seconds of a training pass; a failure of any learner begins it again after a restart."""
@@ -392,24 +413,20 @@ class Simulation:
     def _publish_s(self) -> float:
         return self._rates.publish_s * math.ceil(math.log2(self._shape.samplers + 1))
 
-    def _learned(self, seconds: float) -> None:
-        self._learner_busy_s += seconds
+    def _learned(self, stamp: int) -> None:
+        if stamp != self._train_stamp:
+            return
+        self._advance_training()
+        for sampler in self._samplers:
+            self._advance(sampler)
         self._is_training = False
         self._version += 1
         self._learned_at.append(self._now)
         self._pool.learned()
-        self._pause(False)
-        self._admit()
-        self._train_if_ready()
-
-    def _pause(self, is_paused: bool) -> None:
-        if is_paused == self._is_paused:
-            return
-        for sampler in self._samplers:
-            self._advance(sampler)
-        self._is_paused = is_paused
         for sampler in self._samplers:
             self._plan_reply(sampler)
+        self._admit()
+        self._train_if_ready()
 
     # failures of samplers
 
@@ -428,7 +445,7 @@ class Simulation:
         sampler.is_down = True
         lost = [attempt for _, _, attempt in sorted(sampler.replies)]
         sampler.replies.clear()
-        sampler.stamp += 1
+        self._plan_reply(sampler)
         self._after(self._rates.restart_s, lambda: self._back(sampler))
         for attempt in lost:
             self._ask(attempt)
@@ -443,39 +460,6 @@ class Simulation:
 def simulate(rates: MeasuredRates, shape: ClusterShape, *, num_steps: int = 20, seed: int = 0) -> Forecast:
     """Simulate `num_steps` steps of a run."""
     return Simulation(rates, shape, seed=seed).run(num_steps)
-
-
-def lognormal_groups(*, turns: int, tokens_per_turn: float, env_median_s: float, env_p99_s: float) -> DrawGroups:
-    """Attempts of equal length whose env answers after a log-normal time, drawn anew for every call."""
-    if turns < 1 or tokens_per_turn <= 0:
-        raise ConfigError(f"turns must be at least 1 and tokens above 0; got {turns} and {tokens_per_turn}")
-    if not (0 < env_median_s <= env_p99_s or env_median_s == env_p99_s == 0):
-        raise ConfigError(f"the env's median and 99th percentile must rise from 0; got {env_median_s}, {env_p99_s}")
-    sigma = math.log(env_p99_s / env_median_s) / P99_SIGMAS if env_median_s else 0.0
-
-    def draw(random: Random) -> AttemptShape:
-        env_s = 0.0
-        if env_median_s:
-            env_s = sum(env_median_s * math.exp(sigma * random.gauss(0, 1)) for _ in range(turns))
-        return AttemptShape(turns, turns * tokens_per_turn, env_s)
-
-    return lambda random, count, size: [[draw(random) for _ in range(size)] for _ in range(count)]
-
-
-def recorded_groups(steps: Sequence[Sequence[Sequence[AttemptShape]]]) -> DrawGroups:
-    """Groups as a run played them, whole steps at a time: what was slow together stays together.
-
-    Attempts of one group often start in the same world, and all attempts of a step share how busy the machine was.
-    """
-
-    def draw(random: Random, count: int, size: int) -> list[Sequence[AttemptShape]]:
-        groups: list[Sequence[AttemptShape]] = []
-        while len(groups) < count:
-            step = random.choice(steps)
-            groups += random.sample(step, len(step))
-        return [group if len(group) == size else random.choices(group, k=size) for group in groups[:count]]
-
-    return draw
 
 
 def _plan_group(number: int) -> GroupPlan:

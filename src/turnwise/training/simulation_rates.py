@@ -13,7 +13,8 @@ from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
-from turnwise.training.simulation import AttemptShape, ClusterShape, MeasuredRates, recorded_groups
+from turnwise.training.simulation import ClusterShape, MeasuredRates
+from turnwise.training.simulation_attempts import AttemptShape, recorded_groups
 
 NUM_READ_ATTEMPTS = 2000
 """The newest attempts of a run are enough to know how long attempts are."""
@@ -57,8 +58,9 @@ def read_measured_run(path: str | Path, *, publish_s: float = 0.0) -> MeasuredRu
         _check_is_modelled(config)
         sums = _add_up(run, steps)
         groups = _read_groups(run, steps, sums)
-    num_samplers = max(1, len(config.rollout.url))
-    is_colocated = config.rollout.backend == "local" or config.rollout.placement == "colocated"
+    cluster, is_local = config.cluster, config.rollout.backend == "local"
+    num_samplers = cluster.samplers if is_local else max(1, len(config.rollout.url))
+    is_colocated = not cluster.has_own_samplers if is_local else config.rollout.placement == "colocated"
     num_steps, train = len(steps), config.train
     shape = ClusterShape(
         samplers=num_samplers,
@@ -69,7 +71,7 @@ def read_measured_run(path: str | Path, *, publish_s: float = 0.0) -> MeasuredRu
         max_staleness=train.max_staleness,
         concurrency=max(1, config.rollout.max_concurrency // num_samplers),
     )
-    train_s = sums.train_s - publish_s * num_steps
+    train_s = (sums.train_s - publish_s * num_steps) * (1 - _shared(sums, shape) / 2)
     if train_s <= 0:
         raise ConfigError(
             f"training and publishing took {sums.train_s / num_steps:.3g} s a step in {path}; publishing alone cannot "
@@ -126,15 +128,22 @@ def _add_up(run: RunReader, steps: Sequence[int]) -> _Sums:
 def _sampler_point(sums: _Sums, shape: ClusterShape) -> tuple[float, float]:
     """The rate of a full sampler, from the tokens/s that one reply got.
 
-    In a run that plays ahead on the trainer's device, a reply also waits while a step trains; the simulation adds that
-    wait by itself.
+    In a run that plays ahead on the trainer's device, the two share it while a step trains: a reply then gets half of
+    its rate. The simulation adds that by itself.
     """
     drawing_s = sums.sampler_wait_s
     if shape.max_staleness and shape.is_colocated:
-        drawing_s *= max(0.05, 1 - sums.train_s / sums.step_s)
+        drawing_s *= 1 - min(1.0, sums.train_s / sums.step_s) / 2
     in_flight = shape.tasks_per_step * (shape.max_staleness + 1) * shape.group_size / shape.samplers
     count = min(shape.concurrency, in_flight)
     return (count, count * sums.tokens / drawing_s)
+
+
+def _shared(sums: _Sums, shape: ClusterShape) -> float:
+    """Share of the training time in which the sampler used the device too: half of it was then the sampler's."""
+    if not shape.max_staleness or not shape.is_colocated:
+        return 0.0
+    return min(1.0, sums.sampler_wait_s / sums.step_s)
 
 
 def _read_groups(run: RunReader, steps: Sequence[int], sums: _Sums) -> list[list[list[AttemptShape]]]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 
 from turnwise.errors import ConfigError
-from turnwise.training.simulation import AttemptShape, ClusterShape, DrawGroups, Forecast, MeasuredRates, simulate
+from turnwise.training.simulation import ClusterShape, Forecast, MeasuredRates, simulate
+from turnwise.training.simulation_attempts import AttemptShape, DrawGroups
 from turnwise.training.simulation_rates import MeasuredRun
 
 STALENESS = "one more update of staleness"

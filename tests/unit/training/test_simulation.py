@@ -7,7 +7,8 @@ import pytest
 
 from command_line import run_here
 from turnwise.errors import ConfigError
-from turnwise.training.simulation import ClusterShape, MeasuredRates, lognormal_groups, simulate
+from turnwise.training.simulation import ClusterShape, MeasuredRates, simulate
+from turnwise.training.simulation_attempts import lognormal_groups
 
 TOKENS = 100.0
 """Sampled tokens of an attempt: two turns of 50."""
@@ -37,9 +38,16 @@ def test_without_latency_the_slower_side_bounds_steps_that_overlap_and_both_add_
     assert simulate(rates(), shape(learners=4)).step_s == pytest.approx(1.0 + train_s / 4)
 
 
-def test_on_shared_devices_nothing_is_drawn_while_a_step_trains() -> None:
+def test_on_shared_devices_sampling_and_training_add_up_and_each_gets_half_of_the_time_while_both_have_work() -> None:
     both = ClusterShape(samplers=2, learners=2, is_colocated=True, tasks_per_step=4, group_size=5, max_staleness=2)
-    assert simulate(rates(), both, num_steps=100).step_s == pytest.approx(20 * TOKENS / 2000 * 2, rel=0.03)
+    sample_s = train_s = 20 * TOKENS / 2000
+    assert simulate(rates(), both, num_steps=100).step_s == pytest.approx(sample_s + train_s, rel=0.03)
+    # Envs that take most of the time: replies are drawn while a step trains, and do not wait for its end.
+    slow = replace(rates(env_s=4.0), trainer=200.0)
+    train_s = 20 * TOKENS / 400
+    assert simulate(slow, both, num_steps=100).step_s == pytest.approx(sample_s + train_s, rel=0.03)
+    lone = replace(both, max_staleness=0)
+    assert simulate(slow, lone, num_steps=20).step_s == pytest.approx(2 * 4.0 + sample_s + train_s, rel=0.03)
 
 
 def test_slow_envs_bound_a_run_by_littles_law() -> None:

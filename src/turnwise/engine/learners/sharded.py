@@ -65,8 +65,15 @@ class ShardedEngine(ReplicatedEngine):
         self._peer_config = self._peer_config.model_copy(update={"self_test": False})
 
     def sample_step(self) -> None:
-        with self._served():
-            super().sample_step()
+        """Sample; if a learner is lost meanwhile, the replies under way begin again when it was started again."""
+        try:
+            with self._served():
+                super().sample_step()
+        except LearnerLostError as lost:
+            self.sampler.start_again()
+            finish_work(self._recover(lost))
+        except ExchangeError:  # a batch runs too: its next pass sees the same, and starts the learner again
+            self.sampler.start_again()
 
     def score(self, policy: Policy, datums: Sequence[Datum]) -> Generator[None, None, ForwardBackwardOutput]:
         with self._served():

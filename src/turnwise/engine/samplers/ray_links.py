@@ -108,6 +108,6 @@ class RayLink:
 
 
 def start_ray_sampler(address: str, environment: Mapping[str, str], *, takes_gpu: bool) -> RayLink:
-    """Start a sampler wherever the cluster has room. Its first call is its set-up."""
-    options = {"num_cpus": 1, "num_gpus": int(takes_gpu), "scheduling_strategy": "SPREAD", "max_concurrency": MAX_CALLS}
+    """Start a sampler on whatever node has a GPU left; on CPUs any node will do. Its first call is its set-up."""
+    options = {"num_cpus": 0, "num_gpus": int(takes_gpu), "scheduling_strategy": "SPREAD", "max_concurrency": MAX_CALLS}
     return RayLink(RayActor(connect_ray(address), SamplerActor, (dict(environment),), options))

@@ -170,6 +170,22 @@ class Sampler:
         if request is not None:
             self.scheduler.remove(request)
 
+    def start_again(self) -> None:
+        """Begin all requests from their prompts: a step failed, and what it left in the cache is unknown.
+
+        The same seeds draw the same tokens again. Only a sampler that does not run ahead of its device can do this.
+        """
+        assert self._launched is None, "the device may still write to the cache"
+        requests, self._requests = list(self._requests.values()), {}
+        for request in requests:
+            self.scheduler.remove(request)
+        self.drop_cache()
+        for before in requests:
+            request = replace(before, finished={}, num_cached=0)
+            request.forget_scores()
+            self._requests[request.id] = request
+            self.scheduler.add(request)
+
     def step(self) -> None:
         """Run one forward pass for everything that can run, and sample one token for each row that is ready.
 
