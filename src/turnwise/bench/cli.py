@@ -1,4 +1,4 @@
-"""`turnwise bench sample | tenants | train | tree | branch | both | agreement | rollout | sandbox | async | ...`."""
+"""`turnwise bench NAME`: sample, tenants, train, tree, branch, both, agreement, rollout, sandbox, async, worlds ..."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from turnwise.bench import (
     tenants,
     train,
     tree,
+    worlds,
 )
 
 BENCHES = {
@@ -38,6 +39,7 @@ BENCHES = {
     "busy": busy,
     "learners": learners,
     "families": families,
+    "worlds": worlds,
 }
 
 
@@ -57,7 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    report.show(BENCHES[args.bench].run(args), as_json=args.json)
+    module = BENCHES[args.bench]
+    show = getattr(module, "show", report.show)  # one that measures many things has a table of its own
+    show(module.run(args), as_json=args.json)
     return 0
 
 
