@@ -83,7 +83,7 @@ async def test_experts_work_by_name_too() -> None:
 
 async def test_an_office_with_pages_is_worked_by_clicks_alone_or_with_the_shell_and_replays_the_same() -> None:
     interfaces: tuple[Interface, ...] = ("screen", "both")
-    worlds = {each: Workspace(interface=each, browser=True, reports_only=True) for each in interfaces}
+    worlds: dict[str, Any] = {each: Workspace(interface=each, browser=True, reports_only=True) for each in interfaces}
     shell = Workspace(interface="shell", reports_only=True)
     (task,) = shell.tasks("test", 1, seed=4)
     for world in worlds.values():

@@ -1,4 +1,4 @@
-"""`turnwise bench sample | tenants | train | tree | branch | both | agreement | rollout | sandbox | async | ...`."""
+"""`turnwise bench NAME`: sample, tenants, train, tree, branch, both, agreement, rollout, sandbox, async, worlds ..."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from turnwise.bench import (
     tenants,
     train,
     tree,
+    worlds,
 )
 
 BENCHES = {
@@ -42,6 +43,7 @@ BENCHES = {
     "env-workers": env_workers,
     "simulation": simulation,
     "families": families,
+    "worlds": worlds,
 }
 
 
@@ -61,7 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    report.show(BENCHES[args.bench].run(args), as_json=args.json)
+    module = BENCHES[args.bench]
+    show = getattr(module, "show", report.show)  # one that measures many things has a table of its own
+    show(module.run(args), as_json=args.json)
     return 0
 
 

@@ -1,0 +1,192 @@
+"""Play the expert and a random policy in every shipped world: success, turns, the env's time, attempts per minute.
+
+The expert is what a world demonstrates. The random policy says, at each turn, a reply that some expert gave at some
+moment of some task of that world: always well formed, never to the point. `--trained FILE` adds what was trained, from
+a file of results: the table of docs/worlds/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.envs.base import Task, World, assistant
+from turnwise.envs.registry import get_world, world_names, world_options
+from turnwise.envs.sync import as_env
+from turnwise.errors import ConfigError
+from turnwise.runtime.blocking import run_to_end
+
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("browser", {"site": site}) for site in ("forum", "mail", "office", "miniwob")),
+    ("code", {"shell": True}),
+    *(("workspace", {"interface": interface, "reports_only": True}) for interface in ("shell", "screen", "both")),
+    *(
+        ("workspace", {"interface": interface, "reports_only": True, "browser": True})
+        for interface in ("screen", "both")
+    ),
+)
+"""Rows beside the worlds with their default options."""
+TRAINED = ("base", "warm_up", "trained")
+PLAIN_SKILL = "demonstration_skill"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--attempts", type=int, default=16, help="attempts of each player at each world")
+    parser.add_argument("--at-once", type=int, default=4, help="attempts at the same time")
+    parser.add_argument("--only", nargs="+", default=[], help="names of worlds; without it, all")
+    parser.add_argument("--trained", type=Path, default=None, help="a JSON file of trained results by row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What attempts of one player came to."""
+
+    successes: float
+    """Share of all attempts."""
+    turns: float
+    """Mean of an attempt."""
+    step_ms: float
+    """Time in the env for one reply, the attempt's start and end included; mean."""
+    per_minute: float
+    """Attempts, `at_once` at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    is_success: bool
+    turns: int
+    env_s: float
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    unknown = sorted(set(args.only) - set(world_names()))
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)}: no such world; the shipped ones are {', '.join(world_names())}")
+    trained = _read_trained(args.trained)
+    rows = [(name, {}) for name in world_names()] + list(VARIANTS)
+    result: dict[str, Any] = {"bench": "worlds", "model": "expert and random", "machine": f"{os.cpu_count()} CPU cores"}
+    result["load_average"] = f"{os.getloadavg()[0]:.1f}"
+    lines: list[str] = []
+    for name, options in rows:
+        if args.only and name not in args.only:
+            continue
+        label = row_label(name, options)
+        measured = measure_world(name, options, args.attempts, args.at_once)
+        result[label] = measured if isinstance(measured, str) else {who: _to_json(one) for who, one in measured.items()}
+        lines.append(table_row(label, measured, trained.get(label, {})))
+    return {**result, "table": [*TABLE_HEAD, *lines]}
+
+
+def show(result: dict[str, Any], *, as_json: bool) -> None:
+    """Print the table as Markdown."""
+    print(json.dumps(result, indent=2) if as_json else "\n".join(result["table"]))
+
+
+def row_label(name: str, options: dict[str, Any]) -> str:
+    """The world and its options, as `turnwise check-env` takes them."""
+    return " ".join([name, *(f"{key}={str(value).lower()}" for key, value in options.items())])
+
+
+def measure_world(name: str, options: dict[str, Any], attempts: int, at_once: int) -> dict[str, Played] | str:
+    """Play the expert and the random policy. A text says why the world cannot be played here."""
+    skilled = {PLAIN_SKILL: 1.0} if any(one.name == PLAIN_SKILL for one in world_options(name)) else {}
+    try:
+        world = get_world(name, **options, **skilled)
+        shown = world.demonstrations(attempts, 0)
+    except ConfigError as error:
+        return str(error)
+    said = [[message.content for message in dialogue if message.role == "assistant"] for dialogue in shown]
+    if not said:
+        return "it demonstrates nothing"
+    tasks = world.tasks("train", attempts, 0)[: len(said)]
+    pool = [reply for replies in said for reply in replies]
+
+    def expert(number: int) -> Callable[[int], str]:
+        return lambda turn: said[number][min(turn, len(said[number]) - 1)]
+
+    def anything(number: int) -> Callable[[int], str]:
+        rng = random.Random(number)
+        return lambda _: rng.choice(pool)
+
+    return {
+        who: run_to_end(_play_all(world, tasks, player, at_once))
+        for who, player in (("expert", expert), ("random", anything))
+    }
+
+
+async def _play_all(
+    world: World, tasks: Sequence[Task], player: Callable[[int], Callable[[int], str]], at_once: int
+) -> Played:
+    free = asyncio.Semaphore(at_once)
+
+    async def one(number: int, task: Task) -> _Attempt:
+        async with free:
+            return await _play(world, task, player(number))
+
+    begun = time.perf_counter()
+    done = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
+    wall_s = time.perf_counter() - begun
+    turns = sum(attempt.turns for attempt in done)
+    return Played(
+        successes=sum(attempt.is_success for attempt in done) / len(done),
+        turns=turns / len(done),
+        step_ms=1000 * sum(attempt.env_s for attempt in done) / max(1, turns),
+        per_minute=60 * len(done) / wall_s,
+    )
+
+
+async def _play(world: World, task: Task, reply: Callable[[int], str]) -> _Attempt:
+    """One attempt; the env gets the seed that demonstrations have."""
+    env = as_env(world.make_env(task, 0))
+    begun = time.perf_counter()
+    turn, is_success = 0, False
+    try:
+        await env.start()
+        while turn < world.max_turns:
+            step = await env.step(assistant(reply(turn)))
+            turn += 1
+            if step.is_over:
+                is_success = bool(step.is_success)
+                break
+    finally:
+        await env.close()
+    return _Attempt(is_success=is_success, turns=turn, env_s=time.perf_counter() - begun)
+
+
+TABLE_HEAD = (
+    "| World | random | base model | after warm-up | after RL | expert | turns | env ms per step | attempts/min |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def table_row(label: str, measured: dict[str, Played] | str, trained: dict[str, str]) -> str:
+    """A line of the table."""
+    if isinstance(measured, str):
+        return f"| `{label}` | not played: {measured.splitlines()[0]} |" + " |" * 7
+    expert, anything = measured["expert"], measured["random"]
+    learned = [trained.get(key, "") for key in TRAINED]
+    step_ms = f"{expert.step_ms:.2g}" if expert.step_ms < 10 else f"{expert.step_ms:.0f}"
+    figures = [f"{expert.turns:.1f}", step_ms, f"{expert.per_minute:,.0f}"]
+    cells = [f"`{label}`", f"{anything.successes:.0%}", *learned, f"{expert.successes:.0%}", *figures]
+    return f"| {' | '.join(cells)} |"
+
+
+def _read_trained(path: Path | None) -> dict[str, dict[str, str]]:
+    if path is None:
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--trained {path}: {error}; expected a JSON file of results by row") from error
+
+
+def _to_json(played: Played) -> dict[str, float]:
+    return {name: getattr(played, name) for name in ("successes", "turns", "step_ms", "per_minute")}

@@ -1,0 +1,46 @@
+"""`turnwise bench worlds`: the expert and a random policy in the same tasks, and a table of what they came to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from turnwise.bench.cli import main
+from turnwise.bench.worlds import VARIANTS, measure_world, row_label, table_row
+from turnwise.envs.registry import world_names
+
+
+def test_the_expert_reaches_every_goal_in_its_number_of_turns_and_a_random_policy_does_not() -> None:
+    measured = measure_world("phone", {"actions": 6}, 8, 2)
+    assert not isinstance(measured, str)
+    assert (measured["expert"].successes, measured["expert"].turns) == (1.0, 6.0)
+    assert measured["random"].successes < 0.5
+
+
+def test_the_table_has_a_row_for_each_world_that_was_asked_for_and_says_what_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = tmp_path / "trained.json"
+    trained.write_text(json.dumps({"key_door": {"base": "1 %", "trained": "9 %"}}))
+    assert main(["worlds", "--only", "key_door", "--attempts", "2", "--trained", str(trained)]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert len(head.split("|")) == len(row.split("|"))
+    assert row.startswith("| `key_door` |")
+    assert "| 1 % |  | 9 % | 100% |" in row
+
+
+def test_what_cannot_be_played_here_is_said_in_its_row() -> None:
+    problem = measure_world("search", {"path": Path("/nowhere")}, 1, 1)
+    assert isinstance(problem, str)
+    assert "not played" in table_row("search", problem, {})
+    with pytest.raises(Exception, match="no such world"):
+        main(["worlds", "--only", "nonsense"])
+
+
+def test_trained_results_name_rows_of_the_table() -> None:
+    rows = {row_label(name, options) for name, options in [*((name, {}) for name in world_names()), *VARIANTS]}
+    results = json.loads((Path(__file__).parents[3] / "docs" / "worlds" / "trained.json").read_text())
+    assert set(results) <= rows
+    assert all(set(cells) <= {"base", "warm_up", "trained"} for cells in results.values())
