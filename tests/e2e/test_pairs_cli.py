@@ -36,8 +36,8 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
     assert num_attempts == 16 * (8 if kind == "dpo" else 2), "one part of the tasks is enough"
     assert turnwise(*play, "--tasks", "64", "--tokens", str(2 * num_tokens + 1)) == 0
     more_attempts, more_tokens = _told(capsys)
-    assert more_attempts >= 3 * num_attempts
-    assert more_tokens == pytest.approx(num_tokens * more_attempts / num_attempts, rel=0.2), "none counts twice"
+    assert more_attempts >= 2 * num_attempts
+    assert more_tokens == pytest.approx(num_tokens * more_attempts / num_attempts, rel=0.3), "none counts twice"
     assert turnwise(*play, "--tasks", "2", "--tokens", "1000000") == 2
     assert "add --tasks" in capsys.readouterr().err
     assert turnwise(*play, "--tasks", "6") == 0
