@@ -32,8 +32,12 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
     stored = read_pairs(file)
     assert all(len(one.rest) == (6 if kind == "dpo" else 0) for one in stored), "the other dialogues of a task are kept"
     assert turnwise(*play, "--tasks", "64", "--tokens", "1") == 0
-    first = int(re.search(r"from (\d+) attempts", capsys.readouterr().out)[1])  # type: ignore[index]
-    assert first == 16 * (8 if kind == "dpo" else 2), "one part of the tasks is enough"
+    num_attempts, num_tokens = _told(capsys)
+    assert num_attempts == 16 * (8 if kind == "dpo" else 2), "one part of the tasks is enough"
+    assert turnwise(*play, "--tasks", "64", "--tokens", str(2 * num_tokens + 1)) == 0
+    more_attempts, more_tokens = _told(capsys)
+    assert more_attempts >= 2 * num_attempts
+    assert more_tokens == pytest.approx(num_tokens * more_attempts / num_attempts, rel=0.3), "none counts twice"
     assert turnwise(*play, "--tasks", "2", "--tokens", "1000000") == 2
     assert "add --tasks" in capsys.readouterr().err
     assert turnwise(*play, "--tasks", "6") == 0
@@ -50,6 +54,13 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
         assert run.attempts(phase="train") == [], "nothing was played"
         margins = [value for _, value in run.metric("train/pair_margin")]
         assert abs(margins[0]) < 1e-3, "the sampling policy is the reference, and training starts there"
+
+
+def _told(capsys: pytest.CaptureFixture[str]) -> tuple[int, int]:
+    """The numbers of attempts and of sampled tokens that the command tells."""
+    found = re.search(r"from (\d+) attempts and ([\d,]+) sampled tokens", capsys.readouterr().out)
+    assert found is not None
+    return int(found[1]), int(found[2].replace(",", ""))
 
 
 def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,9 +175,10 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
             played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))
     origin, found = origin_of(policy.config), _Found()
     data = {task.id: task.data for task in tasks}
+    stats = played[-1].stats  # one player counts over all parts
+    found.num_attempts = len(stats.kept) + stats.dropped.total()
+    found.num_tokens = stats.num_drawn
     for part in played:
-        found.num_attempts += len(part.stats.kept) + part.stats.dropped.total()
-        found.num_tokens += _num_sampled(part)
         found.dropped.update(group.why.replace("_", " ") for group in part.dropped)
         for group in part.groups:
             store = partial(_store, options.kind, origin, _where(target, policy), policy.step)
@@ -188,10 +189,6 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
             f"{options.num_tokens:,}; add --tasks"
         )
     return found
-
-
-def _num_sampled(played: RolloutResult) -> int:
-    return int(played.stats.metrics().get("rollout/tokens_drawn", 0))
 
 
 def _where(target: str, policy: PolicySampler) -> str:
@@ -228,7 +225,7 @@ async def _play_parts(
     played: list[RolloutResult] = []
     for begin in range(0, len(tasks), TASKS_AT_ONCE):
         played.append(await player.play(tasks[begin : begin + TASKS_AT_ONCE], seed=derive_seed(seed, begin)))
-        if sum(_num_sampled(part) for part in played) >= options.num_tokens:
+        if player.stats.num_drawn >= options.num_tokens:
             break
     return played
 
