@@ -189,7 +189,7 @@ def _power(count: int, least: int, base: int) -> int:
 
 
 @dataclass(slots=True)
-class _Pair:
+class _PassPair:
     """The graphs of one shape and adapter."""
 
     forward: Captured
@@ -207,7 +207,7 @@ class PassGraphs:
         self._body: FusedBody = model.fused
         self._new_recorder = model.ops.new_graph_recorder
         self._recorder = self._new_recorder()
-        self._graphs: dict[Any, _Pair] = {}
+        self._graphs: dict[Any, _PassPair] = {}
         self._seen: Counter[Any] = Counter()
         self._is_full = False
         sizes = model.sizes
@@ -274,7 +274,7 @@ class PassGraphs:
         has_room = not trains or self._body.keeps_all(MOST_SHARE * shape.tokens, route)
         return shape if has_room else None
 
-    def _get(self, shape: PassShape, weights: LoraWeights, *, trains: bool) -> _Pair | None:
+    def _get(self, shape: PassShape, weights: LoraWeights, *, trains: bool) -> _PassPair | None:
         """The graphs of a shape with these weights; None until it has come often enough."""
         grads = weights.grad_pairs if trains else None
         places = (
@@ -289,13 +289,13 @@ class PassGraphs:
             del self._seen[key]
             route = Route.of([weights.span(0, shape.tokens)])
             with torch.no_grad():
-                found = self._capture(shape, route) if trains else _Pair(self._capture_reading(shape, route), None)
+                found = self._capture(shape, route) if trains else _PassPair(self._capture_reading(shape, route), None)
         self._graphs[key] = found
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return found
 
-    def _capture(self, shape: PassShape, route: Route) -> _Pair:
+    def _capture(self, shape: PassShape, route: Route) -> _PassPair:
         body, kept = self._body, list[KeptPass]()
 
         def run(inputs: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class PassGraphs:
         forward = self._recorder.capture(self._padding(shape), run)
         # Capturing runs backward once: over the activations of padding alone, whose gradient is zero.
         forward.replay()
-        return _Pair(forward, self._recorder.capture(torch.zeros_like(forward.outputs), run_backward))
+        return _PassPair(forward, self._recorder.capture(torch.zeros_like(forward.outputs), run_backward))
 
     def _capture_reading(self, shape: PassShape, route: Route) -> Captured:
         """A pass without a backward pass."""
