@@ -97,6 +97,21 @@ def _turned(source, norm, cos, sin, position, dim, mask, eps, SIZE: tl.constexpr
 
 
 @triton.jit
+def _store_attended(
+    out, maxima, sums, acc, best, total, at, split, in_group, dim, SIZE: tl.constexpr, SPLITS: tl.constexpr
+):
+    """The result of a program; with several splits, what `_merge_kernel` reads of it."""
+    inside = in_group & (dim < SIZE)
+    if SPLITS == 1:
+        tl.store(out + at[:, None] * SIZE + dim, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        part = (at * SPLITS + split)[:, None]
+        tl.store(out + part * SIZE + dim, acc, mask=inside)
+        tl.store(maxima + part, best[:, None], mask=in_group)
+        tl.store(sums + part, total[:, None], mask=in_group)
+
+
+@triton.jit
 def _attend_kernel(
     qkv, cos, sin, positions, query_norm, key_norm, cache_k, cache_v, slots, block_table, out, maxima, sums, eps, scale,
     table_stride, BLOCK: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
@@ -154,14 +169,7 @@ def _attend_kernel(
         acc = tl.dot(probs.to(dtype), values, acc * fade[:, None])
         best = new_best
     at = (row * KV + head) * GROUP + member
-    if SPLITS == 1:
-        target = out + at[:, None] * SIZE + dim
-        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_group & (dim < SIZE))
-    else:
-        part = at * SPLITS + split
-        tl.store(out + part[:, None] * SIZE + dim, acc, mask=in_group & (dim < SIZE))
-        tl.store(maxima + part, best, mask=member < GROUP)
-        tl.store(sums + part, total, mask=member < GROUP)
+    _store_attended(out, maxima, sums, acc, best, total, at, split, in_group, dim, SIZE, SPLITS)
 
 
 @triton.jit

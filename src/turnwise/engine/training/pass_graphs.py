@@ -1,4 +1,4 @@
-"""Training passes as captured graphs: the layers of a pass forward are one launch, and backward another.
+"""Passes of the trainer as captured graphs: the layers of a pass forward are one launch, and backward another.
 
 A pass has some seventy launches a layer, and of a small model the device computes them faster than the host launches
 them. So a pass is captured, per padded shape and adapter, when its shape comes for the second time. Padding is tokens
@@ -189,11 +189,12 @@ def _power(count: int, least: int, base: int) -> int:
 
 
 @dataclass(slots=True)
-class _Pair:
+class _PassPair:
     """The graphs of one shape and adapter."""
 
     forward: Captured
-    backward: Captured
+    backward: Captured | None
+    """None for a pass that only reads."""
 
 
 class PassGraphs:
@@ -206,8 +207,8 @@ class PassGraphs:
         self._body: FusedBody = model.fused
         self._new_recorder = model.ops.new_graph_recorder
         self._recorder = self._new_recorder()
-        self._graphs: dict[Any, _Pair] = {}
-        self._seen: Counter[PassShape] = Counter()
+        self._graphs: dict[Any, _PassPair] = {}
+        self._seen: Counter[Any] = Counter()
         self._is_full = False
         sizes = model.sizes
         heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
@@ -232,55 +233,74 @@ class PassGraphs:
         return len(self._graphs)
 
     def hidden(self, batch: PackedBatch, route: Route, rows: Tensor) -> Tensor | None:
-        """Last hidden states [R, H] of `rows`, from which autograd can run backward; None: launch the pass as usual."""
-        shape = self._shape(batch, route)
+        """Last hidden states [R, H] of `rows`; None: launch the pass as usual.
+
+        With gradients enabled, autograd can run backward from them.
+        """
+        trains = torch.is_grad_enabled()
+        shape = self._shape(batch, route, trains=trains)
         if shape is None:
             return None
         try:
-            graphs = self._get(shape, route.spans[0].weights)
+            graphs = self._get(shape, route.spans[0].weights, trains=trains)
         except torch.OutOfMemoryError:
             log.warning("no memory is left to capture training passes: they are launched kernel by kernel, slower")
             self._is_full = True
             self.forget()
             return None
+        if graphs is None:
+            return None
         packed = self._model.ops.transfer.host_buffer(shape.size, torch.int64)
         shape.lay_out(batch, packed.numpy())
         graphs.forward.inputs.copy_(packed, non_blocking=True)
-        return _CapturedPass.apply(self._anchor, graphs, rows)
+        if trains:
+            return _CapturedPass.apply(self._anchor, graphs, rows)
+        graphs.forward.replay()
+        return graphs.forward.outputs[rows]
 
     def forget(self) -> None:
         """Drop all graphs and give their memory back."""
         self._graphs.clear()
         self._recorder = self._new_recorder()
 
-    def _shape(self, batch: PackedBatch, route: Route) -> PassShape | None:
+    def _shape(self, batch: PackedBatch, route: Route, *, trains: bool) -> PassShape | None:
         """The shape of a pass that a graph may take."""
         is_plain = len(route.spans) == 1 and route.full is None and route.routing is None
         if not is_plain or self._is_full or len(batch.plan.levels) > MOST_LEVELS:
             return None
         shape = PassShape.of(batch)
-        if shape.tokens > self._most_tokens or not self._body.keeps_all(MOST_SHARE * shape.tokens, route):
+        if shape.tokens > self._most_tokens:
             return None
-        self._seen[shape] += 1
-        return shape if self._seen[shape] >= NUM_SEEN else None
+        has_room = not trains or self._body.keeps_all(MOST_SHARE * shape.tokens, route)
+        return shape if has_room else None
 
-    def _get(self, shape: PassShape, weights: LoraWeights) -> _Pair:
-        assert weights.grad_pairs, "a pass that trains"
-        grad = next(iter(weights.grad_pairs.values()))[0]
-        key = shape, weights.flat.data_ptr(), grad.data_ptr(), weights.scale, tuple(weights.pairs)
-        found = self._graphs.pop(key, None) or self._capture(shape, weights)
+    def _get(self, shape: PassShape, weights: LoraWeights, *, trains: bool) -> _PassPair | None:
+        """The graphs of a shape with these weights; None until it has come often enough."""
+        grads = weights.grad_pairs if trains else None
+        places = (
+            tensor.data_ptr() for pairs in (weights.pairs, grads or {}) for tensor in next(iter(pairs.values()), ())
+        )
+        key = shape, weights.flat.data_ptr(), tuple(places), weights.scale, tuple(weights.pairs), trains
+        found = self._graphs.pop(key, None)
+        if found is None:
+            self._seen[key] += 1
+            if self._seen[key] < NUM_SEEN:
+                return None
+            del self._seen[key]
+            route = Route.of([weights.span(0, shape.tokens)])
+            with torch.no_grad():
+                found = self._capture(shape, route) if trains else _PassPair(self._capture_reading(shape, route), None)
         self._graphs[key] = found
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return found
 
-    def _capture(self, shape: PassShape, weights: LoraWeights) -> _Pair:
-        device, body = self._model.device, self._body
-        route = Route.of([weights.span(0, shape.tokens)])
-        kept: list[KeptPass] = []
+    def _capture(self, shape: PassShape, route: Route) -> _PassPair:
+        body, kept = self._body, list[KeptPass]()
 
         def run(inputs: Tensor) -> Tensor:
-            hidden, kept[:] = _start(body, shape, inputs, route)
+            hidden, own = body.start(*shape.views(inputs), route)
+            kept[:] = [own]
             return hidden
 
         def run_backward(grad: Tensor) -> Tensor:
@@ -289,18 +309,19 @@ class PassGraphs:
             body.run_backward(grad, replace(own, blocks=list(own.blocks)))
             return grad
 
-        with torch.no_grad():
-            inputs = torch.from_numpy(shape.padding()).to(device)
-            forward = self._recorder.capture(inputs, run)
-            # Capturing runs backward once: over the activations of padding alone, whose gradient is zero.
-            forward.replay()
-            grad = torch.zeros(shape.tokens, self._model.sizes.hidden_size, dtype=self._model.dtype, device=device)
-            return _Pair(forward, self._recorder.capture(grad, run_backward))
+        forward = self._recorder.capture(self._padding(shape), run)
+        # Capturing runs backward once: over the activations of padding alone, whose gradient is zero.
+        forward.replay()
+        return _PassPair(forward, self._recorder.capture(torch.zeros_like(forward.outputs), run_backward))
 
+    def _capture_reading(self, shape: PassShape, route: Route) -> Captured:
+        """A pass without a backward pass."""
+        return self._recorder.capture(
+            self._padding(shape), lambda inputs: self._body.hidden(*shape.views(inputs), route)
+        )
 
-def _start(body: FusedBody, shape: PassShape, inputs: Tensor, route: Route) -> tuple[Tensor, list[KeptPass]]:
-    hidden, kept = body.start(*shape.views(inputs), route)
-    return hidden, [kept]
+    def _padding(self, shape: PassShape) -> Tensor:
+        return torch.from_numpy(shape.padding()).to(self._model.device)
 
 
 class _CapturedPass(torch.autograd.Function):

@@ -240,7 +240,7 @@ class Trainer:
     def _hidden(self, work: _Pass) -> Tensor:
         """Hidden states [R, H] of the rows that the head reads."""
         batch = work.batch
-        if torch.is_grad_enabled() and self.graphs is not None:
+        if self.graphs is not None:
             hidden = self.graphs.hidden(batch, work.route, work.entries.row_tokens)
             if hidden is not None:
                 return hidden

@@ -135,3 +135,18 @@ def test_another_adapter_has_graphs_of_its_own_and_a_moved_one_keeps_them(tiny_d
                 with torch.no_grad():
                     adapter.flat.mul_(1.1)
     assert recorder.num_captured == 4
+
+
+def test_passes_that_only_read_have_the_logprobs_of_plain_ones(tiny_dir: Path) -> None:
+    plain, _ = make(tiny_dir, captures=False)
+    engine, recorder = make(tiny_dir, captures=True)
+    adapters = [displaced_adapter(one) for one in (plain, engine)]
+    for settings in (None, {"kl_reference": "base"}):
+        for _ in range(3):
+            want, got = (
+                run(one.forward(adapter, batches()[1], "cross_entropy", settings)).loss_fn_outputs
+                for one, adapter in zip((plain, engine), adapters, strict=True)
+            )
+            for one, other in zip(want, got, strict=True):
+                assert abs(one["logprobs"].to_numpy() - other["logprobs"].to_numpy()).max() < 1e-5
+    assert recorder.num_captured == 2, "the adapter and the base"
