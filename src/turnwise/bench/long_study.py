@@ -65,17 +65,17 @@ PPO = ("method=ppo",)
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
-    *("train.learning_rate=1e-3", "eval.every=10", "eval.tasks=64", "warmup.steps=80"),
+    *("train.learning_rate=1e-3", "eval.every=8", "eval.tasks=48", "warmup.steps=80"),
 )
 """A form of 24 cells in a context that holds about 13 of them."""
 STUDIES: Mapping[str, Study] = {
     "methods": Study(
         world=(
             *("workflow", "env.options.level=5", "env.options.demonstration_skill=0.9", "memory.window=6"),
-            *("train.tasks_per_step=4", "rollout.group_size=8", "eval.tasks=64", "eval.every=4"),
+            *("train.tasks_per_step=4", "rollout.group_size=8", "eval.tasks=48", "eval.every=5"),
             "train.learning_rate=1e-3",
         ),
-        warm=("env.options.level=3", "warmup.steps=50", "warmup.batch_size=16"),
+        warm=("env.options.level=3", "warmup.steps=120"),
         arms={
             "grpo": (),
             "grpo, whole attempts": ("method.credit=trajectory",),
