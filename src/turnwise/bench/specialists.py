@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -219,9 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/specialists"))
     parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
+    parser.add_argument("--member", nargs="*", default=[], metavar="NAME.OPTION", help="more options of one world")
     options = parser.parse_args(argv)
+    worlds = SETS[options.worlds]
+    for name, _, text in (one.partition(".") for one in options.member):
+        worlds = replace(worlds, members={**worlds.members, name: (*worlds.members[name], text)})
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = Plan(worlds=SETS[options.worlds], model=options.model, out=options.out, more=tuple(options.set))
+    plan = Plan(worlds=worlds, model=options.model, out=options.out, more=tuple(options.set))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     until_s = time.monotonic() + options.limit_s
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:  # its end stops what still runs
