@@ -20,7 +20,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.pool import Pool
@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.bench.pooled import run_jobs
 from turnwise.compare.results import Result, area_under, summarize
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.progress import num_drawn_tokens
@@ -65,17 +66,17 @@ PPO = ("method=ppo",)
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
-    *("train.learning_rate=1e-3", "eval.every=10", "eval.tasks=64", "warmup.steps=80"),
+    *("train.learning_rate=1e-3", "eval.every=8", "eval.tasks=48", "warmup.steps=80"),
 )
 """A form of 24 cells in a context that holds about 13 of them."""
 STUDIES: Mapping[str, Study] = {
     "methods": Study(
         world=(
             *("workflow", "env.options.level=5", "env.options.demonstration_skill=0.9", "memory.window=6"),
-            *("train.tasks_per_step=4", "rollout.group_size=8", "eval.tasks=64", "eval.every=4"),
+            *("train.tasks_per_step=4", "rollout.group_size=8", "eval.tasks=48", "eval.every=5"),
             "train.learning_rate=1e-3",
         ),
-        warm=("env.options.level=3", "warmup.steps=50", "warmup.batch_size=16"),
+        warm=("env.options.level=3", "warmup.steps=120"),
         arms={
             "grpo": (),
             "grpo, whole attempts": ("method.credit=trajectory",),
@@ -289,7 +290,7 @@ class StudyRun:
                 for seed in self.seeds
                 for arm in self.study.arms
             ]
-            self._wait(pool, jobs, self.deadline_s - horizon_s, self.write)
+            run_jobs(pool, jobs, self.deadline_s - horizon_s, self.write)
         self.write(None)
 
     def play(self, pool: Pool) -> None:
@@ -306,7 +307,7 @@ class StudyRun:
             for place in [*(f"warm_up-{seed}" for seed in self.seeds), *trained]
             if is_run(self.out / place)
         ]
-        self._wait(pool, jobs, self.deadline_s, self.played.append)
+        run_jobs(pool, jobs, self.deadline_s, self.played.append)
         self.write(None)
 
     def write(self, _: object) -> None:
@@ -327,34 +328,13 @@ class StudyRun:
         for number in range(MAX_ROUNDS):
             found: list[float] = []
             jobs = [partial(warm_up, self.study, self.out, seed, number) for seed in self.seeds]
-            self._wait(pool, jobs, self.deadline_s, found.append)
+            run_jobs(pool, jobs, self.deadline_s, found.append)
             if len(found) < len(self.seeds):
                 return None
             print(f"warm-up, round {number}: {', '.join(f'{one:.0%}' for one in sorted(found))}", flush=True)
             if fmean(found) >= WARM_SUCCESS or number + 1 == MAX_ROUNDS:
                 return {seed: str(self.out / f"warm-{seed}-{number}") for seed in self.seeds}
         return None
-
-    def _wait(self, pool: Pool, jobs: Sequence[Callable[[], Any]], until_s: float, done: Callable[[Any], None]) -> None:
-        """Run the jobs until all have ended or the time is up. A job that fails is told and does not end the study."""
-        waiting = [pool.apply_async(_attempt, (job,)) for job in jobs]
-        while waiting and time.monotonic() < until_s:
-            time.sleep(0.5)
-            for one in [one for one in waiting if one.ready()]:
-                waiting.remove(one)
-                value, failure = one.get()
-                if failure:
-                    print(f"a job failed: {failure}", flush=True)
-                else:
-                    done(value)
-
-
-def _attempt(job: Callable[[], Any]) -> tuple[Any, str]:
-    """The job's value, or why it failed; some errors cannot travel between processes."""
-    try:
-        return job(), ""
-    except Exception as error:  # noqa: BLE001 - whatever it was, it is told
-        return None, f"{type(error).__name__}: {error}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

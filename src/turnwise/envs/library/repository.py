@@ -38,11 +38,11 @@ from turnwise.envs.library.repository_tickets import (
     FILES,
     LEVELS,
     Size,
-    Ticket,
     draw_repo,
     expression,
     open_ticket,
     places,
+    way_to,
 )
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import play_demonstrations
@@ -128,11 +128,11 @@ class RepositoryEnv:
     """One attempt at the tickets of a repo."""
 
     def __init__(self, repo: Mapping[str, Any], world: Repository, seed: int) -> None:
-        count, has_comments = len(repo["tickets"]), world.size.has_comments
-        self._tickets = [open_ticket(repo, index, has_comments=has_comments) for index in range(count)]
+        self._repo = repo
+        self._has_comments = world.size.has_comments
         self._skill = world.demonstration_skill
         self._pays_tickets = world.pays == "ticket"
-        self._max_turns = round(world.patience * sum(ticket.num_actions for ticket in self._tickets))
+        self._max_turns = round(world.patience * sum(ticket["actions"] for ticket in repo["tickets"]))
         self._rng = random_for("demo", seed, content_id(repo))
         self._index = 0
         self._turn = 0
@@ -141,15 +141,12 @@ class RepositoryEnv:
 
     def _begin(self) -> None:
         """A fresh checkout for the ticket that is due."""
+        self._ticket = open_ticket(self._repo, self._index, has_comments=self._has_comments)
         self._files = self._ticket.files
         self._open = ""
         self._seen: tuple[str, ...] = ()
         """Files that were opened since this ticket began."""
         self._has_searched = False
-
-    @property
-    def _ticket(self) -> Ticket:
-        return self._tickets[self._index]
 
     async def start(self) -> list[Message]:
         files = ", ".join(self._files)
@@ -187,18 +184,19 @@ class RepositoryEnv:
 
     def potential(self) -> float:
         """The share of the tickets that are done; one whose tests would pass counts as half."""
-        count = len(self._tickets)
+        count = len(self._repo["tickets"])
         is_right = self._index < count and not self._ticket.judge(self._files).reason
         return (self._index + 0.5 * is_right) / count
 
     def fork(self) -> RepositoryEnv:
-        twin = copy.copy(self)  # files and tickets are never changed in place
+        twin = copy.copy(self)  # files and ticket are never changed in place
         twin._rng = copy.copy(self._rng)
         return twin
 
     def _demonstrate_mending(self) -> str:
-        broken = self._ticket.functions[self._ticket.broken]
-        unread = [file for file in self._ticket.way if file not in self._seen]
+        functions, broken = self._ticket.functions, self._ticket.functions[self._ticket.broken]
+        way = way_to(list(functions.values()), self._ticket.named, self._ticket.broken)
+        unread = [file for file in way if file not in self._seen]
         if unread or self._open != broken["file"]:
             return f"open {unread[0] if unread else broken['file']}"
         head = f"def {broken['name']}(x):"
@@ -246,8 +244,9 @@ class RepositoryEnv:
             failing = f"{len(verdict.failing)} of {count} tests fail: {', '.join(verdict.failing)}. "
             return self._answer(f"{failing if verdict.failing else ''}{verdict.reason}")
         self._index += 1
-        is_last = self._index == len(self._tickets)
-        paid = 1.0 / len(self._tickets) if self._pays_tickets else float(is_last)
+        num_tickets = len(self._repo["tickets"])
+        is_last = self._index == num_tickets
+        paid = 1.0 / num_tickets if self._pays_tickets else float(is_last)
         if is_last:
             return EnvStep(reward=paid, terminated=True, is_success=True, info=self._info())
         self._begin()

@@ -6,9 +6,10 @@ own file or of an earlier one. A ticket starts from a fresh checkout of everythi
 
 from __future__ import annotations
 
+import operator
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ NAMES = (
 )
 NUMBERS = (2, 5, 7)
 """What every function is tested with."""
-_OPERATORS = ("+", "-", "*")
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 Function = Mapping[str, Any]
 """file, name, calls (another function's name; empty: none), operator, constant."""
@@ -70,50 +71,72 @@ def draw_repo(size: Size, rng: random.Random) -> dict[str, Any]:
         short = [one for one in near if len(call_chain(functions, one)) <= size.depth + 1]
         calls = rng.choice(short) if short and rng.random() < 0.8 else ""
         functions.append({"file": file, "name": name, "calls": calls, **_draw_step(rng)})
-    repo: dict[str, Any] = {"functions": functions, "tickets": []}
+    tickets: list[dict[str, Any]] = []
+    now: list[Function] = list(functions)
     for _ in range(size.tickets):
-        repo["tickets"].append(_draw_ticket(repo, size, rng))
-    return repo
+        ticket = _draw_ticket(now, size, rng)
+        tickets.append({**ticket, "actions": _num_actions(now, ticket, has_comments=size.has_comments)})
+        now = _after(now, ticket)
+    return {"functions": functions, "tickets": tickets}
 
 
 def _draw_step(rng: random.Random) -> dict[str, Any]:
-    return {"operator": rng.choice(_OPERATORS), "constant": rng.randint(2, 9)}
+    return {"operator": rng.choice(tuple(_OPERATORS)), "constant": rng.randint(2, 9)}
 
 
-def _draw_ticket(repo: Mapping[str, Any], size: Size, rng: random.Random) -> dict[str, Any]:
-    functions = merged(repo, len(repo["tickets"]))
+def _draw_ticket(functions: Sequence[Function], size: Size, rng: random.Random) -> dict[str, Any]:
     if rng.random() < size.renames:
         taken = {one["name"] for one in functions}
         return {"rename": rng.choice(functions)["name"], "to": rng.choice([one for one in NAMES if one not in taken])}
     named = rng.choice(functions)["name"]
-    place = rng.choice(call_chain(functions, named)[: size.depth + 1])
-    broken = next(one for one in functions if one["name"] == place)
-    right = {"operator": broken["operator"], "constant": broken["constant"]}
+    broken = rng.choice(call_chain(functions, named)[: size.depth + 1])
+    by_name = {one["name"]: one for one in functions}
     while True:
         wrong = _draw_step(rng)
-        if sum(wrong[key] != right[key] for key in right) == 1 and _shows(functions, named, broken["name"], wrong):
-            return {"named": named, "broken": broken["name"], **wrong}
+        change = {**by_name, broken: {**by_name[broken], **wrong}}
+        is_one_change = sum(wrong[key] != by_name[broken][key] for key in wrong) == 1
+        if is_one_change and _value(by_name, named, NUMBERS[0]) != _value(change, named, NUMBERS[0]):  # 2 + 2 is 2 * 2
+            return {"named": named, "broken": broken, **wrong}
 
 
-def _shows(functions: Sequence[Function], named: str, broken: str, wrong: Mapping[str, Any]) -> bool:
-    """Whether the first test of `named` sees the change: 2 + 2 is 2 * 2."""
-    change = [{**one, **wrong} if one["name"] == broken else one for one in functions]
-    files = [write_files(state, has_comments=False) for state in (functions, change)]
-    file = next(one["file"] for one in functions if one["name"] == named)
-    return len({Program(texts).call(file, named, NUMBERS[0]) for texts in files}) == 2
+def _value(by_name: Mapping[str, Function], name: str, number: int) -> int:
+    """What a function should give."""
+    one = by_name[name]
+    inner = _value(by_name, one["calls"], number) if one["calls"] else number
+    return _OPERATORS[one["operator"]](inner, one["constant"])
+
+
+def _num_actions(functions: Sequence[Function], ticket: Mapping[str, Any], *, has_comments: bool) -> int:
+    """Actions of the script: open what is needed, edit, test; what is renamed is looked for first."""
+    if "broken" in ticket:
+        return len(way_to(functions, ticket["named"], ticket["broken"])) + 2
+    old = ticket["rename"]
+    home = next(one["file"] for one in functions if one["name"] == old)
+    callers = [one["file"] for one in functions if one["calls"] == old]
+    num_lines = (1 + len(callers)) * (1 + has_comments) + len(set(callers) - {home})  # one import in each other file
+    return len({home, *callers}) + num_lines + 2
+
+
+def way_to(functions: Sequence[Function], named: str, broken: str) -> list[str]:
+    """The files to read one after the other to find the broken function, beginning with the one that is told."""
+    home = {one["name"]: one["file"] for one in functions}
+    chain = call_chain(functions, named)
+    return list(dict.fromkeys(home[name] for name in chain[: chain.index(broken) + 1]))
 
 
 def merged(repo: Mapping[str, Any], count: int) -> list[Function]:
     """The functions after the first `count` tickets. Mended ones are as they were; renamed ones are not."""
     functions: list[Function] = list(repo["functions"])
     for ticket in repo["tickets"][:count]:
-        if "rename" in ticket:
-            functions = [_renamed(one, ticket["rename"], ticket["to"]) for one in functions]
+        functions = _after(functions, ticket)
     return functions
 
 
-def _renamed(function: Function, old: str, new: str) -> Function:
-    return {**function, **{key: new for key in ("name", "calls") if function[key] == old}}
+def _after(functions: list[Function], ticket: Mapping[str, Any]) -> list[Function]:
+    if "rename" not in ticket:
+        return functions
+    old, new = ticket["rename"], ticket["to"]
+    return [{**one, **{key: new for key in ("name", "calls") if one[key] == old}} for one in functions]
 
 
 def write_files(
@@ -181,20 +204,6 @@ class Ticket:
             reason = f"{next(iter(left))}.py still says {self.old}."
         return Verdict(tuple(failing), reason)
 
-    @property
-    def way(self) -> list[str]:
-        """The files to read one after the other to find the broken function, beginning with the one that is told."""
-        chain = call_chain(list(self.functions.values()), self.named)
-        return list(dict.fromkeys(self.functions[name]["file"] for name in chain[: chain.index(self.broken) + 1]))
-
-    @property
-    def num_actions(self) -> int:
-        """Actions of the script: open what is needed, edit, test; a rename is looked for first."""
-        if self.broken:
-            return len(self.way) + 2
-        left = places(self.files, self.old)
-        return len(left) + sum(map(len, left.values())) + 2
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -212,10 +221,9 @@ def open_ticket(repo: Mapping[str, Any], index: int, *, has_comments: bool) -> T
     named, broken, old = data.get("named") or data["to"], data.get("broken", ""), data.get("rename", "")
     wrong = {key: data[key] for key in ("operator", "constant") if key in data}
     files = write_files(before, has_comments=has_comments, broken=broken, wrong=wrong)
-    right = Program(write_files(after, has_comments=False))
+    right, functions = ({one["name"]: one for one in state} for state in (after, before))
     order = sorted(after, key=lambda one: one["name"] != named)
-    tests = [(one["file"], one["name"], [right.call(one["file"], one["name"], n) for n in NUMBERS]) for one in order]
-    functions = {one["name"]: one for one in before}
+    tests = [(one["file"], one["name"], [_value(right, one["name"], number) for number in NUMBERS]) for one in order]
     head = f"Ticket {index + 1} of {len(repo['tickets'])}:"
     text = f"{head} rename {old} to {named}."
     if broken:

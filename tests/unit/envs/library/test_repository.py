@@ -19,8 +19,8 @@ FUNCTIONS = [
     {"file": "bank", "name": "fee", "calls": "tip", "operator": "+", "constant": 3},
 ]
 TICKETS = [
-    {"named": "fee", "broken": "fee", "operator": "-", "constant": 3},
-    {"rename": "tip", "to": "pay"},
+    {"named": "fee", "broken": "fee", "operator": "-", "constant": 3, "actions": 3},
+    {"rename": "tip", "to": "pay", "actions": 9},
 ]
 BANK = "bank.py\n1 from shop import tip\n2 # fee(x) is tip(x) + 3\n3 def fee(x):\n4     return tip(x) {} 3"
 RENAMING = (
@@ -164,10 +164,12 @@ def test_the_interpreter_computes_what_python_computes(level: int) -> None:
 @for_each("level", range(len(LEVELS)))
 def test_the_script_does_every_ticket_in_the_actions_that_it_is_given(level: int) -> None:
     world = Repository(level=level, patience=1.0)
-    env = world.make_env(world.tasks("test", 1, seed=0)[0], seed=0)
+    (task,) = world.tasks("test", 1, seed=0)
+    env = world.make_env(task, seed=0)
     steps: list[EnvStep] = []
     while not steps or not steps[-1].is_over:
         steps += play(env, env.demonstrate())
+    assert len(steps) == sum(ticket["actions"] for ticket in task.data["tickets"])
     assert 3 <= len(steps) <= world.max_turns
     assert steps[-1].is_success
     assert steps[-1].info["tickets"] == LEVELS[level].tickets

@@ -17,7 +17,7 @@ SHORTER: dict[str, dict[str, Any]] = {
     "swe": {"hint": "line"},  # a whole function is long
     "negotiate": {"max_turns": 2},  # four turns of free text on each side are long
 }
-LONG = {"browser", "household", "phone", "workflow", "workspace"}
+LONG = {"browser", "household", "phone", "repository", "workflow", "workspace"}
 """Worlds of long attempts. Their presets for `tiny` choose short tasks, or a memory."""
 WORLDS: list[tuple[str, dict[str, Any]]] = [
     *((name, SHORTER.get(name, {})) for name in plain_world_names() if name not in LONG),
